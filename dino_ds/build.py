@@ -1,0 +1,55 @@
+"""From a recipe to its network and its schedules: components take plain numbers, this page knows which."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.config import Recipe
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.schedules import Schedules
+
+
+def build_network(recipe: Recipe) -> DinoNetwork:
+    """The student of a recipe, FP32, on the CPU; the same weights on every rank."""
+    torch.manual_seed(recipe.seed)
+    arch = architecture(recipe)
+    model, head = recipe.model, recipe.head
+    backbone = VisionTransformer(arch, recipe.crops.global_size, model.drop_path, model.pos_embed_interpolation)
+    return DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
+
+
+def architecture(recipe: Recipe) -> Architecture:
+    """The named backbone with the recipe's changes."""
+    model = recipe.model
+    changes = {
+        name: value for name in ("patch_size", "width", "depth", "heads") if (value := getattr(model, name)) is not None
+    }
+    return dataclasses.replace(ARCHITECTURES[model.backbone], **changes)
+
+
+def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
+    """The recipe's lengths in optimizer steps; an epoch is `epoch_steps` of them."""
+    batch = recipe.data.global_batch
+    objective, optimizer = recipe.objective, recipe.optimizer
+    warmup = objective.teacher_temp_warmup
+    by_epoch = warmup.unit == "epochs"
+    return Schedules(
+        steps=recipe.length.in_steps(batch, epoch_steps),
+        lr=optimizer.lr * batch / 256,
+        min_lr=optimizer.min_lr,
+        warmup_steps=optimizer.warmup.in_steps(batch, epoch_steps),
+        weight_decay=optimizer.weight_decay,
+        weight_decay_end=optimizer.weight_decay_end,
+        momentum=recipe.teacher.momentum,
+        momentum_end=recipe.teacher.momentum_end,
+        teacher_temp=objective.teacher_temp,
+        warmup_teacher_temp=objective.warmup_teacher_temp,
+        teacher_temp_treads=int(warmup.value) if by_epoch else warmup.in_steps(batch, epoch_steps),
+        teacher_temp_tread_steps=epoch_steps if by_epoch else 1,
+        freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
+    )

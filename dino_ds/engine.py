@@ -1,0 +1,269 @@
+"""The wall around DeepSpeed: the only room that knows its engine, its optimizers and its traps.
+
+It answers three questions: what are the logits, has the step been applied, and where are the FP32 masters.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.ds_config import DsConfig
+from dino_ds.errors import ConfigError, NumericError
+from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.models.network import DinoNetwork
+from dino_ds.optim import parameter_groups
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Progress(enum.Enum):
+    """What a call of `Engine.step` did."""
+
+    ACCUMULATING = "the window of micro-batches goes on"
+    SKIPPED = "the window ended, its gradient was not finite, nothing moved"
+    STEPPED = "the window ended and the optimizer moved the weights"
+
+
+def init_distributed(timeout_minutes: float = 30.0) -> None:
+    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
+    import deepspeed
+    import deepspeed.ops
+
+    _quiet_deepspeed()
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        # Without these DeepSpeed looks for MPI.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // distributed.local_world_size()))
+        deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(minutes=timeout_minutes))
+    else:
+        accelerator.set_device(distributed.local_rank())
+        deepspeed.init_distributed(verbose=False, timeout=timedelta(minutes=timeout_minutes))
+
+
+def device() -> torch.device:
+    """The device of this process."""
+    from deepspeed.accelerator import get_accelerator
+
+    name = get_accelerator().device_name()
+    return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
+
+
+def fp16_supported() -> bool:
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().is_fp16_supported())
+
+
+def memory_gib() -> float:
+    """Peak memory of this process: of the device where there is one, else the peak resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Engine:
+    """The student under DeepSpeed: one `engine(views, keys)`, `backward`, `step` per micro-batch.
+
+    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; AdamW's betas and eps.
+    Learning rates and weight decays come with each step through `set_groups`.
+    Raises ConfigError if DeepSpeed refuses the config.
+    """
+
+    def __init__(self, network: DinoNetwork, config: DsConfig, betas: tuple[float, float], eps: float) -> None:
+        import deepspeed
+
+        self.config = config
+        self.dtype = DTYPES[config.precision]
+        self._name_of = {id(p): name for name, p in network.named_parameters()}
+        blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
+        network.checkpoint_activations(blocks, config.checkpoint_on_cpu)
+        network.train()
+        # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
+        optimizer = torch.optim.AdamW(parameter_groups(network), lr=0.0, betas=betas, eps=eps, fused=True)
+        try:
+            self._engine, self._optimizer, _, _ = deepspeed.initialize(
+                model=network, optimizer=optimizer, config=config.raw, dist_init_required=False
+            )
+        except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
+            raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+        self._stage0_norm: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    def __call__(self, views: list[Tensor], drop_keys: Tensor | None) -> Tensor:
+        """Views (b, 3, h, w) -> logits (v * b, k). One call per micro-batch: ZeRO 3 traces it."""
+        return self._engine([view.to(self.dtype) for view in views], drop_keys)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of the mean loss of one micro-batch."""
+        self._engine.backward(loss)
+
+    def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
+        """lr and weight_decay of each parameter group, by its name."""
+        for group in self._optimizer.param_groups:
+            group.update(settings[group["name"]])
+
+    def freeze_prototypes(self, frozen: bool) -> None:
+        self._engine.module.freeze_prototypes(frozen)
+
+    def step(self) -> Progress:
+        """After every micro-batch. On all ranks the answer is the same.
+
+        Raises NumericError when an fp16 loss scale is at its minimum and the gradient still overflows.
+        """
+        boundary = self._engine.is_gradient_accumulation_boundary()
+        skip = boundary and self.config.stage == 0 and not self._stage0_gradient_is_finite()
+        try:
+            if skip:
+                self._end_window_without_step()
+            else:
+                self._engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" in str(error):
+                raise NumericError(
+                    f"fp16 gradients still overflow at the smallest loss scale ({self.loss_scale:g}): "
+                    "lower optimizer.lr, or use a bf16 ds config"
+                ) from error
+            raise
+        if not boundary:
+            return Progress.ACCUMULATING
+        return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
+
+    def _end_window_without_step(self) -> None:
+        """Stage 0 only: plain AdamW would write NaN into the weights, without gradients it leaves them alone."""
+        for parameter in self._engine.module.parameters():
+            parameter.grad = None
+        settings = self._engine._config
+        settings.gradient_clipping, clipping = 0.0, settings.gradient_clipping  # there is no gradient to clip
+        self._engine.step()
+        settings.gradient_clipping = clipping
+
+    def _stage0_gradient_is_finite(self) -> bool:
+        """DeepSpeed checks gradients from stage 1 on, and sums them over ranks before this at stage 0."""
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        self._stage0_norm = float(torch.nn.utils.get_total_norm(gradients))
+        return math.isfinite(self._stage0_norm)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last window's gradient before clipping, without the frozen prototypes."""
+        norm = self._stage0_norm if self.config.stage == 0 else self._engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """fp16's dynamic loss scale; 1 in other precisions."""
+        if self.config.precision != "fp16":
+            return 1.0
+        return float(self._optimizer.loss_scale)
+
+    def reset_optimizer_state(self, name: str) -> None:
+        """Give the group `name` a fresh Adam state: zero moments, step count 0."""
+        base = getattr(self._optimizer, "optimizer", self._optimizer)
+        for tensor in self._optimizer_tensors(base, name):
+            state = base.state[tensor]
+            for key, value in state.items():
+                if torch.is_tensor(value):
+                    # A new tensor: DeepSpeed may share one step counter between sub-groups.
+                    state[key] = torch.zeros_like(value)
+
+    def _optimizer_tensors(self, base: torch.optim.Optimizer, name: str) -> list[Tensor]:
+        """The tensors that the inner optimizer sees for the group `name`."""
+        index = next((i for i, group in enumerate(base.param_groups) if group["name"] == name), None)
+        if index is None:
+            return []
+        if self.config.stage == 3:
+            owners = self._optimizer.sub_group_to_group_id
+            flats = self._optimizer.fp32_partitioned_groups_flat
+            return [flat for i, flat in enumerate(flats) if owners[i] == index]
+        return list(base.param_groups[index]["params"])
+
+    def masters(self) -> list[Masters]:
+        """Where the FP32 master weights of this engine are; see `dino_ds.masters`."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            return [self._zero3_masters(i) for i in range(len(optimizer.fp16_groups))]
+        if hasattr(optimizer, "single_partition_of_fp32_groups"):
+            return [self._zero12_masters(i) for i in range(len(optimizer.bit16_groups))]
+        if hasattr(optimizer, "fp32_groups_flat_partition"):
+            return [self._bf16_masters(i) for i in range(len(optimizer.bf16_groups))]
+        assert self.config.stage == 0 and self.config.precision == "fp32", type(optimizer).__name__
+        return [WholeMasters([(name, p) for name, p in self._engine.module.named_parameters()])]
+
+    def _zero3_masters(self, i: int) -> PartitionedMasters:
+        optimizer, layout, offset = self._optimizer, [], 0
+        for parameter in optimizer.fp16_groups[i]:
+            piece = parameter.partition_numel()
+            layout.append((self._name_of[id(parameter)], offset, piece))
+            offset += piece
+        group = optimizer._get_sub_group_process_group(i)
+        return PartitionedMasters(layout, lambda: optimizer.fp32_partitioned_groups_flat[i].detach(), group)
+
+    def _zero12_masters(self, i: int) -> Masters:
+        optimizer = self._optimizer
+        if optimizer.bit16_groups_flat[i].dtype == torch.float32:
+            return WholeMasters([(self._name_of[id(p)], p) for p in optimizer.bit16_groups[i]])
+        # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
+        order = zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i], strict=True)
+        return FlatMasters(
+            optimizer.bit16_groups_flat[i].numel(),
+            [(self._name_of[id(p)], offset) for p, offset in order],
+            lambda: optimizer.single_partition_of_fp32_groups[i].detach(),
+            optimizer.real_dp_process_group[i],
+        )
+
+    def _bf16_masters(self, i: int) -> FlatMasters:
+        optimizer, layout, offset = self._optimizer, [], 0
+        for parameter in optimizer.bf16_groups[i]:
+            layout.append((self._name_of[id(parameter)], offset))
+            offset += parameter.numel()
+        return FlatMasters(
+            optimizer.bf16_groups_flat[i].numel(),
+            layout,
+            lambda: optimizer.fp32_groups_flat_partition[i].detach(),
+            optimizer.real_dp_process_group[i],
+        )
+
+    def save(self, folder: Path, tag: str) -> None:
+        """Write every rank's part of student and optimizer into folder/tag. All ranks must call it."""
+        self._engine.save_checkpoint(str(folder), tag=tag, client_state={}, save_latest=False)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Read what `save` wrote, with the same stage, precision and number of ranks."""
+        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+        assert path is not None, f"DeepSpeed found nothing at {folder / tag}"
+
+
+def _quiet_deepspeed() -> None:
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,105 @@
+"""k-NN of the teacher while it trains, beside the baselines that make the number mean something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.config import Recipe
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.sources import Source, build_source
+from dino_ds.errors import DataError
+from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
+from dino_ds.evals.knn import knn_accuracy
+from dino_ds.teacher import Teacher
+
+
+class KnnWatch:
+    """Evaluates every `every` steps on fixed subsets of labelled images: a bank to compare with, and test images.
+
+    Keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher.
+    """
+
+    def __init__(
+        self, bank: Source, test: Source, every: int, size: int, k: int, temperature: float, limits: tuple[int, int]
+    ) -> None:
+        assert bank.labels is not None and test.labels is not None
+        labelled = [i for i, label in enumerate(bank.labels) if label >= 0]
+        self._bank, self._test = bank, test
+        self._bank_indices = [labelled[i] for i in spread_indices(len(labelled), limits[0])]
+        self._test_indices = spread_indices(len(test), limits[1])
+        self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
+        self.chance = 100.0 / len(set(test.labels))
+        self.raw: float | None = None
+        self.untrained: float | None = None
+        self.latest: float | None = None
+
+    @classmethod
+    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> KnnWatch | None:
+        """None where evaluation is switched off or there is nothing labelled to evaluate on.
+
+        Raises DataError if the test images are named but do not fit the training images.
+        """
+        settings = recipe.eval
+        every = settings.every.in_steps(recipe.data.global_batch, epoch_steps)
+        folder = recipe.data.source == "folder"
+        if every == 0 or (folder and settings.root is None):
+            return None
+        if train.labels is None:
+            raise DataError(
+                f"eval.root is given, but the images under {recipe.data.root} have no class folders to compare with; "
+                "sort both into class folders, or leave eval.root out"
+            )
+        root = settings.root if folder else recipe.data.root
+        test = build_source(recipe.data.source, root, "test", recipe.data.download)
+        if test.labels is None or test.classes != train.classes:
+            raise DataError(
+                f"eval.root {root} has the classes {_few(test.classes)}, data.root {_few(train.classes)}; "
+                "they must be the same class folders"
+            )
+        return cls(
+            train,
+            test,
+            every,
+            recipe.crops.global_size,
+            settings.k,
+            settings.temperature,
+            (settings.bank_images, settings.test_images),
+        )
+
+    def due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def evaluate(self, teacher: Teacher, step: int, device: torch.device) -> dict[str, float]:
+        """All ranks must call it. At step 0 the teacher is the untrained network."""
+        self.latest = self._accuracy(teacher.features, device)
+        if self.raw is None:
+            self.raw = self._accuracy(raw_pixels, device)
+        if step == 0:
+            self.untrained = self.latest
+        return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+
+    def _accuracy(self, describe: Callable[[Tensor], Tensor], device: torch.device) -> float:
+        bank = extract_features(describe, self._bank, self._bank_indices, self._crop, device, workers=0)
+        test = extract_features(describe, self._test, self._test_indices, self._crop, device, workers=0)
+        return knn_accuracy(*bank, *test, self._k, self._temperature)
+
+    def verdict(self) -> str:
+        """The honest line: what pixels and chance give, before and after."""
+        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
+        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+
+
+def _few(classes: list[str] | None) -> str:
+    if not classes:
+        return "none"
+    return ", ".join(classes[:3]) + (f" ... ({len(classes)})" if len(classes) > 3 else "")

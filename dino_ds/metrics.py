@@ -1,0 +1,170 @@
+"""What is written down while a run goes on: metrics.jsonl, TensorBoard, log.txt and the console.
+
+Only rank 0 writes; every rank may call everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds import distributed
+
+
+class Meter:
+    """Means of device scalars over micro-batches and ranks, read by the host only when asked."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self._names = names
+        self._sums = torch.zeros(len(names) + 1, device=device)
+
+    def add(self, *values: Tensor) -> None:
+        """One scalar for each name."""
+        self._sums += torch.stack([*values, torch.ones_like(values[0])])
+
+    def read(self) -> dict[str, float]:
+        """The means since the last reading; every rank must call it."""
+        *sums, count = distributed.sum_across_ranks(self._sums).tolist()
+        self._sums = torch.zeros_like(self._sums)
+        return {name: total / count for name, total in zip(self._names, sums, strict=True)}
+
+    def drop(self) -> None:
+        """Forget what was added since the last reading."""
+        self._sums = torch.zeros_like(self._sums)
+
+
+class Clock:
+    """Throughput and the share of time spent waiting for data, between two readings; pauses do not count."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._batch = global_batch
+        self._reset()
+
+    def _reset(self) -> None:
+        self._begin, self._waited, self._paused, self._steps = time.perf_counter(), 0.0, 0.0, 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for the next batch."""
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is not training, such as an evaluation."""
+        begin = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begin
+
+    def step(self) -> None:
+        """One optimizer step was applied."""
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        seconds = time.perf_counter() - self._begin - self._paused
+        values = {
+            "images_per_second": self._steps * self._batch / seconds,
+            "data_wait_fraction": self._waited / seconds,
+        }
+        self._reset()
+        return values
+
+
+class RunLog:
+    """The files of a run folder that grow, and the progress bar.
+
+    On a resume at `step`, lines of later steps are removed first: they will be written again.
+    """
+
+    def __init__(self, run_dir: Path, step: int, total_steps: int) -> None:
+        self._file, self._text, self._board, self._bar = None, None, None, None
+        if distributed.rank() != 0:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = run_dir / "metrics.jsonl"
+        _keep_lines_until(path, step)
+        self._file = path.open("a")
+        self._text = (run_dir / "log.txt").open("a")
+        self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
+        self._bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def say(self, text: str) -> None:
+        """A line for people: console and log.txt."""
+        if self._text is None:
+            return
+        tqdm.write(text, file=sys.stderr)
+        self._text.write(text + "\n")
+        self._text.flush()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""
+        if self._file is None or self._board is None:
+            return
+        self._file.write(json.dumps({k: _rounded(v) for k, v in record.items()}) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._board.add_scalar(name, value, record["step"])
+
+    def picture(self, name: str, image: Tensor, step: int) -> None:
+        """An RGB image (3, h, w) in [0, 1] for TensorBoard."""
+        if self._board is not None:
+            self._board.add_image(name, image, step)
+
+    def progress(self, step: int, note: str | None = None) -> None:
+        """Move the bar to `step`; on a terminal only."""
+        if self._bar is None or self._bar.disable:
+            return
+        self._bar.update(step - self._bar.n)
+        if note is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+
+    @property
+    def shows_bar(self) -> bool:
+        return self._bar is not None and not self._bar.disable
+
+    def close(self) -> None:
+        for thing in (self._bar, self._file, self._text, self._board):
+            if thing is not None:
+                thing.close()
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with the nine digits that tell FP32 values apart; NaN and infinity, which JSON lacks, as text."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if value - value == 0 else str(value)
+
+
+def _keep_lines_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that was being written when the process ended
+        if record.get("step", 0) <= step:
+            kept.append(line)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    os.replace(temporary, path)

@@ -1,0 +1,48 @@
+"""Stochastic depth whose decisions follow from the image, not from a generator's state.
+
+Whether a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank, for any
+micro-batch, after a resume and in the recomputation of a checkpointed block, with no RNG state to save.
+Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# splitmix64 (Steele, Lea, Flood 2014), its constants written as signed 64-bit numbers: torch has no arithmetic shift
+# for unsigned ones.
+_GOLDEN = -7046029254386353131
+_MIX1 = -4658895280553007687
+_MIX2 = -7723592293110705685
+
+
+def mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64, element-wise: neighbouring inputs give unrelated outputs."""
+    x = x + _GOLDEN
+    x = (x ^ _shift(x, 30)) * _MIX1
+    x = (x ^ _shift(x, 27)) * _MIX2
+    return x ^ _shift(x, 31)
+
+
+def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
+    """One int64 key for each image of a batch: indices (b,) int64 -> (b,)."""
+    base = mix(mix(torch.tensor(seed, dtype=torch.int64)) + epoch).to(indices.device)
+    return mix(base + indices)
+
+
+def drop_path_scales(keys: Tensor, views: int, rates: list[float]) -> Tensor:
+    """keys (b,) -> (blocks, 2, views * b) FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept."""
+    device = keys.device
+    view = torch.arange(views, device=device).repeat_interleave(keys.shape[0])
+    branch = torch.arange(2 * len(rates), device=device)
+    rows = mix(keys.repeat(views) + view)
+    hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
+    uniform = _shift(hashed, 11).to(torch.float64) * 2.0**-53
+    rate = torch.tensor(rates, device=device, dtype=torch.float64).repeat_interleave(2).unsqueeze(1)
+    return ((uniform >= rate) / (1 - rate)).float().view(len(rates), 2, -1)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

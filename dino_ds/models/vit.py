@@ -1,0 +1,301 @@
+"""The Vision Transformer, with timm's parameter names, made for many crops at once.
+
+Crops of several sizes go through one forward pass: their tokens are packed into one (tokens, width) matrix, so that
+norms and linear layers run once, and only the attention runs per size. Exact, on any device.
+Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialisation and position embedding as facebookresearch/dino.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dino_ds.architectures import Architecture
+from dino_ds.models.drop_path import drop_path_scales
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the rows of a (tokens, width) matrix divide into sequences.
+
+    groups: (sequences, tokens of each) per size, in order; cls: index (sequences,) of every sequence's CLS token;
+    sequence_of_token: (tokens,) the sequence each row belongs to.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    cls: Tensor
+    sequence_of_token: Tensor
+
+    @classmethod
+    def of(cls, groups: list[tuple[int, int]], device: torch.device) -> Packing:
+        starts, offset = [], 0
+        for sequences, tokens in groups:
+            starts.append(torch.arange(sequences, device=device) * tokens + offset)
+            offset += sequences * tokens
+        first = torch.cat(starts)
+        owner = torch.zeros(offset, dtype=torch.long, device=device)
+        owner[first] = 1
+        return cls(tuple(groups), first, owner.cumsum(0) - 1)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch_size: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) -> (b, patches, d)."""
+        return self.proj(images.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
+
+
+class QueryKeyValue(nn.Linear):
+    """The three projections in one weight (3d, d), as timm's `attn.qkv`.
+
+    It slices its weight inside its own forward: ZeRO 3 gathers a parameter only around its module's forward.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, query_rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x (tokens, d) -> queries (tokens or len(query_rows), d), keys and values (tokens, 2d)."""
+        d = self.in_features
+        if query_rows is None:
+            out = super().forward(x)
+            return out[:, :d], out[:, d:]
+        bias = self.bias
+        queries = F.linear(x[query_rows], self.weight[:d], bias[:d])
+        return queries, F.linear(x, self.weight[d:], bias[d:])
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, implementation: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.implementation = implementation
+        self.qkv = QueryKeyValue(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, packing: Packing, cls_only: bool) -> Tensor:
+        """x (tokens, d) -> (tokens, d), or (sequences, d) for the CLS tokens alone."""
+        queries, keys_values = self.qkv(x, packing.cls if cls_only else None)
+        outputs, q_at, kv_at = [], 0, 0
+        for sequences, tokens in packing.groups:
+            asked = 1 if cls_only else tokens
+            rows, kv_rows = slice(q_at, q_at + sequences * asked), slice(kv_at, kv_at + sequences * tokens)
+            q = rearrange(queries[rows], "(s n) (h c) -> s h n c", s=sequences, h=self.heads)
+            k, v = rearrange(keys_values[kv_rows], "(s n) (two h c) -> two s h n c", two=2, s=sequences, h=self.heads)
+            outputs.append(rearrange(self._attend(q, k, v), "s h n c -> (s n) (h c)"))
+            q_at += sequences * asked
+            kv_at += sequences * tokens
+        return self.proj(torch.cat(outputs))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""
+        if self.implementation == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v)
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+        return weights @ v
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int, swiglu: bool) -> None:
+        super().__init__()
+        self.swiglu = swiglu
+        self.fc1 = nn.Linear(width, hidden)
+        self.fc2 = nn.Linear(hidden // 2 if swiglu else hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, d) -> (tokens, d)."""
+        hidden = self.fc1(x)
+        if self.swiglu:
+            gate, value = hidden.chunk(2, dim=-1)
+            return self.fc2(F.silu(gate) * value)
+        return self.fc2(F.gelu(hidden))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, width: int, initial: float) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((width,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    def __init__(self, arch: Architecture, attention: str) -> None:
+        super().__init__()
+        width = arch.width
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attn = Attention(width, arch.heads, attention)
+        self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
+        self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
+
+    def forward(self, x: Tensor, packing: Packing, drop: Tensor | None, cls_only: bool) -> Tensor:
+        """x (tokens, d); drop (2, sequences) scales of the two residual branches, or None -> (tokens, d).
+
+        With cls_only: (sequences, d). Keys and values come from all tokens, everything else from the CLS token.
+        """
+        rows = None
+        if drop is not None:
+            scales = drop if cls_only else drop[:, packing.sequence_of_token]
+            rows = scales.unsqueeze(-1).to(x.dtype)
+        branch = self.ls1(self.attn(self.norm1(x), packing, cls_only))
+        x = (x[packing.cls] if cls_only else x) + (branch if rows is None else branch * rows[0])
+        branch = self.ls2(self.mlp(self.norm2(x)))
+        return x + (branch if rows is None else branch * rows[1])
+
+
+class VisionTransformer(nn.Module):
+    """A ViT whose `forward` gives the CLS features of many crops, and `tokens` all tokens of one size.
+
+    Args: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size;
+    `drop_path` rate of the last block, growing linearly from 0 at the first; `pos_embed_interpolation` "dino" or
+    "antialias", for other sizes than the native; `attention` "sdpa" or "naive"; `packed` False runs one pass a size;
+    `cls_only_last_block` False computes the last block for all tokens. The last three change speed, not results.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        image_size: int,
+        drop_path: float = 0.0,
+        pos_embed_interpolation: str = "dino",
+        attention: str = "sdpa",
+        packed: bool = True,
+        cls_only_last_block: bool = True,
+    ) -> None:
+        super().__init__()
+        self.arch, self.packed, self.cls_only_last_block = arch, packed, cls_only_last_block
+        self.grid = image_size // arch.patch_size
+        self.pos_embed_interpolation = pos_embed_interpolation
+        self.drop_path_rates = [drop_path * i / max(arch.depth - 1, 1) for i in range(arch.depth)]
+        self.checkpoint_blocks = 0
+        self.checkpoint_on_cpu = False
+        self.patch_embed = PatchEmbed(arch.patch_size, arch.width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
+        self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
+        positions = self.grid**2 + (0 if arch.registers else 1)
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
+        self.blocks = nn.ModuleList(Block(arch, attention) for _ in range(arch.depth))
+        self.norm = nn.LayerNorm(arch.width, eps=1e-6)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        if self.reg_token is not None:
+            nn.init.normal_(self.reg_token, std=1e-6)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, views: list[Tensor], drop_keys: Tensor | None = None) -> Tensor:
+        """Views (b, 3, h, w), equal sizes adjacent -> CLS features (v * b, d), view-major.
+
+        drop_keys (b,) int64: one key per image, from which the stochastic-depth decisions of its crops follow;
+        None for no stochastic depth (teacher, evaluation).
+        """
+        drop = None
+        if drop_keys is not None and self.drop_path_rates[-1] > 0:
+            drop = drop_path_scales(drop_keys, len(views), self.drop_path_rates)
+        sizes = _adjacent_sizes(views)
+        groups = [views[start:stop] for start, stop in sizes]
+        if self.packed:
+            return self._features(groups, drop, self.cls_only_last_block)
+        images = views[0].shape[0]
+        outputs = []
+        for group, (start, stop) in zip(groups, sizes, strict=True):
+            own = None if drop is None else drop[:, :, start * images : stop * images]
+            outputs.append(self._features([group], own, self.cls_only_last_block))
+        return torch.cat(outputs)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
+        x = self._features([[images]], None, cls_only=False, all_tokens=True)
+        return x.view(images.shape[0], -1, self.arch.width)
+
+    @torch.no_grad()
+    def last_attention(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1."""
+        x = self._embed(images)
+        packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
+        flat = x.flatten(0, 1)
+        for block in self.blocks[:-1]:
+            flat = block(flat, packing, None, False)
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        queries, keys_values = last.attn.qkv(last.norm1(flat))
+        q, k = (
+            rearrange(t, "(s n) (h c) -> s h n c", s=len(images), h=self.arch.heads)
+            for t in (queries, keys_values[:, : self.arch.width])
+        )
+        return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+
+    def _features(
+        self, groups: list[list[Tensor]], drop: Tensor | None, cls_only: bool, all_tokens: bool = False
+    ) -> Tensor:
+        sequences = [self._embed(torch.cat(group)) for group in groups]
+        packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
+        x = torch.cat([s.flatten(0, 1) for s in sequences])
+        last = len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            scales = None if drop is None else drop[i]
+            x = self._run_block(i, block, x, packing, scales, cls_only and i == last)
+        if not cls_only and not all_tokens:
+            x = x[packing.cls]
+        return self.norm(x)
+
+    def _run_block(
+        self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | None, cls_only: bool
+    ) -> Tensor:
+        if i >= self.checkpoint_blocks or not torch.is_grad_enabled():
+            return block(x, packing, drop, cls_only)
+        # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
+        # Nothing inside draws random numbers, so there is no RNG state to keep.
+        if self.checkpoint_on_cpu:
+            with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
+                return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
+
+    def _embed(self, images: Tensor) -> Tensor:
+        """Images (b, 3, h, w) -> tokens with positions (b, n, d)."""
+        patches = self.patch_embed(images)
+        size = self.arch.patch_size
+        positions = self._positions(images.shape[-2] // size, images.shape[-1] // size)
+        cls = self.cls_token.expand(images.shape[0], -1, -1)
+        if self.reg_token is None:
+            return torch.cat((cls, patches), dim=1) + positions
+        registers = self.reg_token.expand(images.shape[0], -1, -1)
+        return torch.cat((cls, registers, patches + positions), dim=1)
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        """The position embedding of a (height, width) grid of patches, (1, n, d); FP32 inside."""
+        if (height, width) == (self.grid, self.grid):
+            return self.pos_embed
+        special = 0 if self.reg_token is not None else 1
+        grid = rearrange(self.pos_embed[:, special:].float(), "1 (h w) d -> 1 d h w", h=self.grid)
+        if self.pos_embed_interpolation == "dino":
+            # The reference's + 0.1 against rounding down; it also shifts the samples, so its weights depend on it.
+            scale = ((height + 0.1) / self.grid, (width + 0.1) / self.grid)
+            resized = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+        else:
+            resized = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
+        assert resized.shape[-2:] == (height, width)
+        patches = rearrange(resized, "1 d h w -> 1 (h w) d").to(self.pos_embed.dtype)
+        return torch.cat((self.pos_embed[:, :special], patches), dim=1)
+
+
+def _adjacent_sizes(views: list[Tensor]) -> list[tuple[int, int]]:
+    """[start, stop) of each run of views of one size."""
+    bounds = [i for i, view in enumerate(views) if i == 0 or view.shape[-2:] != views[i - 1].shape[-2:]]
+    return list(zip(bounds, [*bounds[1:], len(views)], strict=True))

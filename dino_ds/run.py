@@ -1,0 +1,106 @@
+"""One training run as a thing: what it is built of, where it stands, and how that is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+from dino_ds import distributed
+from dino_ds.build import architecture, build_network, build_schedules
+from dino_ds.checkpoint import Checkpoints, save_teacher
+from dino_ds.config import Recipe
+from dino_ds.data.loader import Loader, Position, build_loader, steps_per_epoch
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import Source
+from dino_ds.ds_config import DsConfig
+from dino_ds.engine import DTYPES, Engine, device
+from dino_ds.evals.watch import KnnWatch
+from dino_ds.objective.dino import DinoLoss
+from dino_ds.run_folder import RunFolder
+from dino_ds.step import DinoStep
+from dino_ds.teacher import Teacher
+
+
+class Run:
+    """Student, teacher and objective (`step`), data (`source`, `crops`, `position`) and evaluation (`watch`).
+
+    Every rank builds one. Raises UserError for data, ds config or checkpoint that can't be used.
+    """
+
+    def __init__(self, recipe: Recipe, config: DsConfig, source: Source, folder: RunFolder) -> None:
+        self.recipe, self.config, self.source, self.folder = recipe, config, source, folder
+        self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
+        self.crops = MultiCrop(**recipe.crops.model_dump())
+        self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
+        self.step = self._build_step()
+        self.position = Position(0, 0)
+        self.skipped_steps = 0
+        self.bad_images = 0
+        self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints)
+        if folder.resume:
+            self._load()
+
+    def _build_step(self) -> DinoStep:
+        recipe, optimizer = self.recipe, self.recipe.optimizer
+        network = build_network(recipe)
+        # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
+        copied = copy.deepcopy(network).to(device())
+        engine = Engine(network, self.config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
+        teacher = Teacher(copied, engine.masters(), DTYPES[self.config.precision])
+        objective = DinoLoss(
+            recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
+        )
+        return DinoStep(engine, teacher, objective, build_schedules(recipe, self.epoch_steps))
+
+    def build_loader(self) -> Loader:
+        """Batches from `position` on."""
+        return build_loader(
+            self.source,
+            self.crops,
+            self.recipe.seed,
+            self.recipe.data.global_batch,
+            self.config.micro_batch,
+            distributed.rank(),
+            distributed.world_size(),
+            self.recipe.data.workers,
+            self.position,
+        )
+
+    def advance(self) -> None:
+        """One micro-batch of every rank has been used."""
+        consumed = self.config.micro_batch * distributed.world_size()
+        self.position = self.position.advance(consumed, self.epoch_steps * self.recipe.data.global_batch)
+
+    def save(self) -> None:
+        """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""
+        step = self.step
+        teacher = step.teacher.state_dict()
+        whole = {f"teacher.{name}": tensor for name, tensor in teacher.items()}
+        whole["center"] = step.objective.center.value.cpu()
+        state = {
+            "step": step.applied_steps,
+            "position": dataclasses.asdict(self.position),
+            "skipped_steps": self.skipped_steps,
+            "bad_images": distributed.gather_objects(self.bad_images),
+            "knn": self.watch.state_dict() if self.watch else {},
+            **self.folder.description(),
+        }
+        self._checkpoints.save(step.engine, whole, state)
+        prefix = "backbone."
+        backbone = {name.removeprefix(prefix): t for name, t in teacher.items() if name.startswith(prefix)}
+        about = self.folder.about_teacher(architecture(self.recipe), step.applied_steps)
+        save_teacher(self.folder.path, backbone, about)
+
+    def _load(self) -> None:
+        found = self._checkpoints.find_latest()
+        state = self._checkpoints.read_state(found)
+        self.folder.check_same(state)
+        whole = self._checkpoints.load(found, self.step.engine)
+        self.step.objective.center.load_state_dict({"value": whole.pop("center")})
+        self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
+        self.position = Position(**state["position"])
+        self.skipped_steps = state["skipped_steps"]
+        self.bad_images = state["bad_images"][distributed.rank()]
+        if self.watch and state["knn"]:
+            self.watch.load_state_dict(state["knn"])
+        self.step.restore(state["step"])

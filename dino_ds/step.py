@@ -1,0 +1,85 @@
+"""The algorithm on one screen: what one micro-batch does, and what moves when its window ends.
+
+EMA teacher, centre and schedules move once per *applied* optimizer step. Accumulation and fp16 overflow are then
+right by construction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dino_ds.distributed import LaggedScalar, sum_across_ranks
+from dino_ds.engine import Engine, Progress
+from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.optim import PROTOTYPES, group_settings
+from dino_ds.schedules import Knobs, Schedules
+from dino_ds.teacher import Teacher
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """Of one micro-batch on this rank: loss and teacher entropy (scalars on the device), and what the step did."""
+
+    loss: Tensor
+    teacher_entropy: Tensor
+    progress: Progress
+    knobs: Knobs
+
+
+class DinoStep:
+    """Student, teacher, objective and schedules moving together; `applied_steps` is the clock of the run."""
+
+    def __init__(self, engine: Engine, teacher: Teacher, objective: DinoLoss, schedules: Schedules) -> None:
+        self.engine = engine
+        self.teacher = teacher
+        self.objective = objective
+        self.schedules = schedules
+        self.applied_steps = 0
+        self.stop_requested = False
+        self._stop_votes = LaggedScalar()
+        self._set_knobs()
+
+    def micro_batch(self, views: list[Tensor], drop_keys: Tensor | None) -> MicroStep:
+        """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth."""
+        knobs = self.knobs
+        teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
+        student_logits = self.engine(views, drop_keys)
+        loss, entropy = self.objective(student_logits, teacher_logits, knobs.teacher_temp)
+        self.engine.backward(loss)
+        progress = self.engine.step()
+        if progress is Progress.STEPPED:
+            self._commit(knobs)
+        elif progress is Progress.SKIPPED:
+            self.objective.center.drop()
+        return MicroStep(loss.detach(), entropy, progress, knobs)
+
+    def _commit(self, knobs: Knobs) -> None:
+        center = self.objective.center
+        pending = center.pending()
+        vote = pending.new_tensor([float(self.stop_requested)])
+        total = sum_across_ranks(torch.cat((pending, vote)))
+        center.commit(total[:-1])
+        self._stop_votes.push(total[-1])
+        self.teacher.update(knobs.teacher_momentum)
+        self.applied_steps += 1
+        self._set_knobs()
+
+    def stop_agreed(self) -> bool:
+        """Whether a rank had been asked to stop by the step before the last; the same answer on every rank."""
+        return self._stop_votes.read() > 0
+
+    def restore(self, applied_steps: int) -> None:
+        """Set the clock, after student, teacher and centre were loaded."""
+        self.applied_steps = applied_steps
+        self._set_knobs()
+
+    def _set_knobs(self) -> None:
+        self.knobs = self.schedules.at(self.applied_steps)
+        self.engine.set_groups(group_settings(self.knobs))
+        self.engine.freeze_prototypes(self.knobs.prototypes_frozen)
+        if self.knobs.release_prototypes:
+            # The reference gives the frozen layer no gradient at all, so its Adam state begins here.
+            self.engine.reset_optimizer_state(PROTOTYPES)

@@ -1,0 +1,5 @@
+"""Installation; metadata and tools' settings are in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,117 @@
+"""Small real training runs: a tiny network, a DeepSpeed engine, a teacher, and crops made from sample indices."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.architectures import Architecture
+from dino_ds.ds_config import DsConfig, resolve_ds_config
+from dino_ds.engine import DTYPES, Engine, Progress
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.objective.dino import DinoLoss
+from dino_ds.schedules import Schedules
+from dino_ds.step import DinoStep
+from dino_ds.teacher import Teacher
+
+PROTOTYPES = 40
+
+
+def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> DinoNetwork:
+    """Width 32, two blocks, patch 8, 32-pixel native crops; the same weights at every call."""
+    torch.manual_seed(3)
+    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=drop_path)
+    return DinoNetwork(backbone, DinoHead(32, 48, 16, prototypes, 3))
+
+
+def tiny_schedules(freeze_steps: int = 0, **changes: Any) -> Schedules:
+    settings: dict[str, Any] = {
+        "steps": 20,
+        "lr": 2e-3,
+        "min_lr": 1e-5,
+        "warmup_steps": 2,
+        "weight_decay": 0.04,
+        "weight_decay_end": 0.4,
+        "momentum": 0.9,
+        "momentum_end": 1.0,
+        "teacher_temp": 0.07,
+        "warmup_teacher_temp": 0.04,
+        "teacher_temp_treads": 3,
+        "teacher_temp_tread_steps": 1,
+        "freeze_steps": freeze_steps,
+    }
+    return Schedules(**{**settings, **changes})
+
+
+def ds_config(stage: int, precision: str, global_batch: int, accumulation: int = 1, **sections: Any) -> DsConfig:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100000, **sections.pop("zero", {})},
+        **sections,
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True, **config.pop(f"{precision}_settings", {})}
+    return resolve_ds_config(config, "test.json", global_batch, distributed.world_size(), fp16_supported=True)
+
+
+def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> list[Tensor]:
+    """One view (b, 3, size, size) a size, each image a function of its index alone."""
+    views = []
+    for v, size in enumerate(sizes):
+        rows = []
+        for index in indices.tolist():
+            generator = torch.Generator().manual_seed(1000 * index + v)
+            rows.append(torch.randn(3, size, size, generator=generator))
+        views.append(torch.stack(rows))
+    return views
+
+
+def build_step(config: DsConfig, network: DinoNetwork | None = None, schedules: Schedules | None = None) -> DinoStep:
+    network = network or tiny_network()
+    prototypes = network.head.prototypes.weight.shape[0]
+    copied = copy.deepcopy(network)
+    engine = Engine(network, config, betas=(0.9, 0.999), eps=1e-8)
+    teacher = Teacher(copied, engine.masters(), DTYPES[config.precision])
+    objective = DinoLoss(prototypes, student_temp=0.1, center_momentum=0.9)
+    return DinoStep(engine, teacher, objective, schedules or tiny_schedules())
+
+
+def run_windows(step: DinoStep, first: int, count: int, global_batch: int = 8) -> list[float]:
+    """Train on windows [first, first + count) of the same global batches, whatever ranks and micro-batches are.
+
+    Returns the loss of each window, averaged over micro-batches and ranks.
+    """
+    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
+    losses = []
+    for window in range(first, first + count):
+        total = torch.zeros(())
+        progress = Progress.ACCUMULATING
+        for m in range(step.engine.config.accumulation):
+            start = window * global_batch + m * micro * world + rank * micro
+            indices = torch.arange(start, start + micro)
+            out = step.micro_batch(crops(indices), sample_keys(0, 0, indices))
+            total += out.loss
+            progress = out.progress
+        assert progress is not Progress.ACCUMULATING
+        mean = distributed.sum_across_ranks(total) / (step.engine.config.accumulation * world)
+        losses.append(float(mean))
+    return losses
+
+
+def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
+
+
+def fp32_student(engine: Engine, like: DinoNetwork) -> dict[str, Tensor]:
+    """The student's FP32 master weights, whole, by name: a teacher with momentum 0. `like` is overwritten."""
+    return Teacher(like, engine.masters()).state_dict()

@@ -1,0 +1,242 @@
+"""Every ZeRO stage and precision on two ranks against one process on the joint batch, through real DeepSpeed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dino_ds import distributed
+from dino_ds.engine import DTYPES, Progress
+from dino_ds.models.drop_path import sample_keys
+from tests.engine.harness import (
+    build_step,
+    crops,
+    ds_config,
+    fp32_student,
+    max_difference,
+    run_windows,
+    tiny_network,
+    tiny_schedules,
+)
+from tests.ranks import run_on_ranks
+
+WINDOWS, BATCH = 6, 8
+MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
+
+
+def _train(stage, precision, accumulation=1, **sections):
+    """Losses, teacher, its difference from a hand-made EMA of the masters, gradient norms of a run of six windows."""
+    step = build_step(ds_config(stage, precision, BATCH, accumulation, **sections), schedules=tiny_schedules(2))
+    ema = fp32_student(step.engine, tiny_network())
+    assert max_difference(ema, step.teacher.state_dict()) == 0.0
+    losses, norms = [], []
+    for window in range(WINDOWS):
+        momentum = step.knobs.teacher_momentum
+        losses += run_windows(step, window, 1, BATCH)
+        norms.append(step.engine.grad_norm)
+        masters = fp32_student(step.engine, tiny_network())
+        ema = {name: ema[name].lerp(masters[name], 1 - momentum) for name in ema}
+    teacher = step.teacher.state_dict()
+    return losses, teacher, max_difference(ema, teacher), norms, step.objective.center.value
+
+
+def _one_process(precision, accumulation=1):
+    return run_on_ranks(_train, 0 if precision == "fp32" else 1, precision, accumulation, world=1)[0]
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {precision: _one_process(precision) for precision in ("fp32", "bf16")}
+
+
+@pytest.mark.parametrize(("stage", "precision"), MATRIX)
+def test_two_ranks_equal_one_process(stage, precision, references):
+    """fp32: 1e-5, sums in another order. bf16: gradients are summed over ranks in bf16 (8 bits, 2**-8 relative),
+    and Adam turns the difference into parts of a step of lr = 2e-3: losses to 1 %, weights to a few steps."""
+    results = run_on_ranks(_train, stage, precision)
+    losses, teacher, _, _, center = references[precision]
+    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (1e-2, 4e-3)
+    for rank_losses, rank_teacher, ema_error, _, rank_center in results:
+        assert rank_losses == pytest.approx(losses, rel=rtol)
+        assert _difference_without_key_bias(rank_teacher, teacher) < atol
+        torch.testing.assert_close(rank_center, center, rtol=0, atol=1e-5 if precision == "fp32" else 1e-2)
+        assert ema_error < 1e-7, "the teacher is the FP32 EMA of the masters, to the last rounding of an FP32 lerp"
+    first, second = results
+    assert all(torch.equal(first[1][name], second[1][name]) for name in first[1]), "bit-identical on all ranks"
+    assert torch.equal(first[4], second[4])
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        {"zero": {"round_robin_gradients": True}},
+    ],
+    ids=["offload", "fp32-accumulation", "round-robin"],
+)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_teacher_follows_the_masters_of_every_layout(stage, sections, references):
+    """DeepSpeed keeps the masters in another place or order with each of these; the EMA must find them."""
+    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **_copied(sections)):
+        assert ema_error < 1e-7
+        assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
+        assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-3
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+        {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu"}},
+        {"sub_group_size": 500, "stage3_param_persistence_threshold": 10},
+    ],
+    ids=["offload", "offload-all", "sub-groups"],
+)
+def test_zero3_layouts(zero, references):
+    for losses, _, ema_error, _, _ in run_on_ranks(_train, 3, "bf16", 1, zero=dict(zero)):
+        assert ema_error < 1e-7
+        assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_micro_batches_equal_one_batch(stage, references):
+    """Accumulation is an implementation detail: 4 micro-batches of 2 give the loss, gradient norm, centre and
+    teacher of one batch of 8. FP32 sums in another order: 1e-6."""
+    losses, teacher, _, norms, center = run_on_ranks(_train, stage, "fp32", 4, world=1)[0]
+    whole_losses, whole_teacher, _, whole_norms, whole_center = references["fp32"]
+    assert losses == pytest.approx(whole_losses, rel=1e-6)
+    assert norms == pytest.approx(whole_norms, rel=1e-5)
+    torch.testing.assert_close(center, whole_center, rtol=0, atol=1e-6)
+    assert _difference_without_key_bias(teacher, whole_teacher) < 1e-6
+
+
+def test_micro_batches_on_two_ranks(references):
+    """2 ranks x 2 micro-batches of 2 = one batch of 8, under ZeRO 2."""
+    for losses, teacher, _, _, _ in run_on_ranks(_train, 2, "fp32", 2):
+        assert losses == pytest.approx(references["fp32"][0], rel=1e-5)
+        assert _difference_without_key_bias(teacher, references["fp32"][1]) < 1e-5
+
+
+def _gradient(accumulation):
+    """The accumulated gradient of one window of a plain run, by name."""
+    step = build_step(ds_config(0, "fp32", BATCH, accumulation))
+    collected = {}
+    module = step.engine._engine.module
+    original = step.engine.step
+
+    def capture():
+        if step.engine._engine.is_gradient_accumulation_boundary():
+            collected.update({name: p.grad.clone() for name, p in module.named_parameters()})
+        return original()
+
+    step.engine.step = capture
+    run_windows(step, 0, 1, BATCH)
+    return collected
+
+
+def test_gradient_of_micro_batches_equals_that_of_one_batch():
+    whole, parts = run_on_ranks(_gradient, 1, world=1)[0], run_on_ranks(_gradient, 4, world=1)[0]
+    scale = max(float(g.abs().max()) for g in whole.values())
+    assert max_difference(whole, parts) < 1e-6 * scale
+
+
+def _two_stages_interleaved(clipping):
+    """Global clipping: the same small steps at every stage."""
+    norms = []
+    for stage in (0, 1, 2, 3):
+        step = build_step(ds_config(stage, "fp32", BATCH, gradient_clipping=clipping), schedules=tiny_schedules())
+        run_windows(step, 0, 3, BATCH)
+        norms.append((step.engine.grad_norm, fp32_student(step.engine, tiny_network())))
+    return norms
+
+
+def test_clipping_acts_alike_at_every_stage():
+    free, clipped = (run_on_ranks(_two_stages_interleaved, c, world=1)[0] for c in (0.0, 1e-4))
+    assert max_difference(free[0][1], clipped[0][1]) > 1e-4
+    for _, student in clipped[1:]:
+        assert _difference_without_key_bias(student, clipped[0][1]) < 1e-5
+
+
+def _checkpointed(stage, section):
+    sections = {} if section is None else {"activation_checkpointing": section}
+    step = build_step(ds_config(stage, "fp32", BATCH, **sections), network=tiny_network(drop_path=0.3))
+    saved = _Counter()
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        indices = torch.arange(BATCH)
+        out = step.micro_batch(crops(indices), sample_keys(0, 0, indices))
+    assert out.progress is Progress.STEPPED
+    losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
+    return losses, saved.elements
+
+
+class _Counter:
+    def __init__(self):
+        self.elements = 0
+
+    def pack(self, tensor):
+        self.elements += tensor.numel()
+        return tensor
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
+    plain, plain_elements = run_on_ranks(_checkpointed, stage, None, world=1)[0]
+    every, every_elements = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
+    one, one_elements = run_on_ranks(_checkpointed, stage, {"number_checkpoints": 1}, world=1)[0]
+    host, _ = run_on_ranks(_checkpointed, stage, {"cpu_checkpointing": True}, world=1)[0]
+    assert every_elements < one_elements < plain_elements
+    for losses in (every, one, host):
+        assert losses == pytest.approx(plain, rel=1e-6)
+
+
+def _precisions():
+    """What each precision computes and stores in."""
+    found = {}
+    for precision in ("fp32", "bf16", "fp16"):
+        step = build_step(ds_config(1, precision, BATCH))
+        module = step.engine._engine.module
+        dtypes = {p.dtype for p in module.parameters()}
+        teacher = {p.dtype for p in step.teacher.network.parameters()}
+        forwards = []
+
+        def note(_module, _inputs, out, seen=forwards):
+            seen.append(out.dtype)
+
+        step.teacher.network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
+        indices = torch.arange(BATCH)
+        loss = step.micro_batch(crops(indices), None).loss
+        assert loss.dtype == torch.float32 and step.objective.center.value.dtype == torch.float32
+        found[precision] = (dtypes == {DTYPES[precision]}, teacher == {torch.float32}, forwards[0])
+    return found
+
+
+def test_precision_of_student_teacher_and_loss():
+    for precision, (student, teacher, forward) in run_on_ranks(_precisions, world=1)[0].items():
+        assert student and teacher
+        assert forward == DTYPES[precision]
+
+
+def _copied(sections):
+    return copy.deepcopy(sections)
+
+
+def _difference_without_key_bias(a, b):
+    """The keys' bias has a true gradient of 0: Adam follows its rounding (see test_golden)."""
+    worst = 0.0
+    for name in a:
+        left, right = a[name], b[name]
+        if name.endswith("attn.qkv.bias"):
+            left, right = (torch.cat((t.chunk(3)[0], t.chunk(3)[2])) for t in (left, right))
+        worst = max(worst, float((left - right).abs().max()))
+    return worst
+
+
+def _ranks():
+    return distributed.rank(), distributed.world_size()
+
+
+def test_the_harness_runs_on_two_ranks():
+    assert run_on_ranks(_ranks) == [(0, 2), (1, 2)]

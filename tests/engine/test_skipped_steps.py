@@ -1,0 +1,112 @@
+"""A skipped step changes nothing: fp16 overflow, NaN on one rank, at every stage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dino_ds import distributed
+from dino_ds.engine import Progress
+from dino_ds.errors import NumericError
+from tests.engine.harness import build_step, crops, ds_config, fp32_student, max_difference, run_windows, tiny_network
+from tests.ranks import run_on_ranks
+
+BATCH = 8
+
+
+def _state(step):
+    student = fp32_student(step.engine, tiny_network())
+    state = {f"student.{name}": tensor for name, tensor in student.items()}
+    state.update({f"teacher.{name}": tensor for name, tensor in step.teacher.state_dict().items()})
+    state["center"] = step.objective.center.value.clone()
+    return state
+
+
+def _fp16_run(stage, initial_scale_power):
+    settings = {"initial_scale_power": initial_scale_power, "hysteresis": 1, "loss_scale_window": 1000}
+    step = build_step(ds_config(stage, "fp16", BATCH, 2, fp16_settings=settings))
+    before, knobs, scales, skipped = _state(step), step.knobs, [step.engine.loss_scale], 0
+    window = 0
+    while step.applied_steps == 0 and window < 40:
+        at_rest = step.applied_steps
+        for m in range(2):
+            indices = torch.arange(2) + window * BATCH + 4 * m + 2 * distributed.rank()
+            out = step.micro_batch(crops(indices), None)
+        if out.progress is Progress.SKIPPED:
+            skipped += 1
+            assert step.applied_steps == at_rest == 0 and step.knobs == knobs
+            assert max_difference(before, _state(step)) == 0.0
+            assert not step.objective.center.pending().any()
+        scales.append(step.engine.loss_scale)
+        window += 1
+    losses = run_windows(step, window, 4, BATCH)
+    return skipped, scales, losses, step.applied_steps, max_difference(before, _state(step))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_overflow_moves_nothing_then_training_goes_on(stage):
+    for skipped, scales, losses, applied, moved in run_on_ranks(_fp16_run, stage, 32):
+        assert skipped >= 2
+        assert scales[0] == 2.0**32 and scales[-1] < scales[0]
+        assert applied == 5 and moved > 0
+        assert all(loss == loss for loss in losses)
+
+
+def _fp16_equals_fp32(stage):
+    losses = []
+    for precision in ("fp16", "fp32"):
+        # The first gradients are near 1e3: a larger scale would skip the first windows, and compare other data.
+        sections = {"fp16_settings": {"initial_scale_power": 2}} if precision == "fp16" else {}
+        step = build_step(ds_config(stage, precision, BATCH, **sections))
+        losses.append(run_windows(step, 0, 5, BATCH))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_trains_as_fp32_does(stage):
+    """Ten bits of mantissa in weights and activations: losses within 0.5 %."""
+    for fp16, fp32 in run_on_ranks(_fp16_equals_fp32, stage):
+        assert fp16 == pytest.approx(fp32, rel=5e-3)
+
+
+def _nan_on_rank_one(stage, precision):
+    step = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0))
+    run_windows(step, 0, 2, BATCH)
+    before, knobs = _state(step), step.knobs
+    for m in range(2):
+        views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
+        if m == 0 and distributed.rank() == 1:
+            views[2][0, 0, 0, 0] = float("nan")
+        out = step.micro_batch(views, None)
+    skipped = out.progress is Progress.SKIPPED
+    unmoved = max_difference(before, _state(step)) == 0.0 and step.knobs == knobs and step.applied_steps == 2
+    after = run_windows(step, 2, 3, BATCH)
+    # The same run without the bad window in between.
+    clean = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0))
+    straight = run_windows(clean, 0, 5, BATCH)[2:]
+    return skipped, unmoved, after, straight
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")])
+def test_nan_on_one_rank_skips_on_all_and_leaves_no_trace(stage, precision):
+    """The run after the bad window equals a run that never met it, bit for bit."""
+    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, precision):
+        assert skipped and unmoved
+        assert after == straight
+
+
+def _overflow_for_ever():
+    settings = {"initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
+    step = build_step(ds_config(2, "fp16", BATCH, fp16_settings=settings))
+    views = crops(torch.arange(8))
+    views[0][:] = float("inf")
+    for _ in range(8):
+        try:
+            step.micro_batch(views, None)
+        except NumericError as error:
+            return str(error)
+    return ""
+
+
+def test_loss_scale_at_its_minimum_is_one_clear_error():
+    assert "smallest loss scale" in run_on_ranks(_overflow_for_ever, world=1)[0]

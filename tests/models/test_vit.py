@@ -1,0 +1,139 @@
+"""Our ViT against timm's, and its fast paths against its plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+
+from dino_ds.architectures import ARCHITECTURES
+from dino_ds.models.drop_path import drop_path_scales, sample_keys
+from dino_ds.models.vit import VisionTransformer
+
+NAMES = [
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "vit_base_patch16_224",
+    "vit_large_patch16_224",
+    "vit_small_patch14_dinov2",
+    "vit_small_patch14_reg4_dinov2",
+    "vit_giant_patch14_reg4_dinov2",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_timm_forward_and_gradient(name):
+    """Two blocks of each kind at full width: same weights, same tokens, same gradients; FP32, other kernels: 1e-4."""
+    arch = dataclasses.replace(ARCHITECTURES[name], depth=2)
+    size = 4 * arch.patch_size
+    torch.manual_seed(0)
+    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0).train()
+    ours = VisionTransformer(arch, size).train()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    missing = ours.load_state_dict(theirs.state_dict(), strict=True)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    images = torch.randn(2, 3, size, size)
+    expected = theirs.forward_features(images)
+    torch.testing.assert_close(ours.tokens(images), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours([images]), expected[:, 0], rtol=1e-4, atol=1e-4)
+    expected[:, 0].square().sum().backward()
+    ours([images]).square().sum().backward()
+    gradients = dict(theirs.named_parameters())
+    for parameter_name, parameter in ours.named_parameters():
+        reference = gradients[parameter_name].grad
+        error = (parameter.grad - reference).norm() / (reference.norm() + 1e-6)
+        assert error < 1e-3, parameter_name
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_every_architecture_has_timm_s_parameters(name):
+    """Names and shapes, without memory, at full depth and 224 pixels."""
+    with torch.device("meta"):
+        theirs = timm.create_model(name, img_size=224, num_classes=0)
+        ours = VisionTransformer(ARCHITECTURES[name], 224)
+    shapes = {n: p.shape for n, p in theirs.named_parameters()}
+    assert {n: p.shape for n, p in ours.named_parameters()} == shapes
+
+
+def _model(**changes):
+    torch.manual_seed(1)
+    arch = dataclasses.replace(ARCHITECTURES["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, patch_size=4)
+    model = VisionTransformer(arch, 24, drop_path=0.3, **changes)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _views():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(5, 3, s, s, generator=generator) for s in (24, 24, 12, 12, 12)]
+
+
+def _features_and_gradient(model):
+    keys = sample_keys(0, 1, torch.arange(5))
+    out = model(_views(), keys)
+    out.sin().sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "change", [{"packed": False}, {"cls_only_last_block": False}, {"attention": "naive"}], ids=lambda c: next(iter(c))
+)
+def test_fast_paths_change_nothing(change):
+    """Packed crops, CLS-only last block and SDPA, each against its plain form, with stochastic depth on."""
+    out, gradients = _features_and_gradient(_model())
+    plain_out, plain_gradients = _features_and_gradient(_model(**change))
+    torch.testing.assert_close(out, plain_out, rtol=1e-5, atol=1e-5)
+    for name in gradients:
+        scale = plain_gradients[name].abs().max() + 1e-6
+        assert (gradients[name] - plain_gradients[name]).abs().max() / scale < 1e-4, name
+
+
+def test_views_come_out_in_order():
+    """Row v * b + i is view v of image i, as if each view went alone."""
+    model, views = _model().eval(), _views()
+    alone = torch.cat([model([view]) for view in views])
+    torch.testing.assert_close(model(views), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_position_interpolation_is_a_choice():
+    """The reference's + 0.1 samples other places than an antialiased resize; both keep the native grid as it is."""
+    views = _views()
+    dino, antialias = _model(), _model(pos_embed_interpolation="antialias")
+    torch.testing.assert_close(dino(views[:1]), antialias(views[:1]))
+    assert (dino(views[2:3]) - antialias(views[2:3])).abs().max() > 1e-4
+
+
+class TestStochasticDepth:
+    def test_rates_grow_linearly_and_keep_the_mean(self):
+        rates = [0.0, 0.1, 0.2, 0.5]
+        scales = drop_path_scales(sample_keys(0, 0, torch.arange(4000)), 4, rates)
+        dropped = (scales == 0).double().mean(dim=(1, 2))
+        # 32,000 decisions a block: three standard errors are below 0.009.
+        torch.testing.assert_close(dropped, torch.tensor(rates).double(), atol=0.009, rtol=0)
+        torch.testing.assert_close(scales.mean(dim=(1, 2)), torch.ones(4), atol=0.03, rtol=0)
+
+    def test_decisions_follow_the_image_not_the_batch(self):
+        rates = [0.2, 0.4]
+        whole = drop_path_scales(sample_keys(5, 2, torch.arange(8)), 3, rates).view(2, 2, 3, 8)
+        part = drop_path_scales(sample_keys(5, 2, torch.arange(3, 6)), 3, rates).view(2, 2, 3, 3)
+        assert torch.equal(whole[..., 3:6], part)
+
+    def test_blocks_branches_views_epochs_and_seeds_differ(self):
+        rates = [0.5, 0.5]
+        base = drop_path_scales(sample_keys(0, 0, torch.arange(256)), 2, rates)
+        flat = base.view(2 * 2 * 2, 256)
+        for i in range(8):
+            for j in range(i):
+                assert 0.3 < (flat[i] == flat[j]).double().mean() < 0.7
+        for keys in (sample_keys(1, 0, torch.arange(256)), sample_keys(0, 1, torch.arange(256))):
+            assert 0.4 < (drop_path_scales(keys, 2, rates) == base).double().mean() < 0.6
+
+    def test_none_in_evaluation(self):
+        model, views = _model(), _views()
+        assert torch.equal(model(views), model(views))
+        keys = sample_keys(0, 0, torch.arange(5))
+        assert not torch.equal(model(views), model(views, keys))

@@ -1,0 +1,74 @@
+"""Imports point downwards only, and rooms of one layer don't know each other (docs/flow.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "dino_ds"
+LAYERS = [
+    {"__init__", "errors", "names", "architectures"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
+    {"data", "models", "objective", "schedules", "optim", "masters"},
+    {"teacher", "engine", "checkpoint", "metrics", "build", "run_folder"},
+    {"step", "evals"},
+    {"run", "tools"},
+    {"train"},
+    {"preflight", "options"},
+    {"cli"},
+]
+# Several files of one room: free to import each other.
+ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
+ROOMS += [{"errors", "names", "architectures", "__init__"}]
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    """Rooms of dino_ds that a file imports anywhere, but for what it does only when run as a script."""
+    tree = ast.parse(path.read_text())
+    body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
+    found = set()
+    for node in (n for top in body for n in ast.walk(top)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dino_ds":
+            parts = node.module.split(".")[1:]
+            found.update([parts[0]] if parts else [_attribute_room(a.name) for a in node.names])
+        elif isinstance(node, ast.Import):
+            found.update(a.name.split(".")[1] for a in node.names if a.name.startswith("dino_ds."))
+    return found
+
+
+def _attribute_room(name: str) -> str:
+    return name if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() else "__init__"
+
+
+def _layer(room: str) -> int:
+    layers = [i for i, rooms in enumerate(LAYERS) if room in rooms]
+    assert len(layers) == 1, f"give the room {room!r} one place in LAYERS"
+    return layers[0]
+
+
+def test_imports_point_downwards():
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = _room(path)
+        for other in _imports(path):
+            same_room = other == room or any({room, other} <= rooms for rooms in ROOMS)
+            if not same_room and _layer(other) >= _layer(room):
+                wrong.append(f"{path.relative_to(PACKAGE)} (layer {_layer(room)}) imports {other} ({_layer(other)})")
+    assert not wrong, wrong
+
+
+def test_no_module_hides_one_of_the_standard_library_s():
+    """The launcher puts dino_ds/ first on sys.path."""
+    import sys
+
+    names = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert not names & set(sys.stdlib_module_names)
+
+
+def test_files_stay_small():
+    long = [p.name for p in PACKAGE.rglob("*.py") if len(p.read_text().splitlines()) > 300]
+    assert not long

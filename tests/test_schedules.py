@@ -1,0 +1,40 @@
+"""Schedules at their edges; their values are in test_golden.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from dino_ds.optim import group_settings
+from dino_ds.schedules import cosine_schedule, warmup_schedule
+from tests.engine.harness import tiny_schedules
+
+
+def test_warmup_starts_at_zero_and_ends_at_the_base():
+    values = [cosine_schedule(i, 1.0, 0.1, 20, warmup_steps=5) for i in range(20)]
+    assert values[0] == 0 and values[4] == values[5] == 1.0
+    assert values == values[:5] + sorted(values[5:], reverse=True)
+    assert values[-1] > 0.1
+
+
+def test_staircase_with_treads_of_an_epoch():
+    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, tread=2) for i in range(8)]
+    assert values == pytest.approx([0.04, 0.04, 0.055, 0.055, 0.07, 0.07, 0.07, 0.07])
+
+
+def test_no_warmup():
+    assert warmup_schedule(0, 0.04, 0.07, warmup=0) == 0.07
+    assert cosine_schedule(0, 1.0, 0.0, 10) == 1.0
+
+
+def test_prototypes_are_frozen_then_released_once():
+    knobs = [tiny_schedules(freeze_steps=3).at(i) for i in range(6)]
+    assert [k.prototypes_frozen for k in knobs] == [True] * 3 + [False] * 3
+    assert [k.release_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
+    assert not any(tiny_schedules().at(i).release_prototypes for i in range(3))
+
+
+def test_group_settings_freeze_by_zero_lr_and_decay():
+    frozen, free = (group_settings(tiny_schedules(freeze_steps=3).at(i)) for i in (2, 4))
+    assert frozen["prototypes"] == {"lr": 0.0, "weight_decay": 0.0}
+    assert free["prototypes"] == free["decay"] != frozen["decay"]
+    assert free["no_decay"] == {"lr": free["decay"]["lr"], "weight_decay": 0.0}
