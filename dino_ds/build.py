@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.config import Recipe
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
@@ -17,19 +14,10 @@ from dino_ds.schedules import Schedules
 def build_network(recipe: Recipe) -> DinoNetwork:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank."""
     torch.manual_seed(recipe.seed)
-    arch = architecture(recipe)
+    arch = recipe.model.architecture()
     model, head = recipe.model, recipe.head
     backbone = VisionTransformer(arch, recipe.crops.global_size, model.drop_path, model.pos_embed_interpolation)
     return DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
-
-
-def architecture(recipe: Recipe) -> Architecture:
-    """The named backbone with the recipe's changes."""
-    model = recipe.model
-    changes = {
-        name: value for name in ("patch_size", "width", "depth", "heads") if (value := getattr(model, name)) is not None
-    }
-    return dataclasses.replace(ARCHITECTURES[model.backbone], **changes)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:

@@ -115,7 +115,7 @@ class Engine:
 
     def __call__(self, views: list[Tensor], drop_keys: Tensor | None) -> Tensor:
         """Views (b, 3, h, w) -> logits (v * b, k). One call per micro-batch: ZeRO 3 traces it."""
-        return self._engine([view.to(self.dtype) for view in views], drop_keys)
+        return self._engine(views, drop_keys)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the mean loss of one micro-batch."""

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 
 from dino_ds import distributed
-from dino_ds.build import architecture, build_network, build_schedules
+from dino_ds.build import build_network, build_schedules
 from dino_ds.checkpoint import Checkpoints, save_teacher
 from dino_ds.config import Recipe
 from dino_ds.data.loader import Loader, Position, build_loader, steps_per_epoch
@@ -88,7 +88,7 @@ class Run:
         self._checkpoints.save(step.engine, whole, state)
         prefix = "backbone."
         backbone = {name.removeprefix(prefix): t for name, t in teacher.items() if name.startswith(prefix)}
-        about = self.folder.about_teacher(architecture(self.recipe), step.applied_steps)
+        about = self.folder.about_teacher(self.recipe.model.architecture(), step.applied_steps)
         save_teacher(self.folder.path, backbone, about)
 
     def _load(self) -> None:

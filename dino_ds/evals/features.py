@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,22 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dino_ds import distributed
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32
 _BATCH = 64
-
-
-class LabelledImages(Protocol):
-    """What is needed of a data source."""
-
-    labels: list[int] | None
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int) -> Image.Image: ...
-
-    def name(self, index: int) -> str: ...
 
 
 def spread_indices(images: int, wanted: int) -> list[int]:
@@ -39,7 +28,7 @@ def spread_indices(images: int, wanted: int) -> list[int]:
 @torch.no_grad()
 def extract_features(
     describe: Callable[[Tensor], Tensor],
-    source: LabelledImages,
+    source: Source,
     indices: Sequence[int],
     transform: Callable[[Image.Image], Tensor],
     device: torch.device,
@@ -47,14 +36,16 @@ def extract_features(
 ) -> tuple[Tensor, Tensor]:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (len(indices), d) and labels, on `device`.
 
-    Every rank must call it; every rank gets all rows, in an order that depends on the number of ranks.
+    Every rank must call it; every rank gets all rows, in an order that depends on the number of ranks. Unreadable
+    images are left out. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), batch_size=_BATCH, num_workers=workers)
+    loader = DataLoader(_Images(source, mine, transform), _BATCH, num_workers=workers, collate_fn=_collate)
     features, labels = [], []
     for images, targets in loader:
-        features.append(describe(images.to(device)))
-        labels.append(targets.to(device))
+        if len(images):
+            features.append(describe(images.to(device)))
+            labels.append(targets.to(device))
     if not features:
         raise DataError(
             f"{len(indices)} images to evaluate on {distributed.world_size()} ranks: give at least one each"
@@ -70,8 +61,8 @@ def raw_pixels(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
 
 
-class _Images(Dataset[tuple[Tensor, int]]):
-    def __init__(self, source: LabelledImages, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
+class _Images(Dataset[tuple[Tensor, int] | None]):
+    def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
         assert source.labels is not None
         self._source, self._indices, self._transform = source, indices, transform
         self._labels = source.labels
@@ -79,6 +70,17 @@ class _Images(Dataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+    def __getitem__(self, i: int) -> tuple[Tensor, int] | None:
         index = self._indices[i]
-        return self._transform(self._source.load(index)), self._labels[index]
+        try:
+            return self._transform(self._source.load(index)), self._labels[index]
+        except UnreadableImage:
+            return None
+
+
+def _collate(rows: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor]:
+    """Images (b, 3, h, w) and labels (b,) of those that could be read."""
+    good = [row for row in rows if row is not None]
+    if not good:
+        return torch.empty(0), torch.empty(0, dtype=torch.long)
+    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])

@@ -8,6 +8,7 @@ Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialisation and position 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -262,10 +263,9 @@ class VisionTransformer(nn.Module):
             return block(x, packing, drop, cls_only)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
         # Nothing inside draws random numbers, so there is no RNG state to keep.
-        if self.checkpoint_on_cpu:
-            with torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda):
-                return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
-        return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
+        on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.checkpoint_on_cpu else nullcontext()
+        with on_cpu:
+            return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
 
     def _embed(self, images: Tensor) -> Tensor:
         """Images (b, 3, h, w) -> tokens with positions (b, n, d)."""

@@ -1,0 +1,295 @@
+"""Loads a recipe: defaults < a YAML file < overrides of the command line, all problems reported together.
+
+No torch here: help and checks must start at once.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from dino_ds.errors import ConfigError
+from dino_ds.names import RECIPE_HOMES, did_you_mean, ds_home, missing_file
+from dino_ds.recipe import Length, Recipe, Section
+
+__all__ = [
+    "Length", "Option", "Recipe", "dump_recipe", "explain_recipe", "load_recipe", "recipe_names", "recipe_options",
+]  # fmt: skip
+
+RECIPES = Path(__file__).parent / "recipes"
+NONE_WORDS = ("none", "null")
+
+
+class Option(NamedTuple):
+    """One knob of the recipe, as `--help` and the docs show it."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
+    """The recipe `config` (a shipped name or a YAML path; None = the defaults) with `overrides` (dotted key -> text).
+
+    Raises ConfigError with one line per problem.
+    """
+    given = _collect(config, overrides)
+    return _validate(given)
+
+
+def explain_recipe(config: str | None, overrides: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(dotted name, value, where it came from: default, the file, or the command line) of every knob."""
+    given = _collect(config, overrides)
+    recipe = _validate(given)
+    return [
+        (
+            option.name,
+            show_value(_lookup(recipe, option.name)),
+            given[option.name][1] if option.name in given else "default",
+        )
+        for option in recipe_options()
+    ]
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def recipe_options() -> list[Option]:
+    """Every knob of the recipe, in the order of the schema."""
+    return [
+        Option(name, _type_text(field), show_value(field.default), field.description or "") for name, field in _fields()
+    ]
+
+
+def show_value(value: object) -> str:
+    """A value as one writes it in YAML and on the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(show_value(part) for part in value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def _collect(config: str | None, overrides: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Dotted name -> (raw value, where it came from); raises ConfigError for unknown names."""
+    given: dict[str, tuple[Any, str]] = {}
+    problems: list[str] = []
+    if config is not None:
+        path = _find_recipe(config)
+        for name, value in _flatten(_read_yaml(path), "", path, problems):
+            given[name] = (value, path)
+    fields = dict(_fields())
+    for name, text in overrides.items():
+        if name not in fields:
+            problems.append(f"--{name}: {unknown_key(name)}")
+            continue
+        none = text.strip().lower() in NONE_WORDS and type(None) in _members(fields[name])
+        given[name] = (None if none else text, "command line")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return given
+
+
+def unknown_key(name: str) -> str:
+    """What to say about a name that is no knob of the recipe: its right home, or the nearest names."""
+    known = [option for option, _ in _fields()]
+    inside = [option for option in known if option.startswith(f"{name}.")]
+    if inside:
+        return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
+    home = ds_home(name)
+    if home:
+        return f"not a recipe key: {home}"
+    return f"not a recipe key.{nearest_knobs(name)}"
+
+
+def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
+    """The words " Did you mean ...?" among knobs, sections and `more`, or the knob that others call `name`; or ""."""
+    known = [option for option, _ in _fields()]
+    called = RECIPE_HOMES.get(name.rsplit(".", 1)[-1])
+    if called in known:
+        return f" Did you mean {called}?"
+    return did_you_mean(name, [*more, *known, *dict.fromkeys(n.split(".")[0] for n in known if "." in n)])
+
+
+def _find_recipe(config: str) -> str:
+    if config.endswith((".json", ".hjson")):
+        raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
+    if config.endswith((".yaml", ".yml")) or "/" in config:
+        if not Path(config).is_file():
+            raise ConfigError(missing_file(config, (".yaml", ".yml")))
+        return config
+    if config not in recipe_names():
+        near = did_you_mean(config, recipe_names())
+        raise ConfigError(
+            f"no recipe is named {config!r}: there are {', '.join(recipe_names())}; "
+            f"a file of your own ends in .yaml.{near}"
+        )
+    return str(RECIPES / f"{config}.yaml")
+
+
+class _Loader(yaml.SafeLoader):
+    """Leaves scalars as text for the schema to convert (YAML 1.1 reads `no` as False and 1e-4 as text), refuses
+    duplicate keys (YAML keeps the last)."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is not a key", key_node.start_mark)
+            if key in seen:
+                problem = f"{key!r} is set twice, on lines {seen[key]} and {key_node.start_mark.line + 1}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen[key] = key_node.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Ranges in one line."""
+
+
+_Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {error.problem}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} is not a recipe: it must hold 'key: value' lines, and it holds one {type(content).__name__}"
+        )
+    return content
+
+
+def _flatten(content: dict[str, Any], prefix: str, path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """(dotted name, raw value) of the known keys; the others are added to `problems`."""
+    known = dict(_fields())
+    sections = {name.split(".")[0] for name in known if "." in name}
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if name in known:
+            yield name, value
+        elif name in sections and value is None:
+            continue  # a section whose lines are all commented out
+        elif name in sections and isinstance(value, dict):
+            yield from _flatten(value, f"{name}.", path, problems)
+        else:
+            problems.append(f"{path}: {name}: {unknown_key(name)}")
+
+
+def _validate(given: Mapping[str, tuple[Any, str]]) -> Recipe:
+    nested: dict[str, Any] = {}
+    for name, (value, _) in given.items():
+        section, _, leaf = name.rpartition(".")
+        (nested.setdefault(section, {}) if section else nested)[leaf] = value
+    try:
+        return Recipe.model_validate(nested)
+    except ValidationError as error:
+        lines = [line for problem in error.errors() for line in _problem_lines(problem, given)]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+
+
+def _problem_lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+    name = ".".join(part for part in problem["loc"] if isinstance(part, str))
+    origin = given[name][1] if name in given else None
+    where = (
+        f"--{name}: " if origin == "command line" else f"{origin}: {name}: " if origin else f"{name}: " if name else ""
+    )
+    return [where + line for line in _say(problem).splitlines()]
+
+
+def _say(problem: Any) -> str:
+    """pydantic's finding in our words: what was given, what is allowed."""
+    value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        allowed = [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
+        return f"{value!r} is not one of {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+    if kind in bounds:
+        limit = next(iter(context.values()))
+        return f"{show_value(value)} must be {bounds[kind]} {show_value(limit)}"
+    wanted = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
+    wanted |= {"string": "text", "tuple": "a range such as 0.4,1", "model": "a section"}
+    for start, words in wanted.items():
+        if kind.startswith(start):
+            return f"{value!r} is not {words}"
+    if kind in ("missing", "too_long"):
+        return f"{value!r} is not a range of two numbers such as 0.4,1"
+    return f"{value!r}: {problem['msg']}"
+
+
+def _fields() -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted name, field) of every knob."""
+    for name, field in Recipe.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for leaf, inner in field.annotation.model_fields.items():
+                yield f"{name}.{leaf}", inner
+        else:
+            yield name, field
+
+
+def _lookup(recipe: Recipe, name: str) -> object:
+    value: object = recipe
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _members(field: FieldInfo) -> tuple[Any, ...]:
+    """The types of a field; `X | None` has two."""
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    return get_args(field.annotation) if is_union else (field.annotation,)
+
+
+def _type_text(field: FieldInfo) -> str:
+    words = {int: "integer", float: "number", bool: "true or false", str: "text", Length: "length", type(None): "none"}
+    texts = []
+    for member in _members(field):
+        limits = [*field.metadata]
+        if get_origin(member) is typing.Annotated:
+            member, *extra = get_args(member)
+            limits += [m for e in extra for m in getattr(e, "metadata", [e])]
+        if get_origin(member) is Literal:
+            texts.append(", ".join(get_args(member)))
+        elif get_origin(member) is tuple:
+            texts.append("low,high")
+        else:
+            texts.append(words[member] + _limits_text(limits))
+    return " or ".join(texts)
+
+
+def _limits_text(limits: list[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    found = [f"{sign} {getattr(m, key):g}" for m in limits for key, sign in signs.items() if hasattr(m, key)]
+    return f" {', '.join(found)}" if found else ""

@@ -1,0 +1,239 @@
+"""Multi-crop augmentation as in DINO, with all randomness from one seed per image.
+
+Source: facebookresearch/dino `main_dino.py` DataAugmentationDINO. The operations are those that torchvision applies to
+Pillow images, called directly: torchvision's transforms would draw from torch's global generator.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from torch import Tensor
+
+from dino_ds.errors import ConfigError
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+_NUM_GLOBAL = 2
+_ASPECT = (3 / 4, 4 / 3)
+_BLUR_RADIUS = (0.1, 2.0)
+_SOLARIZE_THRESHOLD = 128
+_BICUBIC = Image.Resampling.BICUBIC
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Probabilities and strengths; triples are (first global crop, second global crop, local crops)."""
+
+    blur: tuple[float, float, float]
+    solarize: tuple[float, float, float] = (0.0, 0.2, 0.0)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    gray: float = 0.2
+
+
+AUGMENTATIONS = {
+    "dino": Augmentation(blur=(1.0, 0.1, 0.5)),
+    # DINOv2's GaussianBlur inverts its probability: written 1, .1, .5, executed 0, .9, .5.
+    "dinov2_as_trained": Augmentation(blur=(0.0, 0.9, 0.5)),
+    # A radius of 2 pixels erases what a 32-pixel image shows.
+    "low_res": Augmentation(blur=(0.0, 0.0, 0.0), saturation=0.4),
+}
+
+
+@dataclass(frozen=True)
+class ViewParameters:
+    """What is done to one crop, in this order."""
+
+    box: tuple[int, int, int, int]
+    """left, top, right, bottom, pixels of the image"""
+    flip: bool
+    jitter: tuple[tuple[str, float], ...]
+    """(operation, factor) in the order of application; empty = none"""
+    gray: bool
+    blur_radius: float | None
+    solarize: bool
+
+
+class MultiCrop:
+    """Image -> 2 global and `num_local` local crops, normalised.
+
+    Sizes in pixels, scales as (smallest, largest) part of the image's area, `augment` a name of AUGMENTATIONS.
+    Raises ConfigError for another name.
+    """
+
+    def __init__(
+        self,
+        global_size: int,
+        global_scale: tuple[float, float],
+        local_size: int,
+        local_scale: tuple[float, float],
+        num_local: int,
+        augment: str,
+    ) -> None:
+        if augment not in AUGMENTATIONS:
+            raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
+        self.global_size, self.global_scale = global_size, global_scale
+        self.local_size, self.local_scale = local_size, local_scale
+        self.num_local = num_local
+        self.augmentation = AUGMENTATIONS[augment]
+
+    def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
+        """RGB image -> crops (3, size, size) float32, global crops first. The seed alone decides."""
+        views = self.draw(image.width, image.height, seed)
+        sizes = [self.global_size] * _NUM_GLOBAL + [self.local_size] * self.num_local
+        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, sizes, strict=False)]
+
+    def draw(self, width: int, height: int, seed: int) -> list[ViewParameters]:
+        """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
+        rng = random.Random(seed)
+        views = []
+        for view in range(_NUM_GLOBAL + self.num_local):
+            scale = self.global_scale if view < _NUM_GLOBAL else self.local_scale
+            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, _NUM_GLOBAL)))
+        return views
+
+    def picture(self, crops: list[Tensor], images: int = 8) -> Tensor:
+        """Crops of a batch, v x (b, 3, h, w) -> (3, H, W) in [0, 1]: one row an image, what the network saw."""
+        cell = max(crop.shape[-1] for crop in crops) + 2
+        rows = min(images, len(crops[0]))
+        sheet = torch.ones(3, rows * cell, len(crops) * cell)
+        mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        for column, crop in enumerate(crops):
+            for row in range(rows):
+                height, width = crop.shape[-2:]
+                pixels = (crop[row].detach().float().cpu() * std + mean).clamp(0, 1)
+                sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
+        return sheet
+
+
+class EvalCrop:
+    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), centre crop, normalise.
+
+    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """RGB image -> (3, size, size) float32."""
+        short, long = sorted(image.size)
+        target = self.size if short <= self.size else int(self.size * 256 / 224)
+        other = int(target * long / short)
+        resized = image.resize((target, other) if image.width <= image.height else (other, target), _BICUBIC)
+        left, top = (round((side - self.size) / 2) for side in resized.size)
+        return to_tensor(resized.crop((left, top, left + self.size, top + self.size)))
+
+
+def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:
+    """One crop (size x size pixels) of an RGB image."""
+    crop = image.crop(view.box).resize((size, size), _BICUBIC)
+    if view.flip:
+        crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    for name, factor in view.jitter:
+        crop = _JITTER[name](crop, factor)
+    if view.gray:
+        crop = crop.convert("L").convert("RGB")
+    if view.blur_radius is not None:
+        crop = crop.filter(ImageFilter.GaussianBlur(view.blur_radius))
+    if view.solarize:
+        crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
+    return crop
+
+
+def to_tensor(image: Image.Image) -> Tensor:
+    """RGB image -> (3, h, w) float32 with ImageNet's mean and standard deviation removed."""
+    pixels = np.asarray(image)
+    out = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
+    for channel in range(3):
+        np.take(_NORMALISED[channel], pixels[:, :, channel], out=out[channel], mode="clip")
+    return torch.from_numpy(out)
+
+
+def crop_seed(seed: int, epoch: int, index: int) -> int:
+    """64 bits that differ for any two (seed, epoch, index): crops depend on nothing else, no worker and no rank."""
+    value = 0
+    for part in (seed, epoch, index):
+        value = _splitmix64(value ^ (part & _MASK64))
+    return value
+
+
+_MASK64 = (1 << 64) - 1
+
+
+def _splitmix64(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _draw_view(
+    rng: random.Random, width: int, height: int, scale: tuple[float, float], augmentation: Augmentation, kind: int
+) -> ViewParameters:
+    return ViewParameters(
+        box=_draw_box(rng, width, height, scale),
+        flip=rng.random() < augmentation.flip,
+        jitter=_draw_jitter(rng, augmentation) if rng.random() < augmentation.jitter else (),
+        gray=rng.random() < augmentation.gray,
+        blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < augmentation.blur[kind] else None,
+        solarize=rng.random() < augmentation.solarize[kind],
+    )
+
+
+def _draw_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
+    """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the centre."""
+    for _ in range(10):
+        area = width * height * rng.uniform(*scale)
+        aspect = math.exp(rng.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
+        w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = rng.randint(0, height - h), rng.randint(0, width - w)
+            return left, top, left + w, top + h
+    w, h = width, height
+    if width / height < _ASPECT[0]:
+        h = min(round(width / _ASPECT[0]), height)
+    elif width / height > _ASPECT[1]:
+        w = min(round(height * _ASPECT[1]), width)
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def _draw_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tuple[str, float], ...]:
+    names = list(_JITTER)
+    rng.shuffle(names)
+    strengths = {name: float(getattr(augmentation, name)) for name in names}
+    middles = {"hue": 0.0}
+    return tuple((name, middles.get(name, 1.0) + rng.uniform(-strengths[name], strengths[name])) for name in names)
+
+
+def _shift_hue(image: Image.Image, turns: float) -> Image.Image:
+    """`turns` of the colour circle, -0.5 to 0.5, in Pillow's 8-bit hue."""
+    hue, saturation, value = image.convert("HSV").split()
+    shift = int(turns * 255)  # truncates toward zero, as torchvision's
+    rotated = hue.point([(level + shift) % 256 for level in range(256)])
+    return Image.merge("HSV", (rotated, saturation, value)).convert("RGB")
+
+
+_JITTER: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "brightness": lambda image, factor: ImageEnhance.Brightness(image).enhance(factor),
+    "contrast": lambda image, factor: ImageEnhance.Contrast(image).enhance(factor),
+    "saturation": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
+    "hue": _shift_hue,
+}
+
+_NORMALISED = (
+    (torch.arange(256, dtype=torch.uint8).float() / 255 - torch.tensor(MEAN).view(3, 1)) / torch.tensor(STD).view(3, 1)
+).numpy()
+"""(3, 256): the normalised value of each channel's 256 levels."""

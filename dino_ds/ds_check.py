@@ -1,0 +1,160 @@
+"""Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations that cannot act."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dino_ds.ds_schema import REFUSED, SECTIONS, STRICT_SECTIONS, Key, key_names
+from dino_ds.names import did_you_mean, recipe_home
+
+Problem = tuple[str, str]  # (dotted key, what is wrong)
+
+
+def problems_of(config: dict[str, Any]) -> list[Problem]:
+    """Everything that is wrong with `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
+    problems = list(_check_section(config, ""))
+    if not problems:
+        problems += _check_stages(config)
+        problems += _check_combinations(config)
+    return problems
+
+
+def wrong_key(section: str, key: str) -> str:
+    """What to say about a key that is not allowed in `section` ("" = top level): its reason, home or nearest names."""
+    name = _join(section, key)
+    parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 2)]
+    for parent in parents:
+        if parent in REFUSED:
+            return f"refused: {REFUSED[parent]}"
+    home = recipe_home(name)
+    if home:
+        return f"not a key of the ds JSON: {home}"
+    ignored = section.split(".")[0] not in STRICT_SECTIONS and section in SECTIONS
+    silent = "DeepSpeed would ignore it silently." if ignored else "unknown key."
+    beside = [_join(section, other) for other in SECTIONS.get(section, {})]
+    return silent + (did_you_mean(name, beside) or did_you_mean(name, key_names()))
+
+
+def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
+    keys = SECTIONS[section]
+    for key, value in content.items():
+        name = _join(section, key)
+        if key not in keys:
+            yield name, wrong_key(section, key)
+        elif keys[key].kind != "section":
+            problem = _check_value(content, key, keys[key])
+            if problem:
+                yield name, problem
+        elif isinstance(value, dict):
+            yield from _check_section(value, name)
+        else:
+            yield name, f"{_show(value)} is not a section: write {{...}}"
+    for key, spec in keys.items():
+        if spec.required and key not in content:
+            yield section, _missing(section, key)
+
+
+def _missing(section: str, key: str) -> str:
+    if key == "gradient_clipping":
+        return (
+            'has no gradient_clipping, and DeepSpeed would clip at 1.0: write "gradient_clipping": 3.0, or 0 for none'
+        )
+    default = {"enabled": "false", "stage": "0", "device": '"none"'}[key]
+    return f'has no "{key}", and DeepSpeed would take {default}: write it'
+
+
+def _check_value(content: dict[str, Any], key: str, spec: Key) -> str | None:
+    value = content[key]
+    if value == "auto":
+        if spec.auto:
+            return None
+        dropped = " (DeepSpeed would drop it and use its default)" if spec.kind == "bool" else ""
+        return f'"auto" is not decided here{dropped}: write {spec.article}{spec.type_text}'
+    if spec.kind == "int" and isinstance(value, float) and value.is_integer():
+        value = content[key] = int(value)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = {
+        "int": is_number and isinstance(value, int),
+        "number": is_number,
+        "bool": isinstance(value, bool),
+        "text": isinstance(value, str),
+        "list": isinstance(value, list) and all(isinstance(part, str) for part in value),
+    }[spec.kind]
+    if not fits or (spec.choices and value not in spec.choices):
+        near = did_you_mean(value, spec.choices) if isinstance(value, str) else ""
+        return f"{_show(value)} is not {spec.article}{spec.type_text}{near and '.'}{near}"
+    if (spec.low is not None and not value >= spec.low) or (spec.above is not None and not value > spec.above):
+        return f"{_show(value)} is not {spec.article}{spec.type_text}"
+    return None
+
+
+def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
+    """Keys that DeepSpeed accepts at any stage and that act at some."""
+    zero = config.get("zero_optimization", {"stage": 0})
+    stage = zero["stage"]
+    if stage > 3:
+        yield "zero_optimization.stage", f"{stage} is not one of 0, 1, 2, 3"
+        return
+    for key in zero:
+        stages = SECTIONS["zero_optimization"][key].stages
+        if stage not in stages:
+            at = " and ".join(", ".join(str(s) for s in stages).rsplit(", ", 1))
+            where = f"stage{'s' if len(stages) > 1 else ''} {at}"
+            yield f"zero_optimization.{key}", f"it does nothing at stage {stage}, only at {where}: remove it"
+
+
+def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
+    zero = config.get("zero_optimization", {"stage": 0})
+    low = [name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")]
+    if len(low) == 2:
+        yield "fp16", "fp16 and bf16 are both enabled: choose one"
+    if low and zero["stage"] == 0:
+        yield (
+            "zero_optimization.stage",
+            f"stage 0 in {low[0]} is broken in DeepSpeed 0.19 (the loss is not scaled, a hidden optimizer step changes "
+            "the weights): use stage 1, which on one process shards nothing",
+        )
+    if not config.get("bf16", {}).get("check_grad_overflow", True):
+        yield "bf16.check_grad_overflow", "it must be true: else NaN gradients are written into the weights"
+    accumulated = config.get("data_types", {}).get("grad_accum_dtype", "fp32")
+    if accumulated not in ("fp32", low[0] if low else "fp32"):
+        wanted = "fp32" if not low else f"fp32 or {low[0]}"
+        yield (
+            "data_types.grad_accum_dtype",
+            f'"{accumulated}" does not go with training in {low[0] if low else "fp32"}: use {wanted}',
+        )
+    yield from _check_offload(config, zero)
+
+
+def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Problem]:
+    nvme = False
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key, {})
+        device = section.get("device", "none")
+        name = f"zero_optimization.{key}"
+        if device == "nvme":
+            nvme = True
+            if zero["stage"] != 3:
+                yield f"{name}.device", '"nvme" works only at stage 3: use "cpu"'
+            if "nvme_path" not in section:
+                yield name, "has no nvme_path: name a folder on the NVMe drive"
+        else:
+            for extra in [k for k in section if k not in ("device", "pin_memory")]:
+                yield f"{name}.{extra}", f'it does nothing with device "{device}", only with "nvme": remove it'
+    if "aio" in config and not nvme:
+        yield "aio", "it does nothing without NVMe offload: remove it"
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if offloaded and config.get("zero_force_ds_cpu_optimizer"):
+        yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
+
+
+def _join(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def _show(value: object) -> str:
+    """As JSON writes it: text in quotes, so that "1.0" is seen to be text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)

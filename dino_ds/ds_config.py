@@ -1,0 +1,235 @@
+"""The ds JSON: how fast and on what hardware. Read as DeepSpeed reads it (hjson), checked against our own list of keys.
+
+No torch and no DeepSpeed here: a wrong file must be refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from dino_ds.ds_check import problems_of, wrong_key
+from dino_ds.ds_schema import SECTIONS
+from dino_ds.errors import ConfigError
+from dino_ds.names import missing_file
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+# DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
+BUCKET_ELEMENTS = 50_000_000
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
+
+    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
+    0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
+    """
+
+    raw: dict[str, Any]
+    micro_batch: int
+    accumulation: int
+    stage: int
+    precision: str
+    offload_optimizer: bool
+    clipping: float
+    checkpoint_blocks: int | str
+    checkpoint_on_cpu: bool
+    notes: list[str] = field(default_factory=list)
+
+
+def find_ds_config(path: str) -> str:
+    """`path` as given, or beside the package in its checkout. Raises ConfigError with the nearest file name."""
+    if path.endswith((".yaml", ".yml")):
+        raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
+    for candidate in (Path(path), CHECKOUT / path):
+        if candidate.is_file():
+            return str(candidate)
+    in_checkout = not Path(path).parent.is_dir() and (CHECKOUT / path).parent.is_dir()
+    raise ConfigError(missing_file(str(CHECKOUT / path) if in_checkout else path, (".json", ".hjson")))
+
+
+def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON at `path` with `overrides` (dotted key without "ds." -> text), every key and type checked.
+
+    Raises ConfigError with one line per problem.
+    """
+    config = _read(find_ds_config(path))
+    problems: list[str] = []
+    for name, text in overrides.items():
+        problem = _override(config, name, text)
+        if problem:
+            problems.append(f"--ds.{name}: {problem}")
+    for name, problem in problems_of(config):
+        where = f"--ds.{name}" if name in overrides else f"{path}: {name}" if name else path
+        problems.append(f"{where}: {problem}")
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return config
+
+
+def resolve_ds_config(
+    config: dict[str, Any], path: str, global_batch: int, world_size: int, fp16_supported: bool = True
+) -> DsConfig:
+    """`config` of `load_ds_config` with every "auto" decided for `world_size` ranks.
+
+    Raises ConfigError if the batch sizes do not multiply to `global_batch`, or for fp16 on a device without it.
+    """
+    precision = next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
+    if precision == "fp16" and not fp16_supported:
+        raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
+    raw = copy.deepcopy(config)
+    micro, accumulation = _batches(config, path, global_batch, world_size)
+    raw.update(
+        train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
+    )
+    zero = raw.setdefault("zero_optimization", {"stage": 0})
+    stage = int(zero["stage"])
+    _fill_zero(raw, zero, stage)
+    notes = _fill_accumulation_dtype(raw, precision, stage, accumulation)
+    blocks, on_cpu = _checkpointing(raw)
+    if not raw.get("comms_logger", {}).get("enabled", True):
+        del raw["comms_logger"]  # its mere presence turns it on
+    return DsConfig(
+        raw=raw,
+        micro_batch=micro,
+        accumulation=accumulation,
+        stage=stage,
+        precision=precision,
+        offload_optimizer=_offloads(zero, "offload_optimizer"),
+        clipping=float(raw["gradient_clipping"]),
+        checkpoint_blocks=blocks,
+        checkpoint_on_cpu=on_cpu,
+        notes=notes,
+    )
+
+
+def _read(path: str) -> dict[str, Any]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        if twice:
+            raise ConfigError(f"{path}: {', '.join(twice)} is set twice")
+        return dict(pairs)
+
+    try:
+        config = hjson.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
+    except (OSError, UnicodeDecodeError, hjson.HjsonDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
+    return config
+
+
+def _override(config: dict[str, Any], name: str, text: str) -> str | None:
+    """Write one override into `config`; the problem if that is impossible."""
+    *sections, leaf = name.split(".")
+    prefix = ".".join(sections)
+    if prefix not in SECTIONS or leaf not in SECTIONS[prefix]:
+        return wrong_key(prefix, leaf)
+    target = config
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            return f"{section} is not a section in the file"
+    words = {"true": True, "false": False}
+    try:
+        target[leaf] = words[text.lower()] if text.lower() in words else json.loads(text)
+    except json.JSONDecodeError:
+        target[leaf] = text
+    return None
+
+
+def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
+    """(micro-batch, accumulation) whose product with the ranks is the global batch."""
+    total = config.get("train_batch_size", "auto")
+    if total not in ("auto", global_batch):
+        raise ConfigError(
+            f"train_batch_size {total} in {path} is not the recipe's data.global_batch {global_batch}: "
+            f"remove it from {path}, or set --data.global_batch {total}"
+        )
+    micro = config.get("train_micro_batch_size_per_gpu", "auto")
+    accumulation = config.get("gradient_accumulation_steps", "auto" if micro != "auto" else 1)
+    if micro == "auto":
+        accumulation = 1 if accumulation == "auto" else accumulation
+        known, what = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
+    elif accumulation == "auto":
+        known, what = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
+    else:
+        return _agreeing(micro, accumulation, path, global_batch, world_size)
+    if global_batch % known:
+        below, above = global_batch // known * known, -(-global_batch // known) * known
+        choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
+        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}")
+    quotient = global_batch // known
+    return (quotient, accumulation) if micro == "auto" else (micro, quotient)
+
+
+def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> tuple[int, int]:
+    product = micro * accumulation * world_size
+    if product == global_batch:
+        return micro, accumulation
+    cures = [f"--data.global_batch {product}"]
+    if global_batch % (micro * world_size) == 0:
+        cures.insert(0, f"gradient_accumulation_steps to {global_batch // (micro * world_size)} in {path}")
+    elif global_batch % (accumulation * world_size) == 0:
+        cures.insert(0, f"train_micro_batch_size_per_gpu to {global_batch // (accumulation * world_size)} in {path}")
+    raise ConfigError(
+        f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
+        f"= {product}; set {' or '.join(cures)}"
+    )
+
+
+def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int) -> None:
+    """Decide "auto" and the missing bucket sizes of the ZeRO section."""
+    sizes = {"reduce_bucket_size": (1, 2, 3), "allgather_bucket_size": (1, 2)}
+    for key, stages in sizes.items():
+        if stage in stages and zero.get(key, "auto") == "auto":
+            zero[key] = BUCKET_ELEMENTS
+    for key in [key for key, value in zero.items() if value == "auto"]:
+        del zero[key]
+    if _offloads(zero, "offload_optimizer"):
+        raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
+
+
+def _fill_accumulation_dtype(raw: dict[str, Any], precision: str, stage: int, accumulation: int) -> list[str]:
+    """DeepSpeed accumulates in the model's dtype: in low precision small gradients are lost."""
+    if accumulation == 1 or precision == "fp32" or raw.get("data_types", {}).get("grad_accum_dtype"):
+        return []
+    if stage >= 2:
+        raw.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+        return [
+            f"data_types.grad_accum_dtype = fp32: {accumulation} micro-batches are accumulated in FP32, not {precision}"
+        ]
+    return [
+        f"{accumulation} micro-batches are accumulated in {precision} at stage {stage}: "
+        'use stage 2, or "data_types": {"grad_accum_dtype": "fp32"} (a whole FP32 gradient on every rank)'
+    ]
+
+
+def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
+    """(blocks that are recomputed, saved tensors on the host); DeepSpeed itself does not read this section."""
+    section = raw.get("activation_checkpointing")
+    if section is None:
+        return 0, False
+    if section.get("number_checkpoints") == "auto":
+        del section["number_checkpoints"]
+    return section.get("number_checkpoints", "all"), bool(section.get("cpu_checkpointing", False))
+
+
+def _offloads(zero: dict[str, Any], key: str) -> bool:
+    return zero.get(key, {}).get("device", "none") != "none"
+
+
+def _without_fp16(path: str) -> str:
+    """The files beside `path` that differ in the precision, or the shipped ones."""
+    given = Path(path)
+    siblings = [given.with_name(given.name.replace("fp16", other)) for other in ("bf16", "fp32")]
+    found = [str(p) for p in siblings if p != given and (p.is_file() or (CHECKOUT / p).is_file())]
+    return " or ".join(found or ["ds_configs/zero2_bf16.json", "ds_configs/zero2_fp32.json"])

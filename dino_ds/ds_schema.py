@@ -1,0 +1,256 @@
+"""Every key that a ds JSON may have, and why the others may not: DeepSpeed 0.19 ignores most unknown keys in silence.
+
+Allowed is what acts in our trainer, nothing else. No torch and no DeepSpeed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Key:
+    """kind: int, number, bool, text, list or section. `low`: smallest value, `above`: it must be larger.
+
+    `auto`: "auto" is allowed. `stages`: the ZeRO stages at which the key acts. `required` in its section.
+    """
+
+    kind: str
+    meaning: str
+    low: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    auto: bool = False
+    stages: tuple[int, ...] = (0, 1, 2, 3)
+    required: bool = False
+
+    @property
+    def type_text(self) -> str:
+        words = {"int": "integer", "number": "number", "bool": "true or false", "text": "text", "list": "list of text"}
+        text = ", ".join(f'"{c}"' for c in self.choices) or words.get(self.kind, self.kind)
+        limit = f" >= {self.low:g}" if self.low is not None else f" > {self.above:g}" if self.above is not None else ""
+        return text + limit + (' or "auto"' if self.auto else "")
+
+    @property
+    def article(self) -> str:
+        """What goes before `type_text` in a sentence."""
+        return "one of " if self.choices else {"int": "an ", "number": "a ", "list": "a "}.get(self.kind, "")
+
+
+_SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
+_DTYPES = ("fp32", "bf16", "fp16")
+
+TOP: dict[str, Key] = {
+    "train_batch_size": Key("int", "must equal the recipe's data.global_batch if given", low=1, auto=True),
+    "train_micro_batch_size_per_gpu": Key(
+        "int", "images per rank and micro-batch; auto = from data.global_batch", low=1, auto=True
+    ),
+    "gradient_accumulation_steps": Key(
+        "int", "micro-batches per optimizer step; auto = from the others", low=1, auto=True
+    ),
+    "gradient_clipping": Key("number", "largest global norm of the gradient; 0 = no clipping", low=0, required=True),
+    "prescale_gradients": Key("bool", "divide gradients before the all-reduce"),
+    "gradient_predivide_factor": Key("number", "divisor before the all-reduce, with prescale_gradients", above=0),
+    "communication_data_type": Key("text", "dtype of gradients on the wire", choices=_DTYPES),
+    "fp16": Key("section", "fp16 with loss scaling"),
+    "bf16": Key("section", "bf16 with FP32 masters"),
+    "zero_optimization": Key("section", "ZeRO: what is sharded over the ranks"),
+    "data_types": Key("section", "dtype of accumulated gradients"),
+    "activation_checkpointing": Key(
+        "section", "recompute blocks in the backward pass; done by dino_ds from this section"
+    ),
+    "comms_logger": Key("section", "log collectives"),
+    "flops_profiler": Key("section", "DeepSpeed's profile of one step"),
+    "aio": Key("section", "NVMe offload: asynchronous reads and writes"),
+    "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
+    "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
+    "dump_state": Key("bool", "print DeepSpeed's state after initialisation"),
+    "zero_allow_untested_optimizer": Key("bool", "accepted; AdamW is tested"),
+    "zero_force_ds_cpu_optimizer": Key("bool", "false with offload: dino_ds gives torch's AdamW"),
+}
+
+_FP16 = {
+    "enabled": Key("bool", "train in fp16", required=True),
+    "loss_scale": Key("number", "0 = dynamic", low=0),
+    "initial_scale_power": Key("int", "the dynamic scale starts at 2 to this power", low=0),
+    "loss_scale_window": Key("int", "good steps before the scale doubles", above=0),
+    "hysteresis": Key("int", "overflows before the scale is halved", low=1),
+    "consecutive_hysteresis": Key("bool", "refill the hysteresis at every good step"),
+    "min_loss_scale": Key("int", "smallest dynamic scale", above=0),
+}
+_BF16 = {
+    "enabled": Key("bool", "train in bf16", required=True),
+    "check_grad_overflow": Key("bool", "must be true: skip steps whose gradient is not finite"),
+}
+_OFFLOAD = {
+    "device": Key("text", "where it lies", choices=("none", "cpu", "nvme"), required=True),
+    "nvme_path": Key("text", "folder on the NVMe drive"),
+    "buffer_count": Key("int", "buffers for NVMe", low=1),
+    "pin_memory": Key("bool", "page-locked host memory"),
+}
+_OFFLOAD_OPTIMIZER = _OFFLOAD | {
+    "pipeline_read": Key("bool", "NVMe: read ahead"),
+    "pipeline_write": Key("bool", "NVMe: write behind"),
+    "fast_init": Key("bool", "NVMe: fast initialisation"),
+}
+_OFFLOAD_PARAM = _OFFLOAD | {
+    "buffer_size": Key("int", "elements of a buffer for NVMe", above=0),
+    "max_in_cpu": Key("int", "elements kept in host memory with NVMe", low=0),
+}
+_ZERO = {
+    "stage": Key(
+        "int", "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are sharded", low=0, required=True
+    ),
+    "contiguous_gradients": Key("bool", "copy gradients into one buffer", stages=_SHARDED),
+    "reduce_scatter": Key("bool", "reduce-scatter instead of all-reduce", stages=_SHARDED),
+    "reduce_bucket_size": Key("int", "elements reduced at a time; auto = 5e7", above=0, auto=True, stages=_SHARDED),
+    "allgather_partitions": Key("bool", "all-gather instead of broadcasts", stages=_12),
+    "allgather_bucket_size": Key("int", "elements gathered at a time; auto = 5e7", above=0, auto=True, stages=_12),
+    "use_multi_rank_bucket_allreduce": Key("bool", "one all-reduce for the buckets of all ranks", stages=_12),
+    "overlap_comm": Key("bool", "reduce gradients during the backward pass", stages=_SHARDED),
+    "round_robin_gradients": Key("bool", "spread gradient copies over the ranks (offload)", stages=_12),
+    "parameter_alignment": Key("bool", "align parameters in the flat buffer", stages=_12),
+    "ignore_unused_parameters": Key("bool", "accept parameters without a gradient", stages=(2,)),
+    "offload_optimizer": Key("section", "optimizer state and step on the host", stages=_SHARDED),
+    "offload_param": Key("section", "parameters on the host", stages=_3),
+    "sub_group_size": Key("int", "elements the optimizer treats at a time", above=0, stages=_3),
+    "stage3_prefetch_bucket_size": Key(
+        "int", "elements fetched ahead; auto = DeepSpeed's", low=0, auto=True, stages=_3
+    ),
+    "stage3_param_persistence_threshold": Key(
+        "int", "smaller parameters stay whole; auto = DeepSpeed's", low=0, auto=True, stages=_3
+    ),
+    "stage3_model_persistence_threshold": Key("int", "most elements that stay whole", low=0, stages=_3),
+    "stage3_max_live_parameters": Key("int", "elements gathered at once, at most", low=0, stages=_3),
+    "stage3_max_reuse_distance": Key(
+        "int", "keep a parameter that is used again within this many elements", low=0, stages=_3
+    ),
+    "stage3_module_granularity_threshold": Key("int", "gather whole modules with smaller parameters", low=0, stages=_3),
+    "stage3_use_all_reduce_for_fetch_params": Key("bool", "fetch with all-reduce", stages=_3),
+    "stage3_allgather_sequential": Key("bool", "gather parameters one by one", stages=_3),
+    "zero_hpz_partition_size": Key("int", "ZeRO++: ranks that share a second copy of the shards", low=1, stages=_3),
+    "zero_quantized_weights": Key("bool", "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3),
+    "zero_quantized_gradients": Key("bool", "ZeRO++: reduce int4 gradients (not exact)", stages=_3),
+    "log_trace_cache_warnings": Key("bool", "say when the trace of parameters changes", stages=_3),
+    "enable_sanity_checks": Key("bool", "check the order of parameters over ranks", stages=_3),
+    "leaf_module": Key("section", "modules whose parameters are gathered together", stages=_3),
+}
+
+# Dotted name of a section -> its keys; "" is the top level.
+SECTIONS: dict[str, Mapping[str, Key]] = {
+    "": TOP,
+    "fp16": _FP16,
+    "bf16": _BF16,
+    "zero_optimization": _ZERO,
+    "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
+    "zero_optimization.offload_param": _OFFLOAD_PARAM,
+    "zero_optimization.leaf_module": {
+        "classes": Key("list", "class names"),
+        "names": Key("list", "module names"),
+        "name_suffixes": Key("list", "ends of module names"),
+    },
+    "data_types": {"grad_accum_dtype": Key("text", "dtype in which gradients are accumulated", choices=_DTYPES)},
+    "activation_checkpointing": {
+        "number_checkpoints": Key("int", "how many blocks are recomputed; auto or absent = all", low=0, auto=True),
+        "cpu_checkpointing": Key("bool", "keep the saved tensors in host memory"),
+    },
+    "comms_logger": {
+        "enabled": Key("bool", "log collectives", required=True),
+        "prof_all": Key("bool", "all of them"),
+        "prof_ops": Key("list", "or these"),
+        "verbose": Key("bool", "log each call"),
+        "debug": Key("bool", "with the caller's name"),
+    },
+    "flops_profiler": {
+        "enabled": Key("bool", "profile one step", required=True),
+        "recompute_fwd_factor": Key("number", "part of the forward that is recomputed", low=0),
+        "profile_step": Key("int", "which step", low=1),
+        "module_depth": Key("int", "depth of the table, -1 = all", low=-1),
+        "top_modules": Key("int", "modules listed", low=1),
+        "detailed": Key("bool", "the whole model"),
+        "output_file": Key("text", "file of the table"),
+    },
+    "aio": {
+        "block_size": Key("int", "bytes of a request", above=0),
+        "queue_depth": Key("int", "requests in flight", above=0),
+        "intra_op_parallelism": Key("int", "threads per request", above=0),
+        "single_submit": Key("bool", "submit requests one by one"),
+        "overlap_events": Key("bool", "overlap submission and completion"),
+        "use_gds": Key("bool", "NVIDIA GPUDirect Storage"),
+    },
+}
+
+_REMOVED = "DeepSpeed 0.19 has removed it"
+_MASTERS = "it removes the FP32 masters, which the teacher follows"
+_METRICS = "dino_ds writes metrics.jsonl and TensorBoard itself, into the run folder"
+_AUTOCAST = 'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3'
+_CHECKPOINTS = "dino_ds writes checkpoints itself (recipe: save_every, keep_checkpoints)"
+_OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's AdamW"
+_RECOMPUTE = "it cannot act: dino_ds recomputes with torch's non-reentrant checkpointing, one block at a time"
+_NO_INIT = "it cannot act: dino_ds builds the model before DeepSpeed"
+
+# Dotted name -> why this key, which DeepSpeed knows, is refused.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("elasticity", "amp", "nebula", "eigenvalue", "compression_training", "quantize_training", "sparse_gradients",
+         "sparse_attention", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
+         "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
+         "zero_optimization.zeropp_loco_param", "zero_optimization.legacy_stage1"),
+        _REMOVED,
+    ),
+    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
+    "torch_autocast": _AUTOCAST,
+    "checkpoint": _CHECKPOINTS,
+    "compile": "DeepCompile is not supported",
+    "autotuning": "it is not supported: it starts many full jobs",
+    "hybrid_engine": "it cannot act here: it is for generating text",
+    "data_efficiency": "it cannot act: dino_ds loads its data itself",
+    "pipeline": "it cannot act: there is no pipeline parallelism here",
+    "tensor_parallel": "it cannot act: there is no tensor parallelism here",
+    "sequence_parallel_size": "it cannot act: there is no sequence parallelism here",
+    "seq_parallel_communication_data_type": "it cannot act: there is no sequence parallelism here",
+    "gradient_allreduce_op": "summing would multiply the gradient by the number of ranks: gradients are averaged",
+    "managed_gradient_accumulation": "dino_ds relies on DeepSpeed's own accumulation window",
+    "fp16.fp16_master_weights_and_grads": _MASTERS,
+    "fp16.auto_cast": "it is not needed: dino_ds casts the images itself",
+    "bf16.bf16_master_weights_and_grads": _MASTERS,
+    "bf16.bf16_optimizer_states": _MASTERS,
+    "bf16.immediate_grad_update": "it cannot act outside DeepSpeed's BF16_Optimizer",
+    "bf16.check_overflow": "its name is check_grad_overflow now",
+    "data_types.param_dtype": "the fp16 and bf16 sections say it",
+    "data_types.buffer_dtype": "the network has no buffers to cast",
+    "data_types.keep_in_fp32_modules": "the network has no buffers to cast",
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer or offload_param",
+    "zero_optimization.compute_grad_norm": "the norm is one of the metrics, and clipping needs it",
+    "zero_optimization.elastic_checkpoint": "it no longer acts in DeepSpeed 0.19",
+    "zero_optimization.load_from_fp32_weights": _CHECKPOINTS,
+    "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINTS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save":
+        "it cannot act: each save writes the teacher as teacher.safetensors at every stage",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save":
+        "it cannot act: each save writes the teacher as teacher.safetensors at every stage",
+    "zero_optimization.zenflow": _OWN_OPTIMIZER,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _OWN_OPTIMIZER,
+    "zero_optimization.offload_optimizer.ratio": _OWN_OPTIMIZER,
+    "zero_optimization.offload_optimizer.super_offload": _OWN_OPTIMIZER,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _OWN_OPTIMIZER,
+    "zero_optimization.zero_quantized_nontrainable_weights": "it cannot act: every weight is trained",
+    "zero_optimization.memory_efficient_linear": _NO_INIT,
+    "zero_optimization.override_module_apply": _NO_INIT,
+    "activation_checkpointing.partition_activations":
+        "it cannot act: it splits over a model-parallel group, and there is none",
+    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
+    "activation_checkpointing.profile": _RECOMPUTE,
+}  # fmt: skip
+
+# Sections whose unknown keys make DeepSpeed stop; in all others it ignores them.
+STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger")
+
+
+def key_names() -> list[str]:
+    """Every allowed key, dotted."""
+    return [f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys]

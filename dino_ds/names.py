@@ -1,0 +1,154 @@
+"""Nearest names for what was mistyped, and the right home for a knob found in the wrong file.
+
+The recipe says what is learned, the ds JSON how fast and on what hardware: one fact has one home.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+# What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it.
+DS_HOMES: dict[str, str] = {
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "train_batch_size": "train_batch_size",
+    "accumulation": "gradient_accumulation_steps",
+    "grad_accum": "gradient_accumulation_steps",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "clip_grad": "gradient_clipping",
+    "clip": "gradient_clipping",
+    "clipping": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "gradient_clipping": "gradient_clipping",
+    "fp16": "fp16.enabled",
+    "use_fp16": "fp16.enabled",
+    "loss_scale": "fp16.loss_scale",
+    "initial_scale_power": "fp16.initial_scale_power",
+    "bf16": "bf16.enabled",
+    "precision": "bf16.enabled",
+    "mixed_precision": "bf16.enabled",
+    "zero": "zero_optimization.stage",
+    "zero_stage": "zero_optimization.stage",
+    "zero_optimization": "zero_optimization.stage",
+    "stage": "zero_optimization.stage",
+    "offload_optimizer": "zero_optimization.offload_optimizer.device",
+    "offload_param": "zero_optimization.offload_param.device",
+    "grad_checkpointing": "activation_checkpointing.number_checkpoints",
+    "gradient_checkpointing": "activation_checkpointing.number_checkpoints",
+    "activation_checkpointing": "activation_checkpointing.number_checkpoints",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    "communication_data_type": "communication_data_type",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "steps_per_print": "steps_per_print",
+}
+
+# What people write in a ds JSON -> the recipe key that holds it (first parts: whole sections).
+RECIPE_HOMES: dict[str, str] = {
+    "optimizer": "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...",
+    "scheduler": "optimizer.warmup, optimizer.min_lr and length",
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "min_lr": "optimizer.min_lr",
+    "weight_decay": "optimizer.weight_decay",
+    "weight_decay_end": "optimizer.weight_decay_end",
+    "betas": "optimizer.beta1 and optimizer.beta2",
+    "warmup": "optimizer.warmup",
+    "warmup_epochs": "optimizer.warmup",
+    "warmup_steps": "optimizer.warmup",
+    "seed": "seed",
+    "epoch": "length",
+    "epochs": "length",
+    "num_train_epochs": "length",
+    "max_steps": "length",
+    "length": "length",
+    "global_batch": "data.global_batch",
+    "batch_size": "data.global_batch",
+    "data": "data.source, data.root, ...",
+    "dataloader_drop_last": "data.global_batch (an incomplete last batch is always dropped)",
+    "num_workers": "data.workers",
+    "workers": "data.workers",
+    "model": "model.backbone, model.patch_size, ...",
+    "backbone": "model.backbone",
+    "drop_path": "model.drop_path",
+    "crops": "crops.global_size, crops.num_local, ...",
+    "head": "head.prototypes, ...",
+    "objective": "objective.student_temp, ...",
+    "dino": "objective.student_temp, head.prototypes, ...",
+    "teacher": "teacher.momentum",
+    "ema": "teacher.momentum",
+    "teacher_momentum": "teacher.momentum",
+    "teacher_temp": "objective.teacher_temp",
+    "eval": "eval.every, ...",
+    "arch": "model.backbone",
+    "data_path": "data.root",
+    "out_dim": "head.prototypes",
+    "local_crops_number": "crops.num_local",
+    "log_every": "log_every",
+    "save_every": "save_every",
+}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The words " Did you mean a, b or c?" for the nearest of `known`, or "" if nothing is near."""
+    near = nearest(name, known)
+    return f" Did you mean {_listed(near)}?" if near else ""
+
+
+def _listed(words: list[str]) -> str:
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, slack: float = 0.08) -> list[str]:
+    """At most `count` of `known`, the most alike first: likeness >= `cutoff` and within `slack` of the best.
+
+    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`.
+    """
+    scores = {other: _likeness(name, other) for other in known}
+    best = max(scores.values(), default=0.0)
+    ranked = sorted(scores, key=lambda other: -scores[other])
+    return [other for other in ranked if scores[other] >= max(cutoff, best - slack)][:count]
+
+
+def _likeness(name: str, other: str) -> float:
+    def ratio(a: str, b: str) -> float:
+        return difflib.SequenceMatcher(None, a.lower().replace("-", "_"), b.lower()).ratio()
+
+    by_leaf = ratio(name.rsplit(".", 1)[-1], other.rsplit(".", 1)[-1])
+    return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0)
+
+
+def ds_home(key: str) -> str | None:
+    """The sentence for a recipe key that belongs to the ds JSON, None if it does not."""
+    for part in (key.rsplit(".", 1)[-1], key.split(".", 1)[0]):
+        if part.startswith("stage3_"):
+            return f"it belongs to the ds JSON: zero_optimization.{part} (--ds.zero_optimization.{part})"
+        if part in DS_HOMES:
+            return f"it belongs to the ds JSON: {DS_HOMES[part]} (--ds.{DS_HOMES[part]})"
+    return None
+
+
+def recipe_home(key: str) -> str | None:
+    """The sentence for a ds JSON key that belongs to the recipe, None if it does not."""
+    part = key.split(".", 1)[0]
+    return f"it belongs to the recipe: {RECIPE_HOMES[part]}" if part in RECIPE_HOMES else None
+
+
+def missing_file(path: str, endings: tuple[str, ...]) -> str:
+    """What to say about a file that is not there: the nearest of the files with these endings beside it."""
+    folder = Path(path).parent
+    if not folder.is_dir():
+        return f"{path} does not exist: there is no folder {folder}."
+    beside = sorted(p.name for p in folder.iterdir() if p.name.endswith(endings))
+    stems = {name.rsplit(".", 1)[0]: name for name in beside}
+    match = sorted((stem for stem in stems if stem.startswith(Path(path).stem)), key=len)[:3]
+    match = match or difflib.get_close_matches(Path(path).stem, stems, 1, 0.4)
+    if match:
+        files = [str(folder / stems[stem]) for stem in match]
+        return f"{path} does not exist. Did you mean {_listed(files)}?"
+    listed = f": it has {', '.join(beside[:8])}" if beside else f": no {' or '.join(endings)} file in {folder}"
+    return f"{path} does not exist{listed}."

@@ -1,0 +1,81 @@
+"""Traps of the surroundings that end in a wrong run or in a page of traceback, looked for before the heavy imports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dino_ds.errors import ConfigError
+
+
+def check_hostfile() -> None:
+    """Raises ConfigError if DeepSpeed's launcher was given a hostfile that does not exist.
+
+    The launcher only warns and trains on this machine alone; it is an ancestor of this process.
+    """
+    import psutil
+
+    try:
+        ancestors = psutil.Process().parents()
+    except psutil.Error:
+        return
+    for process in ancestors:
+        try:
+            hostfile = hostfile_of(process.cmdline())
+            folder = process.cwd() if hostfile else ""
+        except psutil.Error:
+            continue
+        if hostfile and not Path(folder, hostfile).is_file():
+            raise ConfigError(
+                f"hostfile {hostfile} does not exist: deepspeed would train on this machine alone. "
+                "Give the right --hostfile, or none to train here"
+            )
+
+
+def hostfile_of(command: Sequence[str]) -> str | None:
+    """The --hostfile that a command line gives to DeepSpeed's launcher; None for none, or for another program."""
+    start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
+    if start is None:
+        return None
+    words = list(command[start:])
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        # argparse takes unambiguous beginnings of a long option.
+        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
+            return value if equals else (words[0] if words else None)
+        if word.startswith("-H"):
+            return word[2:]
+        if word.endswith(".py"):
+            return None  # the script: what follows is for us
+    return None
+
+
+def _is_launcher(word: str) -> bool:
+    return (
+        Path(word).name in ("deepspeed", "ds", "deepspeed.pt")
+        or word == "deepspeed.launcher.runner"
+        or word.endswith(os.path.join("deepspeed", "launcher", "runner.py"))
+    )
+
+
+def check_torchvision() -> None:
+    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a riddle."""
+    try:
+        import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
+    except (RuntimeError, ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch {_version('torch')} with torchvision {_version('torchvision')} does not load "
+            f"({' '.join(str(error).split())[:120]}): install builds that match, both from the same index"
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(unknown version)"

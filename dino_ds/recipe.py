@@ -1,0 +1,262 @@
+"""The recipe's schema: what is learned, with the defaults of the DINO paper's ViT-S/16 (main_dino.py).
+
+This one schema makes validation, `--help` and the option table of docs/configs.md; `dino_ds.config` loads it.
+No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+
+from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.errors import ConfigError
+from dino_ds.names import nearest
+
+UNITS = ("steps", "epochs", "images")
+
+
+@dataclass(frozen=True)
+class Length:
+    """A duration: optimizer steps, epochs (passes over the data) or images."""
+
+    value: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
+
+    @staticmethod
+    def parse(text: object) -> Length:
+        """From "30 epochs", "30epochs", "1e6 images"; a bare number is steps. Raises ConfigError."""
+        if isinstance(text, Length):
+            return text
+        match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+        units = {name: unit for unit in UNITS for name in (unit, unit[:-1])} | {"": "steps"}
+        try:
+            value = float(match[1]) if match else math.nan
+        except ValueError:
+            value = math.nan
+        unit = units.get(match[2].lower()) if match else None
+        if unit is None or not math.isfinite(value):
+            raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
+        return Length(value, unit)
+
+    def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
+        """Optimizer steps, rounded up, >= 0."""
+        # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
+        value = Fraction(repr(self.value))
+        per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
+        return math.ceil(value * per_unit[self.unit])
+
+
+def _parse_length(value: object) -> Length:
+    try:
+        return Length.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
+
+
+def _positive(length: Length) -> Length:
+    if length.value <= 0:
+        raise ValueError(f"'{length}' must be more than 0")
+    return length
+
+
+def _split_range(value: object) -> object:
+    """The command line gives "0.4,1" where YAML gives [0.4, 1]."""
+    return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
+
+
+def _check_range(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < value[0] <= value[1] <= 1:
+        raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
+    return value
+
+
+LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _field(default: Any, description: str) -> Any:
+    return Field(default, description=description)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+Source = Literal[
+    "folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat"
+]
+
+
+class DataSection(Section):
+    source: Source = _field("folder", "a folder of images, the embedded photos, or a torchvision data set")
+    root: str | None = _field(None, "folder of the images (any tree), or where torchvision keeps its data")
+    download: bool = _field(False, "let torchvision download its data set into data.root")
+    global_batch: Count = _field(512, "images per optimizer step over all ranks and micro-batches")
+    workers: CountOrZero | None = _field(None, "data loading processes per rank; none = by the cores")
+    max_bad_images: CountOrZero = _field(100, "unreadable images that are skipped before the run stops")
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        if self.download and self.source in ("folder", "photos"):
+            raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
+        return self
+
+
+class CropsSection(Section):
+    global_size: Count = _field(224, "side of the 2 global crops, pixels; a multiple of the patch size")
+    global_scale: ScaleRange = _field((0.4, 1.0), "area of a global crop, as parts of the image")
+    local_size: Count = _field(96, "side of a local crop, pixels; a multiple of the patch size")
+    local_scale: ScaleRange = _field((0.05, 0.4), "area of a local crop, as parts of the image")
+    num_local: CountOrZero = _field(8, "local crops per image")
+    augment: Literal["dino", "dinov2_as_trained", "low_res"] = _field(
+        "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
+    )
+
+    _ranges = field_validator("global_scale", "local_scale")(_check_range)
+
+
+class ModelSection(Section):
+    backbone: str = _field("vit_small_patch16_224", "timm's name of the Vision Transformer")
+    patch_size: Count | None = _field(None, "pixels; none = the backbone's")
+    width: Count | None = _field(None, "embedding dimension; none = the backbone's")
+    depth: Count | None = _field(None, "blocks; none = the backbone's")
+    heads: Count | None = _field(None, "attention heads; none = the backbone's")
+    drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
+    pos_embed_interpolation: Literal["dino", "antialias"] = _field(
+        "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
+    )
+
+    @field_validator("backbone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ARCHITECTURES:
+            near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
+            raise ValueError(f"{name!r} is not a backbone that dino_ds builds. The nearest are {near}")
+        return name
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        arch = self.architecture()
+        if arch.width % arch.heads:
+            raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
+        return self
+
+    def architecture(self) -> Architecture:
+        """The backbone's architecture with the overrides of this section."""
+        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads")}
+        changed = {key: value for key, value in given.items() if value is not None}
+        return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
+
+
+class HeadSection(Section):
+    prototypes: Annotated[int, Field(ge=2)] = _field(65536, "outputs of the projection head")
+    hidden: Count = _field(2048, "width of the head's hidden layers")
+    bottleneck: Count = _field(256, "width before the prototypes")
+    layers: Count = _field(3, "linear layers before the prototypes")
+
+
+class ObjectiveSection(Section):
+    student_temp: Positive = _field(0.1, "softmax temperature of the student")
+    teacher_temp: Positive = _field(0.04, "softmax temperature of the teacher after its warm-up")
+    warmup_teacher_temp: Positive = _field(0.04, "temperature at which the teacher's warm-up starts")
+    teacher_temp_warmup: LengthField = _field(Length(0, "epochs"), "length of the teacher temperature's warm-up")
+    center_momentum: Fraction01 = _field(0.9, "momentum of the running mean of the teacher's logits")
+    freeze_prototypes: LengthField = _field(Length(1, "epochs"), "how long the prototypes stay as initialised")
+
+
+class OptimizerSection(Section):
+    lr: Positive = _field(0.0005, "peak learning rate for 256 images; scaled linearly with data.global_batch")
+    min_lr: NotNegative = _field(1e-6, "learning rate at the end; not scaled")
+    warmup: LengthField = _field(Length(10, "epochs"), "linear warm-up of the learning rate from 0")
+    weight_decay: NotNegative = _field(0.04, "weight decay at the start")
+    weight_decay_end: NotNegative = _field(0.4, "weight decay at the end (cosine in between)")
+    beta1: BelowOne = _field(0.9, "AdamW's decay of the mean")
+    beta2: BelowOne = _field(0.999, "AdamW's decay of the mean square")
+    eps: Positive = _field(1e-8, "AdamW's epsilon")
+
+
+class TeacherSection(Section):
+    momentum: Fraction01 = _field(0.996, "EMA momentum of the teacher at the start")
+    momentum_end: Fraction01 = _field(1.0, "EMA momentum at the end (cosine in between)")
+
+
+class EvalSection(Section):
+    every: LengthField = _field(Length(5, "epochs"), "how often the teacher is evaluated with k-NN; 0 steps = never")
+    root: str | None = _field(None, "labelled test images for data.source folder; class folders as in data.root")
+    k: Count = _field(20, "neighbours")
+    temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
+    bank_images: Count = _field(10000, "training images among which neighbours are sought, at most")
+    test_images: Count = _field(2000, "test images, at most")
+
+
+class Recipe(Section):
+    """What is learned. How fast and on what hardware is the ds JSON's."""
+
+    seed: CountOrZero = _field(0, "seed of weights, data order and augmentation")
+    length: LengthField = _field(Length(100, "epochs"), "how long to train: epochs, steps or images")
+    log_every: Count = _field(10, "steps between lines of metrics")
+    save_every: LengthField = _field(
+        Length(1, "epochs"), "how often a checkpoint is written; 0 steps = only at the end"
+    )
+    keep_checkpoints: Count = _field(3, "newest checkpoints that are kept")
+    max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
+    data: DataSection = DataSection()
+    crops: CropsSection = CropsSection()
+    model: ModelSection = ModelSection()
+    head: HeadSection = HeadSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    teacher: TeacherSection = TeacherSection()
+    eval: EvalSection = EvalSection()
+
+    _lengths = field_validator("length")(_positive)
+
+    @model_validator(mode="after")
+    def _check(self) -> Recipe:
+        problems = [*self._crop_problems(), *self._length_problems()]
+        if self.eval.k > self.eval.bank_images:
+            problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _crop_problems(self) -> list[str]:
+        patch = self.model.architecture().patch_size
+        sizes = {"crops.global_size": self.crops.global_size}
+        if self.crops.num_local:
+            sizes["crops.local_size"] = self.crops.local_size
+        return [
+            f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
+            f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
+            for name, size in sizes.items()
+            if size % patch
+        ]
+
+    def _length_problems(self) -> list[str]:
+        parts = {
+            "optimizer.warmup": self.optimizer.warmup,
+            "objective.freeze_prototypes": self.objective.freeze_prototypes,
+            "objective.teacher_temp_warmup": self.objective.teacher_temp_warmup,
+        }
+        return [
+            f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
+            "with --max_steps)"
+            for name, part in parts.items()
+            if part.unit == self.length.unit and part.value > self.length.value
+        ]

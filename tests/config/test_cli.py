@@ -1,0 +1,289 @@
+"""The command line: what it refuses before anything starts, and what it hands to `train`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dino_ds.cli as cli
+from dino_ds.config import recipe_options
+from dino_ds.ds_schema import key_names
+from dino_ds.errors import CheckpointError
+from dino_ds.options.flags import TRAIN_FLAGS, drop_local_rank, parse_flags
+from dino_ds.options.help_text import configs_markdown, help_text
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What reaches `train`, which is replaced: nothing is trained here."""
+    found: list[tuple[Any, ...]] = []
+    stub = types.ModuleType("dino_ds.train")
+    stub.train = lambda *args, **options: found.append((*args, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
+    monkeypatch.setattr(cli, "check_torchvision", lambda: None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.fixture
+def errors(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """The lines that a refused command prints; nothing may have reached `train`."""
+
+    def _errors(*argv: str, code: int = 2) -> list[str]:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(list(argv))
+        out, err = capsys.readouterr()
+        assert exit_.value.code == code and not out and not calls and "Traceback" not in err
+        lines = err.splitlines()
+        assert all(line.startswith("dino_ds: error: ") for line in lines)
+        return [line.removeprefix("dino_ds: error: ") for line in lines]
+
+    return _errors
+
+
+def test_values_reach_train_as_they_were_written(calls: list[Any]):
+    cli.main(
+        [
+            "train",
+            "--local_rank=0",
+            "--config",
+            "quickstart",
+            "--data.root=/a,b/[1]'x\"",
+            "--optimizer.lr",
+            "1e-3",
+            "--ds.gradient_clipping",
+            "0.5",
+            "--max_steps",
+            "7",
+            "--run_dir",
+            "1e3",
+            "--resume",
+            "--log_every",
+            "1",
+            "--crops.global_scale",
+            "0.3,1",
+        ]
+    )
+    ((recipe, ds, path, options),) = calls
+    assert recipe.data.source == "photos" and recipe.data.root == "/a,b/[1]'x\""
+    assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
+    assert ds["gradient_clipping"] == 0.5
+    assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
+    assert options == {"run_dir": "1e3", "max_steps": 7, "resume": True}
+
+
+def test_defaults_and_aliases(calls: list[Any]):
+    cli.main(
+        [
+            "train",
+            "--data.root",
+            "/x",
+            "--deepspeed_config",
+            "ds_configs/zero2_fp16.json",
+            "--data.download=false",
+            "--resume=false",
+        ]
+    )
+    ((recipe, ds, path, options),) = calls
+    assert ds["fp16"]["enabled"] and Path(path).name == "zero2_fp16.json" and recipe.data.root == "/x"
+    assert options == {"run_dir": "runs/vits16", "max_steps": None, "resume": False}
+
+
+def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("data: {source: photos}")
+    cli.main(["train", "--config", str(tmp_path / "mine.yaml")])
+    cli.main(["train", "--config", "quickstart"])
+    assert [call[-1]["run_dir"] for call in calls] == ["runs/mine", "runs/quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--epoch", "5"], "--epoch: unknown option. Did you mean --length?"),
+        (["--modle", "x"], "--modle: unknown option. Did you mean --model?"),
+        (["--lr=3"], "--lr: unknown option. Did you mean --optimizer.lr?"),
+        (["--max_step", "3"], "--max_step: unknown option. Did you mean --max_steps?"),
+        (["--ds_confg", "x.json"], "--ds_confg: unknown option. Did you mean --ds_config?"),
+        (["--data-root", "/x"], "--data-root: unknown option. Did you mean --data.root?"),
+        (
+            ["--micro_batch", "4"],
+            "--micro_batch: unknown option: it belongs to the ds JSON: "
+            "train_micro_batch_size_per_gpu (--ds.train_micro_batch_size_per_gpu)",
+        ),
+        (["--ds.zero.stage", "2"], "--ds.zero.stage: unknown key. Did you mean zero_optimization.stage?"),
+        (["--ds.lr", "2"], "--ds.lr: not a key of the ds JSON: it belongs to the recipe: optimizer.lr"),
+        (
+            ["--crops", "2"],
+            "--crops: this is a section of the recipe: set crops.global_size, crops.global_scale, "
+            "crops.local_size, ...",
+        ),
+        (["--resum"], "--resum: unknown option. Did you mean --resume?"),
+        (["foo"], "unexpected word 'foo': options are written --key value"),
+        (["--"], "--: unknown option."),
+        (["--resume", "foo"], "unexpected word 'foo': options are written --key value"),
+        (["-c", "quickstart"], "-c: one-letter options are not accepted; write --config"),
+        (["-x"], "-x: one-letter options are not accepted"),
+        (["--config"], "--config has no value: write --config VALUE"),
+        (["--config", "--resume"], "--config has no value: write --config VALUE"),
+        (["--seed="], "--seed has no value: write --seed VALUE"),
+        (["--seed", "1", "--seed=2"], "--seed is given twice: '1' and '2'"),
+        (
+            ["--ds_config", "a.json", "--deepspeed_config", "b.json"],
+            "--ds_config is given twice: 'a.json' and 'b.json'",
+        ),
+        (["--max_steps", "-1"], "--max_steps '-1' is not a whole number > 0"),
+        (["--max_steps", "0"], "--max_steps '0' is not a whole number > 0"),
+        (["--max_steps", "1e3"], "--max_steps '1e3' is not a whole number > 0"),
+        (["--resume=maybe"], "--resume 'maybe' is not true or false"),
+        (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
+        (
+            ["--config", "vits17"],
+            "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16; "
+            "a file of your own ends in .yaml. Did you mean vits16?",
+        ),
+        (["--ds_config", "ds_configs/zero2_fp61.json"], None),
+        (
+            [],
+            "no images are given: --data.root FOLDER, --data.source NAME, or --config quickstart "
+            "for the embedded photos",
+        ),
+    ],
+)
+def test_wrong_flags_stop_before_anything_starts(argv: list[str], says: str | None, errors: Callable[..., list[str]]):
+    given = argv if not argv or argv[0] == "--config" else [*argv, "--data.root", "/x"]
+    lines = errors("train", *given)
+    assert lines == [says or "ds_configs/zero2_fp61.json does not exist. Did you mean ds_configs/zero2_fp16.json?"]
+
+
+def test_wrong_commands(errors: Callable[..., list[str]]):
+    assert errors() == ["no command is given: train (dino-ds --help)"]
+    assert errors("trian") == ["'trian' is not a command: there is train. Did you mean train?"]
+    assert errors("--config", "x") == ["no command is given: train (dino-ds --help)"]
+
+
+def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[..., list[str]]):
+    assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
+    lines = errors("train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json")
+    assert len(lines) == 3
+
+
+def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(
+    errors: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    (line,) = errors("train", "--data.root", "/x")
+    assert line.startswith("global batch 512 is not a multiple of ranks 3 x accumulation 1 = 3;")
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "start"),
+    [("0", "0", "dino_ds: error: no"), ("2", "0", "dino_ds: HOST: error: no"), ("1", "1", None), ("3", "1", None)],
+)
+def test_one_rank_a_node_speaks(rank, local_rank, start, calls, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(cli.socket, "gethostname", lambda: "HOST")
+    waited: list[float] = []
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["nope"])
+    err = capsys.readouterr().err
+    assert exit_.value.code == 2
+    assert err == "" if start is None else "'nope' is not a command" in err
+    assert bool(waited) == (start is None)
+    assert ("HOST" in err) == (rank == "2")
+
+
+def test_exit_codes_debug_and_ctrl_c(calls, capsys, monkeypatch: pytest.MonkeyPatch):
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["dino_ds.train"], "train", fail)
+    for raised, code, says in ((CheckpointError("torn"), 3, "torn"), (KeyboardInterrupt(), 130, "interrupted")):
+        error = raised
+        for debug in ([], ["--debug"]):
+            with pytest.raises(SystemExit) as exit_:
+                cli.main(["train", "--config", "quickstart", *debug])
+            err = capsys.readouterr().err
+            assert exit_.value.code == code and err.endswith(f"dino_ds: error: {says}\n")
+            assert ("Traceback" in err) == bool(debug)
+
+
+def test_a_bug_keeps_its_traceback(calls, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules["dino_ds.train"], "train", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train", "--config", "quickstart"])
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        ["-h"],
+        ["train", "--help"],
+        ["train", "--config", "x", "-h"],
+        ["--version"],
+        ["train", "--epoch", "3"],
+        ["train", "--data.root", "/x", "--ds_config", "nope.json"],
+    ],
+)
+def test_help_and_checks_import_neither_torch_nor_deepspeed(argv: list[str]):
+    code = (
+        "import sys\nfrom dino_ds.cli import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit as error: print('exit', error.code)\n"
+        "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
+    assert out.endswith("heavy []\n")
+    if {"-h", "--help"} & set(argv):
+        assert out.startswith("usage: dino-ds train") and "exit" not in out.splitlines()[-2]
+    elif argv == ["--version"]:
+        assert out.startswith("dino_ds ")
+    else:
+        assert "exit 2" in out
+
+
+def test_help_lists_every_option():
+    text = help_text()
+    assert all(f"--{option.name} " in text for option in (*TRAIN_FLAGS, *recipe_options()))
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_docs_are_current():
+    """Made by `python -m dino_ds.options.help_text > docs/configs.md`."""
+    assert (ROOT / "docs" / "configs.md").read_text() == configs_markdown()
+
+
+def test_docs_list_every_key():
+    text = configs_markdown()
+    sections = {name.rsplit(".", 1)[0] for name in key_names() if "." in name}
+    assert all(
+        f"| `{name}` |" in text for name in [*key_names(), *(o.name for o in recipe_options())] if name not in sections
+    )
+
+
+def test_local_rank_of_the_launcher_is_dropped():
+    assert drop_local_rank(["--local_rank=3", "train", "--local-rank", "2", "--seed", "1", "--local_rank"]) == [
+        "train",
+        "--seed",
+        "1",
+    ]
+
+
+def test_flags_are_sorted_by_their_home():
+    flags = parse_flags(
+        ["--run_dir", "r", "--data.download", "--ds.fp16.enabled", "true", "--optimizer.min_lr", "-0.1"]
+    )
+    assert flags.fixed == {"run_dir": "r"}
+    assert flags.recipe == {"data.download": "true", "optimizer.min_lr": "-0.1"}
+    assert flags.ds == {"fp16.enabled": "true"}

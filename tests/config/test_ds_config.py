@@ -1,0 +1,261 @@
+"""The ds JSON: what it may say, and how it becomes numbers for one run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dino_ds.ds_config import DsConfig, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.ds_schema import REFUSED, SECTIONS, key_names
+from dino_ds.errors import ConfigError
+
+FOLDER = Path(__file__).parents[2] / "ds_configs"
+SHIPPED = sorted(path.name for path in FOLDER.glob("*.json"))
+FIXED_NAMES = ["zero0_fp32"] + [f"zero{stage}_{p}" for stage in (1, 2, 3) for p in ("fp32", "bf16", "fp16")]
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    def _load(content: dict[str, Any] | str, **overrides: str) -> dict[str, Any]:
+        text = content if isinstance(content, str) else json.dumps({"gradient_clipping": 1.0} | content)
+        (tmp_path / "my.json").write_text(text)
+        return load_ds_config(str(tmp_path / "my.json"), {k.replace("__", "."): v for k, v in overrides.items()})
+
+    return _load
+
+
+@pytest.fixture
+def problems(load, tmp_path: Path):
+    def _problems(content: dict[str, Any] | str, **overrides: str) -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            load(content, **overrides)
+        return [line.removeprefix(f"{tmp_path}/my.json: ") for line in str(caught.value).splitlines()]
+
+    return _problems
+
+
+def _resolve(content: dict[str, Any], global_batch: int = 512, ranks: int = 4, **more: Any) -> DsConfig:
+    return resolve_ds_config({"gradient_clipping": 1.0} | content, "x.json", global_batch, ranks, **more)
+
+
+def test_shipped_files_have_the_fixed_names():
+    assert {f"{name}.json" for name in FIXED_NAMES} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_files_pass_and_deepspeed_takes_them(name: str):
+    path = str(FOLDER / name)
+    json.loads(Path(path).read_text())  # plain JSON, for editors
+    config = load_ds_config(path, {})
+    resolved = resolve_ds_config(config, path, 64, 1)
+    assert f"zero{resolved.stage}_{resolved.precision}" == "_".join(Path(name).stem.split("_")[:2])
+    assert resolved.clipping == 3.0
+    assert "auto" not in json.dumps(resolved.raw)
+    theirs = _deepspeed_config(resolved.raw)
+    assert theirs.zero_optimization_stage == resolved.stage
+    assert theirs.gradient_clipping == 3.0
+    assert (theirs.float16_config.enabled, theirs.bfloat16_config.enabled) == (
+        resolved.precision == "fp16",
+        resolved.precision == "bf16",
+    )
+    assert theirs.gradient_accumulation_steps == resolved.accumulation
+    assert theirs.train_micro_batch_size_per_gpu == resolved.micro_batch
+
+
+def _deepspeed_config(raw: dict[str, Any]) -> Any:
+    deepspeed = pytest.importorskip("deepspeed")
+    return deepspeed.DeepSpeedConfig(copy.deepcopy(raw))
+
+
+def test_every_allowed_key_is_known_to_deepspeed():
+    """A file with all keys at once (ZeRO 3, then ZeRO 2) passes DeepSpeed's own strict sections."""
+    for stage in (2, 3):
+        config = _everything("", stage) | {"fp16": {"enabled": False}}
+        config["zero_optimization"]["stage"] = stage
+        theirs = _deepspeed_config(_resolve(config, 8, 1).raw)
+        assert theirs.zero_optimization_stage == stage
+
+
+def _everything(section: str, stage: int) -> dict[str, Any]:
+    samples = {"int": 1, "number": 1.0, "bool": True, "text": "/nvme", "list": ["Block"]}
+    content: dict[str, Any] = {}
+    for key, spec in SECTIONS[section].items():
+        name = f"{section}.{key}" if section else key
+        if stage not in spec.stages or key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+            continue
+        if spec.kind == "section":
+            content[key] = _everything(name, stage)
+        else:
+            content[key] = "cpu" if key == "device" else spec.choices[0] if spec.choices else samples[spec.kind]
+    if section == "aio":
+        content["use_gds"] = False
+    return content
+
+
+def test_no_key_is_both_allowed_and_refused():
+    assert not set(REFUSED) & set(key_names())
+
+
+def test_comments_and_trailing_commas_are_legal(load):
+    config = load(
+        '{ // why\n "gradient_clipping": 3, # reason\n "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7,},}'
+    )
+    assert config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 50_000_000}
+
+
+def test_deepspeed_s_silence_is_broken(problems):
+    assert problems({"gradient_acumulation_steps": 8, "zero_optimisation": {"stage": 2}}) == [
+        "gradient_acumulation_steps: DeepSpeed would ignore it silently. Did you mean gradient_accumulation_steps?",
+        "zero_optimisation: DeepSpeed would ignore it silently. Did you mean zero_optimization?",
+    ]
+    assert problems({"data_types": {"grad_accum_dtpe": "fp32"}}) == [
+        "data_types.grad_accum_dtpe: DeepSpeed would ignore it silently. Did you mean data_types.grad_accum_dtype?"
+    ]
+    assert problems({"zero_optimization": {"stage": 2, "reduce_buckt_size": 1}}) == [
+        "zero_optimization.reduce_buckt_size: unknown key. Did you mean zero_optimization.reduce_bucket_size?"
+    ]
+
+
+def test_recipe_knobs_are_sent_home(problems):
+    auto = {"type": "AdamW", "params": {"lr": "auto"}}
+    lines = problems(
+        {"optimizer": auto, "scheduler": {"type": "auto"}, "lr": 1, "weight_decay": 1, "seed": 3, "epochs": 3}
+    )
+    assert [line.split(": it belongs to the recipe: ")[1].split()[0] for line in lines] == [
+        "optimizer.lr,",
+        "optimizer.warmup,",
+        "optimizer.lr",
+        "optimizer.weight_decay",
+        "seed",
+        "length",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_keys_say_why(name: str, load):
+    content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    target = content
+    *sections, leaf = name.split(".")
+    for section in sections:
+        target = target.setdefault(section, {})
+    target[leaf] = {}
+    with pytest.raises(ConfigError) as caught:
+        load(content)
+    assert f"{name}: refused: {REFUSED[name]}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping: "1.0" is not a number >= 0'),
+        ({"gradient_clipping": "auto"}, 'gradient_clipping: "auto" is not decided here: write a number >= 0'),
+        ({"gradient_clipping": True}, "gradient_clipping: true is not a number >= 0"),
+        ({"gradient_accumulation_steps": 1.5}, 'gradient_accumulation_steps: 1.5 is not an integer >= 1 or "auto"'),
+        ({"gradient_accumulation_steps": 0}, 'gradient_accumulation_steps: 0 is not an integer >= 1 or "auto"'),
+        ({"bf16": {"enabled": "auto"}}, 'bf16.enabled: "auto" is not decided here (DeepSpeed would drop it'),
+        ({"bf16": {}}, 'bf16: has no "enabled", and DeepSpeed would take false'),
+        ({"fp16": True}, "fp16: true is not a section"),
+        ({"zero_optimization": True}, "zero_optimization: true is not a section"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
+        ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage: "2" is not an integer >= 0'),
+        ({"zero_optimization": {"overlap_comm": True}}, 'zero_optimization: has no "stage"'),
+        (
+            {"communication_data_type": "f16"},
+            'communication_data_type: "f16" is not one of "fp32", "bf16", "fp16". Did',
+        ),
+        ({"fp16": {"enabled": True}}, "stage 0 in fp16 is broken in DeepSpeed 0.19"),
+        ({"bf16": {"enabled": True}}, "use stage 1"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "choose one"),
+        ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "bf16.check_grad_overflow: it must be true"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "does nothing at stage 2, only at stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1e9}},
+            "does nothing at stage 1, only at stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "overlap_comm": True}},
+            "does nothing at stage 0, only at stages 1, 2 and 3",
+        ),
+        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "does nothing at stage 0"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}},
+            "works only at stage 3",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "has no nvme_path"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "fast_init": True}}},
+            'only with "nvme"',
+        ),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
+        ({"aio": {"block_size": 1}}, "does nothing without NVMe offload"),
+        (
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                "zero_force_ds_cpu_optimizer": True,
+            },
+            "zero_force_ds_cpu_optimizer: it must be false",
+        ),
+        ('{"zero_optimization": {"stage": 1}}', "has no gradient_clipping, and DeepSpeed would clip at 1.0"),
+        ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping is set twice"),
+        ("[1]", "it must hold one JSON object"),
+        ('{"gradient_clipping":', "cannot be read as JSON"),
+    ],
+)
+def test_wrong_values_and_combinations(content: Any, says: str, load):
+    with pytest.raises(ConfigError) as caught:
+        load(content)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nvme_at_stage_3_is_parsed(load):
+    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5}
+    zero = {
+        "stage": 3,
+        "offload_optimizer": nvme | {"pipeline_read": True},
+        "offload_param": nvme | {"buffer_size": 1e8},
+    }
+    config = load({"zero_optimization": zero, "aio": {"block_size": 1048576}})
+    assert _resolve(config, 8, 1).offload_optimizer
+
+
+def test_overrides(load, problems):
+    config = load(
+        {},
+        zero_optimization__stage="2",
+        bf16__enabled="True",
+        gradient_clipping="1e-1",
+        gradient_accumulation_steps="auto",
+    )
+    assert config["zero_optimization"] == {"stage": 2} and config["bf16"] == {"enabled": True}
+    assert config["gradient_clipping"] == 0.1 and config["gradient_accumulation_steps"] == "auto"
+    assert problems({}, zero__stage="2", gradient_clipping="x", optimizer__lr="1", fp16="1") == [
+        "--ds.zero.stage: unknown key. Did you mean zero_optimization.stage?",
+        "--ds.optimizer.lr: not a key of the ds JSON: it belongs to the recipe: optimizer.lr, optimizer.weight_decay, "
+        "optimizer.beta1, ...",
+        '--ds.gradient_clipping: "x" is not a number >= 0',
+        "--ds.fp16: 1 is not a section: write {...}",
+    ]
+
+
+def test_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2_fp16.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_ds_config("ds_configs/zero2.json", {})
+    assert str(caught.value) == "ds_configs/zero2.json does not exist. Did you mean ds_configs/zero2_fp16.json?"
+    with pytest.raises(ConfigError, match="a recipe is given with --config"):
+        load_ds_config("vits16.yaml", {})
+
+
+def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert Path(find_ds_config("ds_configs/zero0_fp32.json")) == FOLDER / "zero0_fp32.json"

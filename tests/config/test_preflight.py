@@ -1,0 +1,88 @@
+"""Traps of the surroundings: a hostfile that is not there, torchvision of another torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import dino_ds.preflight as preflight
+from dino_ds.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "hostfile"),
+    [
+        ("python /venv/bin/deepspeed --hostfile hosts dino_ds/train.py --config x", "hosts"),
+        ("python /venv/bin/deepspeed --num_gpus 2 --hostfile=h.txt train.py", "h.txt"),
+        ("python /venv/bin/deepspeed -H hosts train.py", "hosts"),
+        ("python /venv/bin/deepspeed -Hhosts train.py", "hosts"),
+        ("python /venv/bin/deepspeed --host hosts train.py", "hosts"),
+        ("python -m deepspeed.launcher.runner --hostfile hosts train.py", "hosts"),
+        ("deepspeed --hostfile hosts --module dino_ds.train", "hosts"),
+        ("python /venv/bin/deepspeed --num_gpus 2 train.py --hostfile x", None),
+        ("python /venv/bin/deepspeed --num_gpus 2 train.py", None),
+        ("python -u -m deepspeed.launcher.launch --world_info=x train.py --hostfile x", None),
+        ("bash -c something --hostfile x", None),
+        ("", None),
+    ],
+)
+def test_hostfile_of_the_launcher(command: str, hostfile: str | None):
+    assert preflight.hostfile_of(command.split()) == hostfile
+
+
+def test_missing_hostfile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Relative to the folder in which the launcher was started."""
+    import psutil
+
+    launcher = types.SimpleNamespace(
+        cmdline=lambda: ["deepspeed", "-H", "hosts", "train.py"], cwd=lambda: str(tmp_path)
+    )
+    shell = types.SimpleNamespace(cmdline=lambda: ["bash"], cwd=lambda: "/")
+    monkeypatch.setattr(psutil, "Process", lambda: types.SimpleNamespace(parents=lambda: [shell, launcher, shell]))
+    with pytest.raises(ConfigError, match="hostfile hosts does not exist: deepspeed would train on this machine alone"):
+        preflight.check_hostfile()
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
+    preflight.check_hostfile()
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "raise RuntimeError('operator torchvision::nms does not exist')",
+            "does not load (operator torchvision::nms does not exist)",
+        ),
+        ("import a_module_that_is_absent", "a_module_that_is_absent is not installed"),
+        ("", None),
+    ],
+)
+def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str | None, tmp_path: Path):
+    (tmp_path / "torchvision.py").write_text(body + "\n")
+    for package, version in (("torch", "2.15.0+cpu"), ("torchvision", "0.29.2")):
+        info = tmp_path / f"{package}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    code = "import dino_ds.cli as c; c.check_hostfile = lambda: None\n"
+    code += "import types, sys; sys.modules['dino_ds.train'] = t = types.ModuleType('t'); t"
+    code += "\nt.train = lambda *a, **k: print('trained')\n"
+    code += "c.main(['train', '--config', 'quickstart'])"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    if says is None:
+        assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
+        return
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and says in run.stderr
+    if body.startswith("raise"):
+        assert run.stderr.startswith("dino_ds: error: torch 2.15.0+cpu with torchvision 0.29.2 does not load")

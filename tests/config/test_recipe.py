@@ -1,0 +1,267 @@
+"""The recipe: what it accepts, what it says about what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dino_ds.architectures import ARCHITECTURES
+from dino_ds.config import (
+    Length,
+    Recipe,
+    dump_recipe,
+    explain_recipe,
+    load_recipe,
+    recipe_names,
+    recipe_options,
+)
+from dino_ds.ds_schema import key_names
+from dino_ds.errors import ConfigError
+from dino_ds.names import DS_HOMES, RECIPE_HOMES
+
+
+def _problems(config: str | None = None, **overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(config, {key.replace("__", "."): value for key, value in overrides.items()})
+    return str(caught.value).splitlines()
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def _write(text: str, name: str = "my.yaml") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return _write
+
+
+def test_vits16_is_the_defaults_written_out():
+    assert load_recipe("vits16", {}) == load_recipe(None, {}) == Recipe()
+    text = (Path(__file__).parents[2] / "dino_ds/recipes/vits16.yaml").read_text()
+    written = yaml.safe_load(text)
+    names = {f"{k}.{leaf}" for k, v in written.items() if isinstance(v, dict) for leaf in v}
+    names |= {k for k, v in written.items() if not isinstance(v, dict)}
+    assert names == {option.name for option in recipe_options()}
+    assert all("#" in line for line in text.splitlines() if line.strip() and not line.endswith(":"))
+
+
+@pytest.mark.parametrize("name", ["cifar10", "quickstart", "vitb16", "vitl16", "vits16"])
+def test_shipped_recipes_load_and_survive_a_dump(name: str, write):
+    assert name in recipe_names()
+    recipe = load_recipe(name, {})
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+
+
+def test_unusual_values_survive_a_dump(write):
+    recipe = load_recipe(
+        None,
+        {
+            "data.root": "no",
+            "optimizer.eps": "1e-12",
+            "length": "0.1 epochs",
+            "optimizer.warmup": "3 steps",
+            "objective.freeze_prototypes": "0",
+        },
+    )
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    recipe = load_recipe(None, {"data.root": "./null", "eval.root": "1e3"})
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+
+
+def test_command_line_beats_file_beats_default(write):
+    path = write("optimizer: {lr: 1e-4, beta1: 0.8}\n")
+    recipe = load_recipe(path, {"optimizer.lr": "2e-4"})
+    assert (recipe.optimizer.lr, recipe.optimizer.beta1, recipe.optimizer.beta2) == (2e-4, 0.8, 0.999)
+    origins = {name: (value, origin) for name, value, origin in explain_recipe(path, {"optimizer.lr": "2e-4"})}
+    assert origins["optimizer.lr"] == ("0.0002", "command line")
+    assert origins["optimizer.beta1"] == ("0.8", path)
+    assert origins["optimizer.beta2"] == ("0.999", "default")
+
+
+def test_yaml_traps_are_closed(write):
+    """YAML 1.1 reads 1e-4 as text and `no` as False; the schema decides instead."""
+    recipe = load_recipe(
+        write("optimizer:\n  lr: 1e-4\ndata:\n  root: no\n  download: no\n  workers: null\ncrops:\n"), {}
+    )
+    assert recipe.optimizer.lr == 1e-4
+    assert recipe.data.root == "no"
+    assert recipe.data.download is False
+    assert recipe.data.workers is None
+
+
+def test_none_unsets_an_optional_value(write):
+    assert load_recipe(write("data: {workers: 3}"), {"data.workers": "none"}).data.workers is None
+    assert _problems(seed="none") == ["--seed: 'none' is not a whole number"]
+
+
+def test_duplicate_keys_are_refused(write):
+    path = write("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
+    assert _problems(path) == [f"{path} line 4: 'lr' is set twice, on lines 3 and 4"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("- a\n", "is not a recipe: it must hold 'key: value' lines"),
+        ("optimizer:\n\tlr: 1\n", "line 2"),
+        ("crops: 3\n", "crops: this is a section of the recipe: set crops.global_size"),
+        ("seed: {a: 1}\n", "is not a whole number"),
+        ("1: 2\n", "1: not a recipe key"),
+    ],
+)
+def test_misshapen_files(text: str, says: str, write):
+    path = write(text)
+    (problem,) = _problems(path)
+    assert problem.startswith(path) and says in problem
+
+
+def test_unknown_keys_name_the_nearest_or_the_right_home(write):
+    path = write("crops: {num_locl: 3}\ngradient_clipping: 3\nfp16: {enabled: true}\nepochs: 3\nzzz: 1\n")
+    assert _problems(path) == [
+        f"{path}: crops.num_locl: not a recipe key. Did you mean crops.num_local?",
+        f"{path}: gradient_clipping: not a recipe key: it belongs to the ds JSON: "
+        "gradient_clipping (--ds.gradient_clipping)",
+        f"{path}: fp16: not a recipe key: it belongs to the ds JSON: fp16.enabled (--ds.fp16.enabled)",
+        f"{path}: epochs: not a recipe key. Did you mean length?",
+        f"{path}: zzz: not a recipe key.",
+    ]
+
+
+def test_all_problems_are_reported_together():
+    problems = _problems(
+        crops__num_local="x",
+        optimizer__lr="-1",
+        data__source="cifar",
+        data__download="maybe",
+        crops__global_scale="0.5,0.4",
+        crops__local_scale="1",
+        length="3 weeks",
+    )
+    assert sorted(problems) == [
+        "--crops.global_scale: [0.5, 0.4] is not a range of areas: two numbers with 0 < low <= high <= 1",
+        "--crops.local_scale: ['1'] is not a range of two numbers such as 0.4,1",
+        "--crops.num_local: 'x' is not a whole number",
+        "--data.download: 'maybe' is not true or false",
+        "--data.source: 'cifar' is not one of folder, photos, cifar10, cifar100, stl10, imagenette, food101, "
+        "flowers102, pets, eurosat. Did you mean cifar10 or cifar100?",
+        "--length: '3 weeks' is not a length: write '100 epochs', '5000 steps' or '1e6 images'",
+        "--optimizer.lr: -1 must be > 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("objective.student_temp", "0"),
+        ("objective.teacher_temp", "-0.1"),
+        ("teacher.momentum", "1.1"),
+        ("objective.center_momentum", "-0.1"),
+        ("optimizer.beta1", "1"),
+        ("optimizer.lr", "nan"),
+        ("optimizer.eps", "inf"),
+        ("crops.global_scale", "0,1"),
+        ("crops.local_scale", "0.1,1.5"),
+        ("data.global_batch", "0"),
+        ("length", "0 steps"),
+        ("eval.every", "-1 steps"),
+        ("model.drop_path", "1"),
+        ("seed", "-1"),
+        ("head.prototypes", "1"),
+        ("seed", "1.5"),
+    ],
+)
+def test_ranges(name: str, bad: str):
+    (problem,) = _problems(**{name: bad})
+    assert problem.startswith(f"--{name}: ")
+
+
+def test_what_must_fit_together():
+    assert _problems(model__patch_size="14", model__heads="6") == [
+        "crops.local_size 96 is not a multiple of the patch size 14 (model.backbone vit_small_patch16_224): "
+        "use 84 or 98"
+    ]
+    assert _problems(model__heads="5") == ["model: width 384 is not a multiple of heads 5"]
+    assert "optimizer.warmup 10 epochs is longer than length 5 epochs" in _problems(length="5 epochs")[0]
+    assert _problems(data__download="true") == [
+        "data: download true needs a torchvision data.source, and 'folder' is none"
+    ]
+    assert _problems(eval__k="20000") == ["eval.k 20000 is more than eval.bank_images 10000"]
+    assert load_recipe(None, {"crops.num_local": "0", "crops.local_size": "95"}).crops.num_local == 0
+
+
+def test_unknown_backbone_names_the_three_nearest():
+    (problem,) = _problems(model__backbone="vit_smal_patch16")
+    named = problem.split("The nearest are ")[1].split(", ")
+    assert named[0] == "vit_small_patch16_224"
+    assert len(named) == 3 and set(named) <= set(ARCHITECTURES)
+
+
+def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
+    assert _problems("vits17")[0].startswith(
+        "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16;"
+    )
+    path = write("seed: 1\n", "small.yaml")
+    assert _problems(str(tmp_path / "smal.yaml")) == [f"{tmp_path}/smal.yaml does not exist. Did you mean {path}?"]
+    assert "there is no folder" in _problems(str(tmp_path / "no" / "a.yaml"))[0]
+    assert _problems("ds_configs/zero2_fp16.json") == [
+        "--config ds_configs/zero2_fp16.json is not a recipe: a DeepSpeed JSON is given with --ds_config"
+    ]
+
+
+def test_architecture_takes_the_overrides():
+    recipe = load_recipe(None, {"model.patch_size": "8", "model.width": "96", "model.heads": "3", "model.depth": "2"})
+    expected = dataclasses.replace(ARCHITECTURES["vit_small_patch16_224"], patch_size=8, width=96, heads=3, depth=2)
+    assert recipe.model.architecture() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("30 epochs", 930),
+        ("30epochs", 930),
+        ("1 epoch", 31),
+        ("5000 steps", 5000),
+        ("17", 17),
+        ("1e3 images", 8),
+        ("0.1 epochs", 4),
+        ("0 epochs", 0),
+        (" 2.5  epochs ", 78),
+        ("128 images", 1),
+        ("129 images", 2),
+    ],
+)
+def test_lengths_in_steps_of_real_data(text: str, steps: int):
+    """31 steps an epoch of 128 images; rounded up."""
+    assert Length.parse(text).in_steps(128, 31) == steps
+
+
+def test_lengths_are_exact_decimals():
+    assert Length.parse("0.1 epochs").in_steps(1, 30) == 3
+    assert Length.parse("0.7 epochs").in_steps(1, 10) == 7
+    assert Length.parse(str(Length.parse("1e6 images"))) == Length(1e6, "images")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "epochs", "-1 steps", "1 week", "nan steps", "1e999 steps", "1 2 steps", "1.2.3 steps", "True"]
+)
+def test_bad_lengths(text: str):
+    with pytest.raises(ConfigError, match="is not a length"):
+        Length.parse(text)
+
+
+def test_every_knob_is_described():
+    options = recipe_options()
+    assert len({o.name for o in options}) == len(options) > 40
+    assert all(o.description and o.type for o in options)
+
+
+def test_homes_exist():
+    knobs, keys = {o.name for o in recipe_options()}, set(key_names())
+    assert set(DS_HOMES.values()) <= keys
+    named = {word.strip(",") for home in RECIPE_HOMES.values() for word in home.split() if "." in word.strip(",.")}
+    assert named <= knobs, named - knobs
+    assert not {o.name.split(".")[-1] for o in recipe_options()} & set(DS_HOMES)

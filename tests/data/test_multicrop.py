@@ -1,0 +1,251 @@
+"""MultiCrop: sizes, scales and rates of every variant; pixels as torchvision makes them of the same numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as F
+from PIL import Image, ImageFilter
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
+
+from dino_ds.data.multicrop import (
+    AUGMENTATIONS,
+    MEAN,
+    STD,
+    EvalCrop,
+    MultiCrop,
+    ViewParameters,
+    apply_view,
+    crop_seed,
+    to_tensor,
+)
+from dino_ds.errors import ConfigError
+
+IMAGES = 3000
+
+
+def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:
+    return MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), num_local, augment)
+
+
+def photo(width: int = 60, height: int = 45) -> Image.Image:
+    """Smooth colours plus noise, so that every operation changes something."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[0:height, 0:width]
+    smooth = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)
+    return Image.fromarray((smooth * 0.8 + rng.uniform(0, 50, smooth.shape)).astype(np.uint8))
+
+
+def assert_rate(hits: int, trials: int, expected: float) -> None:
+    """Within 4 standard deviations of the binomial: wrong once in 16,000 draws, and the seeds are fixed."""
+    assert abs(hits - trials * expected) <= 4 * math.sqrt(trials * expected * (1 - expected)), (hits / trials, expected)
+
+
+# sizes, scales, rates
+
+
+@pytest.mark.parametrize("num_local", [0, 1, 8])
+def test_counts_sizes_and_type(num_local):
+    crops = multicrop(num_local=num_local)(photo(), 1)
+    assert [tuple(crop.shape) for crop in crops] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * num_local
+    assert all(crop.dtype == torch.float32 and crop.is_contiguous() for crop in crops)
+
+
+def test_scales_and_ratios_fill_their_ranges():
+    width, height = 500, 375
+    crops = multicrop()
+    views = [crops.draw(width, height, seed) for seed in range(IMAGES)]
+    for which, (low, high) in (([0, 1], (0.4, 1.0)), ([2, 3, 4], (0.05, 0.4))):
+        boxes = np.array([view[i].box for view in views for i in which])
+        left, top, right, bottom = boxes.T
+        assert left.min() >= 0 and top.min() >= 0 and right.max() <= width and bottom.max() <= height
+        scale = (right - left) * (bottom - top) / (width * height)
+        ratio = (right - left) / (bottom - top)
+        # Sides are rounded to whole pixels.
+        assert low - 0.005 <= scale.min() < low + 0.02 and high - 0.1 < scale.max() <= high + 0.005
+        assert 0.73 <= ratio.min() < 0.78 and 1.28 < ratio.max() <= 1.36
+
+
+@pytest.mark.parametrize("size", [(500, 375), (120, 400), (700, 90)])
+def test_boxes_are_distributed_as_torchvisions(size):
+    """Means of area, ratio and place, equal within 5 standard errors; wide and tall images need the fallback."""
+    width, height = size
+    ours = np.array([multicrop(num_local=0).draw(width, height, seed)[0].box for seed in range(IMAGES)], dtype=float)
+    torch.manual_seed(0)
+    image = torch.empty(1, height, width)
+    reference = RandomResizedCrop(8, scale=(0.4, 1.0))
+    drawn = [reference.make_params([image]) for _ in range(IMAGES)]
+    theirs = np.array([(d["left"], d["top"], d["left"] + d["width"], d["top"] + d["height"]) for d in drawn], float)
+    for what in (
+        lambda b: (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1]),
+        lambda b: np.log((b[:, 2] - b[:, 0]) / (b[:, 3] - b[:, 1])),
+        lambda b: b[:, 0],
+        lambda b: b[:, 1],
+    ):
+        a, b = what(ours), what(theirs)
+        assert abs(a.mean() - b.mean()) <= 5 * math.sqrt((a.var() + b.var()) / IMAGES) + 1e-9
+
+
+def test_drawn_boxes_are_what_is_cut():
+    """The crop of an image whose pixels tell their place shows the drawn box, mirrored where it says so."""
+    width, height = 200, 160
+    y, x = np.mgrid[0:height, 0:width].astype(np.uint8)
+    image = Image.fromarray(np.stack([x, y, np.zeros_like(x)], axis=-1))
+    crops = multicrop()
+    crops.augmentation = replace(crops.augmentation, blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0.0, gray=0.0)
+    std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
+    for seed in range(50):
+        for view, crop in zip(crops.draw(width, height, seed), crops(image, seed), strict=True):
+            pixels = (crop * std + mean) * 255
+            across, down = pixels[0].mean(0), pixels[1].mean(1)
+            if view.flip:
+                across = across.flip(0)
+            left, top, right, bottom = view.box
+            # The outer pixels lie half a step inside the box; bicubic edges are off by less than a step.
+            step = max(right - left, bottom - top) / crop.shape[-1] + 1
+            seen = torch.stack([across[0], down[0], across[-1] + 1, down[-1] + 1])
+            np.testing.assert_allclose(seen, view.box, atol=step)
+
+
+@pytest.mark.parametrize(
+    "augment,blur", [("dino", (1.0, 0.1, 0.5)), ("dinov2_as_trained", (0.0, 0.9, 0.5)), ("low_res", (0.0, 0.0, 0.0))]
+)
+def test_rates_of_every_variant(augment, blur):
+    views = [multicrop(augment, num_local=1).draw(100, 100, crop_seed(0, 0, i)) for i in range(IMAGES)]
+    for kind in range(3):
+        of_kind = [view[kind] for view in views]
+        assert_rate(sum(view.flip for view in of_kind), IMAGES, 0.5)
+        assert_rate(sum(bool(view.jitter) for view in of_kind), IMAGES, 0.8)
+        assert_rate(sum(view.gray for view in of_kind), IMAGES, 0.2)
+        assert_rate(sum(view.blur_radius is not None for view in of_kind), IMAGES, blur[kind])
+        assert_rate(sum(view.solarize for view in of_kind), IMAGES, 0.2 if kind == 1 else 0.0)
+
+
+@pytest.mark.parametrize("augment,saturation", [("dino", 0.2), ("low_res", 0.4)])
+def test_jitter_strengths_and_orders(augment, saturation):
+    jitters = [view.jitter for seed in range(IMAGES) for view in multicrop(augment).draw(50, 50, seed) if view.jitter]
+    assert len({tuple(name for name, _ in jitter) for jitter in jitters}) == 24
+    middle = {"brightness": (1, 0.4), "contrast": (1, 0.4), "saturation": (1, saturation), "hue": (0, 0.1)}
+    for name, (center, strength) in middle.items():
+        factors = np.array([dict(jitter)[name] for jitter in jitters])
+        assert center - strength <= factors.min() < center - 0.99 * strength
+        assert center + 0.99 * strength < factors.max() <= center + strength
+    radii = [view.blur_radius for seed in range(IMAGES) for view in multicrop("dino", 0).draw(50, 50, seed)[:1]]
+    assert 0.1 <= min(radii) < 0.11 and 1.99 < max(radii) <= 2.0
+
+
+def test_unknown_variant_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"crops\.augment 'dinov9' is unknown; allowed are dino, dinov2_as_trained, low_res"
+    ):
+        multicrop("dinov9")
+
+
+# pixels
+
+
+def reference_view(image: Image.Image, view: ViewParameters, size: int) -> torch.Tensor:
+    """The same numbers through torchvision's functions, in the order of DINO's Compose."""
+    left, top, right, bottom = view.box
+    image = F.resized_crop(image, top, left, bottom - top, right - left, [size, size], InterpolationMode.BICUBIC)
+    if view.flip:
+        image = F.horizontal_flip(image)
+    for name, factor in view.jitter:
+        image = getattr(F, f"adjust_{name}")(image, factor)
+    if view.gray:
+        image = F.rgb_to_grayscale(image, num_output_channels=3)
+    if view.blur_radius is not None:
+        image = image.filter(ImageFilter.GaussianBlur(radius=view.blur_radius))
+    if view.solarize:
+        image = F.solarize(image, 128)
+    return F.normalize(F.to_dtype(F.to_image(image), torch.float32, scale=True), list(MEAN), list(STD))
+
+
+JITTER = (("hue", -0.07), ("brightness", 1.3), ("saturation", 0.85), ("contrast", 0.7))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        ViewParameters((0, 0, 60, 45), False, (), False, None, False),
+        ViewParameters((7, 3, 40, 31), True, (), False, None, False),
+        ViewParameters((7, 3, 40, 31), True, JITTER, False, None, False),
+        ViewParameters((7, 3, 40, 31), False, JITTER[::-1], True, 1.7, False),
+        ViewParameters((20, 10, 31, 22), False, (("hue", 0.1),), False, 0.4, True),
+    ],
+)
+def test_pixels_equal_torchvisions_for_given_parameters(view):
+    ours = to_tensor(apply_view(photo(), view, 24))
+    torch.testing.assert_close(ours, reference_view(photo(), view, 24), rtol=0, atol=1e-6)  # one rounding of FP32
+
+
+@pytest.mark.parametrize("augment", sorted(AUGMENTATIONS))
+def test_whole_pipeline_equals_torchvisions_for_the_drawn_parameters(augment):
+    crops = multicrop(augment)
+    for seed in range(40):
+        for view, crop in zip(crops.draw(60, 45, seed), crops(photo(), seed), strict=True):
+            torch.testing.assert_close(crop, reference_view(photo(), view, crop.shape[-1]), rtol=0, atol=1e-6)
+
+
+def test_global_generators_are_neither_used_nor_moved():
+    import random
+
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+    first = multicrop()(photo(), 5)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    torch.manual_seed(99)
+    assert all(torch.equal(a, b) for a, b in zip(first, multicrop()(photo(), 5), strict=True))
+
+
+def test_seeds_differ_in_every_argument():
+    seeds = [crop_seed(s, e, i) for s in range(12) for e in range(12) for i in range(-1, 200)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    bits = np.array([[seed >> bit & 1 for bit in range(64)] for seed in seeds[:4000]]).mean(0)
+    assert abs(bits - 0.5).max() < 0.05  # 6 standard deviations
+    assert crop_seed(1, 0, 0) != crop_seed(0, 1, 0) != crop_seed(0, 0, 1)
+
+
+# evaluation, pictures
+
+
+@pytest.mark.parametrize(
+    "width,height,size", [(500, 375, 224), (375, 500, 224), (300, 300, 96), (40, 40, 32), (61, 50, 32)]
+)
+def test_eval_crop_equals_torchvisions(width, height, size):
+    image = photo(width, height)
+    reference = CenterCrop(size)(Resize(int(size * 256 / 224), InterpolationMode.BICUBIC)(image))
+    torch.testing.assert_close(EvalCrop(size)(image), to_tensor(reference), rtol=0, atol=0)
+
+
+def test_small_images_lose_no_border_in_evaluation():
+    image = photo(32, 32)
+    torch.testing.assert_close(EvalCrop(32)(image), to_tensor(image), rtol=0, atol=0)
+    assert EvalCrop(32)(photo(20, 30)).shape == (3, 32, 32)
+    reference = photo(20, 20).resize((32, 32), Image.Resampling.BICUBIC)
+    torch.testing.assert_close(EvalCrop(32)(photo(20, 20)), to_tensor(reference), rtol=0, atol=0)
+
+
+def test_extreme_images_give_crops():
+    for width, height in ((1, 1), (2, 1), (1, 300), (3000, 2)):
+        assert len(multicrop("dino")(photo(width, height), 3)) == 5
+    for shape in ((1, 1), (1, 300), (3000, 2)):
+        assert EvalCrop(16)(photo(*shape)).shape == (3, 16, 16)
+
+
+def test_picture_shows_the_crops():
+    crops = multicrop()
+    batch = [torch.stack(views) for views in zip(*(crops(photo(), seed) for seed in range(10)), strict=True)]
+    picture = crops.picture(batch, images=4)
+    assert picture.shape == (3, 4 * 34, 5 * 34)
+    assert picture.min() >= 0 and picture.max() <= 1
+    view = crops.draw(60, 45, 0)[0]
+    shown = np.asarray(apply_view(photo(), view, 32)).transpose(2, 0, 1) / 255
+    np.testing.assert_allclose(picture[:, :32, :32], shown, atol=1e-5)

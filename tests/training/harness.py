@@ -1,0 +1,91 @@
+"""Whole training jobs, small enough for a test: a folder of 20 noise images, a ViT of two narrow blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dino_ds.config import load_recipe
+from dino_ds.ds_config import load_ds_config
+from dino_ds.errors import UserError
+
+REPOSITORY = Path(__file__).parent.parent.parent
+TINY = {
+    "data.global_batch": "8",
+    "data.workers": "0",
+    "crops.global_size": "32",
+    "crops.local_size": "16",
+    "crops.num_local": "2",
+    "model.backbone": "vit_tiny_patch16_224",
+    "model.patch_size": "8",
+    "model.width": "32",
+    "model.depth": "2",
+    "model.heads": "2",
+    "model.drop_path": "0.2",
+    "head.prototypes": "48",
+    "head.hidden": "48",
+    "head.bottleneck": "16",
+    "optimizer.lr": "0.02",
+    "optimizer.warmup": "2 steps",
+    "objective.freeze_prototypes": "1 epochs",
+    "length": "12 steps",
+    "log_every": "1",
+    "save_every": "0 steps",
+    "eval.every": "0 steps",
+}
+
+
+def image_folder(root: Path, images: int = 20, classes: int = 0, seed: int = 0) -> Path:
+    """Noise photographs of unequal sizes, in `classes` class folders or none."""
+    generator = np.random.default_rng(seed)
+    for i in range(images):
+        folder = root / f"class{i % classes}" if classes else root
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (40 + i, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:03d}.png")
+    return root
+
+
+def train_tiny(
+    root: Path,
+    run_dir: Path,
+    ds: str = "zero0_fp32.json",
+    max_steps: int | None = None,
+    resume: bool = False,
+    changes: dict[str, str] | None = None,
+    ds_changes: dict[str, str] | None = None,
+) -> str | None:
+    """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
+    from dino_ds.train import train
+
+    overrides = {**TINY, "data.root": str(root), **(changes or {})}
+    path = str(REPOSITORY / "ds_configs" / ds)
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            train(
+                load_recipe(None, overrides),
+                load_ds_config(path, ds_changes or {}),
+                path,
+                run_dir=str(run_dir),
+                max_steps=max_steps,
+                resume=resume,
+            )
+        except UserError as error:
+            return str(error)
+        except SystemExit as stop:
+            return "stopped" if stop.code == 75 else f"exit code {stop.code}"
+    return None
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(run_dir: Path) -> list[tuple[int, float]]:
+    return [(r["step"], r["loss"]) for r in read_metrics(run_dir) if "loss" in r]

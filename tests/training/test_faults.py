@@ -1,0 +1,79 @@
+"""Bad images, bad numbers, bad batches: said in one line, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.training.harness import image_folder, losses_of, read_metrics, train_tiny
+
+
+def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
+    assert run_on_ranks(train_tiny, root, run, max_steps=4) == [None, None]
+    log = (run / "log.txt").read_text()
+    assert "005.png" in log
+    assert read_metrics(run)[-1]["bad_images"] >= 1
+
+
+def test_too_many_unreadable_images_stop_the_run(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for i in range(0, 20, 2):
+        (root / f"{i:03d}.png").write_bytes(b"not an image")
+    for message in run_on_ranks(train_tiny, root, run, max_steps=9, changes={"data.max_bad_images": "3"}):
+        assert "data.max_bad_images allows 3" in message and "log.txt" in message
+
+
+def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
+    """A learning rate of 1e30 makes NaN: skipped, counted, stopped by all ranks; the saved step is from before."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"optimizer.lr": "1e30", "optimizer.warmup": "3 steps", "save_every": "1 steps"}
+    for ds in ("zero0_fp32.json", "zero2_bf16.json"):
+        messages = run_on_ranks(train_tiny, root, run / ds, ds, changes=changes)
+        assert all("3 times in a row" in message and ".png" in message for message in messages)
+        last = losses_of(run / ds)[-1][0]
+        assert (run / ds / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
+        assert all(loss == loss for _, loss in losses_of(run / ds))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"data.global_batch": "64"}, ["20 images", "64"]),
+        ({"data.root": "/nowhere/images"}, ["/nowhere/images"]),
+        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["class folders"]),
+    ],
+)
+def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    message = run_on_ranks(train_tiny, root, run, changes=changes, world=1)[0]
+    assert all(part in message for part in parts) and "\n" not in message
+    assert not run.exists()
+
+
+def test_empty_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    message = run_on_ranks(train_tiny, tmp_path / "empty", tmp_path / "run", world=1)[0]
+    assert "no images under" in message
+    assert not (tmp_path / "run").exists()
+
+
+def _stopped_by(root, run, rank_to_signal):
+    if int(os.environ["RANK"]) == rank_to_signal:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    changes = {"length": "4000 steps", "log_every": "1"}
+    return train_tiny(root, run, "zero1_fp32.json", changes=changes)
+
+
+@pytest.mark.parametrize("rank_to_signal", [0, 1])
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, rank_to_signal):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(_stopped_by, root, run, rank_to_signal) == ["stopped", "stopped"]
+    last = losses_of(run)[-1][0]
+    assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
+    assert "--resume" in (run / "log.txt").read_text()
