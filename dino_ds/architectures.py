@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class Architecture:
     """A ViT as timm's `VisionTransformer` describes it.
 
-    `mlp_ratio` is timm's: for SwiGLU the packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
-    `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the
-    CLS token) the position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models.
+    `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
+    `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
+    position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models.
     """
 
     patch_size: int

@@ -37,6 +37,8 @@ class Progress(enum.Enum):
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
     """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
     import deepspeed
     import deepspeed.ops
 

@@ -240,3 +240,29 @@ def _ranks():
 
 def test_the_harness_runs_on_two_ranks():
     assert run_on_ranks(_ranks) == [(0, 2), (1, 2)]
+
+
+def _where_things_are(stage, offload):
+    """Elements of optimizer state, gradients' owner and parameters that this rank holds, and where its masters live."""
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}} if offload else {}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    step = build_step(ds_config(stage, "bf16" if stage else "fp32", BATCH, zero=zero))
+    run_windows(step, 0, 2, BATCH)
+    optimizer = step.engine._optimizer
+    base = getattr(optimizer, "optimizer", optimizer)
+    moments = sum(s["exp_avg"].numel() for s in base.state.values())
+    parameters = sum(p.numel() for p in step.engine._engine.module.parameters())
+    return moments, parameters, bool(getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False)))
+
+
+def test_stages_shard_what_they_say():
+    """Optimizer state from stage 1 on, parameters at stage 3: half of the elements on each of two ranks, but for padding."""
+    total = sum(p.numel() for p in tiny_network().parameters())
+    for stage in (0, 1, 2, 3):
+        for moments, parameters, offloaded in run_on_ranks(_where_things_are, stage, False):
+            assert moments == pytest.approx(total if stage == 0 else total / 2, rel=0.02)
+            assert parameters == (0 if stage == 3 else total)
+            assert not offloaded
+    for stage in (1, 2, 3):
+        assert all(offloaded for _, _, offloaded in run_on_ranks(_where_things_are, stage, True))

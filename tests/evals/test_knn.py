@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -82,7 +83,7 @@ def test_unreadable_images_are_left_out():
 
 
 def _to_tensor(image):
-    return torch.tensor(list(image.getdata()), dtype=torch.float32).T.view(3, 4, 4)
+    return torch.from_numpy(np.asarray(image, dtype=np.float32)).permute(2, 0, 1)
 
 
 def _extract():

@@ -1,0 +1,72 @@
+"""What the documents say can be typed is understood, and what they point to is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dino_ds.config import load_recipe
+from dino_ds.ds_config import load_ds_config
+from dino_ds.options.flags import parse_flags
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES.append(REPOSITORY / "ds_configs/README.md")
+SCRIPTS = sorted((REPOSITORY / "launch").glob("*.sh"))
+
+
+def _commands(text):
+    """Training commands in code blocks and in backquotes, continuation lines joined."""
+    text = text.replace("\\\n", " ")
+    blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.S)).splitlines()
+    spans = re.findall(r"`([^`\n]+)`", text)
+    return [line for line in (*blocks, *spans) if re.search(r"dino_ds/train\.py |dino-ds train ", line)]
+
+
+PAGE_COMMANDS = [(page.name, command) for page in PAGES for command in _commands(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "command"), PAGE_COMMANDS)
+def test_documented_training_commands_are_accepted(page, command):
+    words = shlex.split(command.replace("…", ""), comments=True)
+    start = next(i for i, word in enumerate(words) if word.endswith("train.py") or word == "train")
+    if "--help" in words:
+        return
+    flags = parse_flags(words[start + 1 :])
+    load_recipe(flags.fixed.get("config"), flags.recipe)
+    if "ds_config" in flags.fixed:
+        load_ds_config(str(REPOSITORY / flags.fixed["ds_config"]), flags.ds)
+
+
+def test_there_are_commands_to_check():
+    assert len(PAGE_COMMANDS) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_launch_scripts_are_shell_and_name_files_that_exist(script):
+    subprocess.run(["sh", "-n", str(script)], check=True)
+    text = script.read_text()
+    settings = dict(re.findall(r"^([A-Z_]+)=(\S+)", text, re.M))
+    assert (REPOSITORY / settings["DS_CONFIG"]).is_file()
+    load_recipe(settings["RECIPE"], {})
+    call = text.replace("\\\n", " ").split("train.py")[1].replace('"$@"', "")
+    for name, value in settings.items():
+        call = call.replace(f'"${name}"', value)
+    parse_flags(shlex.split(call))
+
+
+def test_the_tree_in_the_readme_is_the_tree():
+    block = re.findall(r"```\n(dino_ds/ .*?)```", (REPOSITORY / "README.md").read_text(), re.S)[0]
+    for line in block.splitlines():
+        assert (REPOSITORY / line.split()[0]).is_dir()
