@@ -6,13 +6,7 @@ the work out. So a run may be resumed, or repeated on other hardware, on the sam
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,12 +16,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.distributed import local_world_size
+from dino_ds.data.workers import automatic_workers, main_module_left_out, worker_options
 from dino_ds.errors import DataError
 
-_MAX_WORKERS = 16
-_PREFETCHED_BATCHES = 3
-"""Per worker; three cover one slow image without holding much memory."""
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
 
@@ -137,15 +128,9 @@ class Loader:
             _ErrorsAsValues(MultiCropDataset(source, multicrop, seed)),
             batch_sampler=sampler,
             collate_fn=_collate,
-            num_workers=workers,
-            prefetch_factor=_PREFETCHED_BATCHES if workers else None,
-            worker_init_fn=_start_worker if workers else None,
-            multiprocessing_context=_process_context() if workers else None,
-            pin_memory=torch.cuda.is_available(),
-            # Otherwise the iterator's own seed is drawn from torch's global generator.
-            generator=torch.Generator().manual_seed(0),
+            **worker_options(workers),
         )
-        with _main_module_left_out(unless_defines=source):
+        with main_module_left_out(unless_defines=source):
             self._batches: Iterator[Batch | DataError] | None = iter(loader)
 
     def __iter__(self) -> Loader:
@@ -195,15 +180,6 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
     return images // global_batch
 
 
-def automatic_workers() -> int:
-    """Each rank's share of the cores, less one for its training process; at most 16.
-
-    On 2 cores and 2 ranks that is 0: a worker would only take turns with the training process on its core.
-    """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(0, min(cores // local_world_size() - 1, _MAX_WORKERS))
-
-
 def _permutation(images: int, seed: int, epoch: int) -> Tensor:
     """(images,) int64, the order of an epoch, the same on all ranks."""
     generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
@@ -236,46 +212,3 @@ def _collate(items: list[Sample | DataError]) -> Batch | DataError:
         names=[sample.name for sample in samples],
         bad=[text for sample in samples for text in sample.bad],
     )
-
-
-def _process_context() -> multiprocessing.context.BaseContext:
-    """Workers are forked from a small server process that has imported this module once.
-
-    A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
-    torch in each worker, 5 seconds of a core apiece.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", __name__])
-    return context
-
-
-@contextmanager
-def _main_module_left_out(unless_defines: Source) -> Iterator[None]:
-    """New processes import the parent's main script: here all of DeepSpeed in each worker, for nothing."""
-    main = sys.modules["__main__"]
-    spec, file = main.__spec__, getattr(main, "__file__", None)
-    if type(unless_defines).__module__ == "__main__" or file is None:
-        yield
-        return
-    try:
-        main.__spec__, main.__file__ = None, None
-        yield
-    finally:
-        main.__spec__, main.__file__ = spec, file
-
-
-def _start_worker(worker: int) -> None:
-    # One image at a time on one core: the cores are shared out over the workers already.
-    torch.set_num_threads(1)
-    # Ctrl-C and the launcher's SIGTERM reach all processes; only the parent knows when the last batch is consumed.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """torch watches the server that forked the worker, and that server waits for its workers: both would stay."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

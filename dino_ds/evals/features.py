@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from dino_ds import distributed
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
+from dino_ds.data.workers import main_module_left_out, worker_options
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32
@@ -40,9 +41,11 @@ def extract_features(
     images are left out. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), _BATCH, num_workers=workers, collate_fn=_collate)
+    loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=_collate, **worker_options(workers))
+    with main_module_left_out(unless_defines=source):
+        batches = iter(loader)
     features, labels = [], []
-    for images, targets in loader:
+    for images, targets in batches:
         if len(images):
             features.append(describe(images.to(device)))
             labels.append(targets.to(device))

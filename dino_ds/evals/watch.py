@@ -11,6 +11,7 @@ from torch import Tensor
 from dino_ds.config import Recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
+from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
 from dino_ds.evals.knn import knn_accuracy
@@ -24,7 +25,15 @@ class KnnWatch:
     """
 
     def __init__(
-        self, bank: Source, test: Source, every: int, size: int, k: int, temperature: float, limits: tuple[int, int]
+        self,
+        bank: Source,
+        test: Source,
+        every: int,
+        size: int,
+        k: int,
+        temperature: float,
+        limits: tuple[int, int],
+        workers: int,
     ) -> None:
         assert bank.labels is not None and test.labels is not None
         labelled = [i for i, label in enumerate(bank.labels) if label >= 0]
@@ -32,6 +41,7 @@ class KnnWatch:
         self._bank_indices = [labelled[i] for i in spread_indices(len(labelled), limits[0])]
         self._test_indices = spread_indices(len(test), limits[1])
         self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
+        self._workers = workers
         self.chance = 100.0 / len(set(test.labels))
         self.raw: float | None = None
         self.untrained: float | None = None
@@ -68,6 +78,7 @@ class KnnWatch:
             settings.k,
             settings.temperature,
             (settings.bank_images, settings.test_images),
+            automatic_workers() if recipe.data.workers is None else recipe.data.workers,
         )
 
     def due(self, step: int) -> bool:
@@ -83,8 +94,8 @@ class KnnWatch:
         return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
 
     def _accuracy(self, describe: Callable[[Tensor], Tensor], device: torch.device) -> float:
-        bank = extract_features(describe, self._bank, self._bank_indices, self._crop, device, workers=0)
-        test = extract_features(describe, self._test, self._test_indices, self._crop, device, workers=0)
+        bank = extract_features(describe, self._bank, self._bank_indices, self._crop, device, self._workers)
+        test = extract_features(describe, self._test, self._test_indices, self._crop, device, self._workers)
         return knn_accuracy(*bank, *test, self._k, self._temperature)
 
     def verdict(self) -> str:

@@ -14,18 +14,18 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.data import loader as loader_module
+from dino_ds.data import workers as workers_module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import (
     Batch,
     MultiCropDataset,
     Position,
     ResumableSampler,
-    automatic_workers,
     build_loader,
     steps_per_epoch,
 )
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError
 
 IMAGES, GLOBAL = 21, 8
@@ -213,7 +213,7 @@ def test_data_without_a_readable_image_is_given_up(workers, monkeypatch):
 
 
 def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
-    monkeypatch.setattr(loader_module.sys, "platform", "linux")
+    monkeypatch.setattr(workers_module.sys, "platform", "linux")
     for cores, ranks, expected in (
         (2, 2, 0),
         (2, 1, 1),
@@ -223,8 +223,8 @@ def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
         (256, 8, 16),
         (96, 8, 11),
     ):
-        monkeypatch.setattr(loader_module.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)), raising=False)
-        monkeypatch.setattr(loader_module, "local_world_size", lambda n=ranks: n)
+        monkeypatch.setattr(workers_module.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)), raising=False)
+        monkeypatch.setattr(workers_module, "local_world_size", lambda n=ranks: n)
         assert automatic_workers() == expected
 
 

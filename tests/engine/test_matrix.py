@@ -257,7 +257,7 @@ def _where_things_are(stage, offload):
 
 
 def test_stages_shard_what_they_say():
-    """Optimizer state from stage 1 on, parameters at stage 3: half of the elements on each of two ranks, but for padding."""
+    """Optimizer state from stage 1 on, parameters at stage 3: half on each of two ranks, but for padding."""
     total = sum(p.numel() for p in tiny_network().parameters())
     for stage in (0, 1, 2, 3):
         for moments, parameters, offloaded in run_on_ranks(_where_things_are, stage, False):

@@ -1,0 +1,86 @@
+"""Processes that load images: how many, how they start, and how they end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dino_ds.data.sources import Source
+from dino_ds.distributed import local_world_size
+
+_MAX_WORKERS = 16
+_PREFETCHED_BATCHES = 3
+"""Per worker; three cover one slow image without holding much memory."""
+
+
+def automatic_workers() -> int:
+    """Each rank's share of the cores, less one for its training process; at most 16.
+
+    On 2 cores and 2 ranks that is 0: a worker would only take turns with the training process on its core.
+    """
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(0, min(cores // local_world_size() - 1, _MAX_WORKERS))
+
+
+def worker_options(workers: int) -> dict[str, Any]:
+    """Arguments of torch's DataLoader for `workers` processes per rank; 0 = in this process."""
+    return {
+        "num_workers": workers,
+        "prefetch_factor": _PREFETCHED_BATCHES if workers else None,
+        "worker_init_fn": _start_worker if workers else None,
+        "multiprocessing_context": _process_context() if workers else None,
+        "pin_memory": torch.cuda.is_available(),
+        # Otherwise the iterator's own seed is drawn from torch's global generator.
+        "generator": torch.Generator().manual_seed(0),
+    }
+
+
+@contextmanager
+def main_module_left_out(unless_defines: Source) -> Iterator[None]:
+    """New processes import the parent's main script: here all of DeepSpeed in each worker, for nothing."""
+    main = sys.modules["__main__"]
+    spec, file = main.__spec__, getattr(main, "__file__", None)
+    if type(unless_defines).__module__ == "__main__" or file is None:
+        yield
+        return
+    try:
+        main.__spec__, main.__file__ = None, None
+        yield
+    finally:
+        main.__spec__, main.__file__ = spec, file
+
+
+def _process_context() -> multiprocessing.context.BaseContext:
+    """Workers are forked from a small server process that has imported the loader once.
+
+    A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
+    torch in each worker, 5 seconds of a core apiece.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
+    return context
+
+
+def _start_worker(worker: int) -> None:
+    # One image at a time on one core: the cores are shared out over the workers already.
+    torch.set_num_threads(1)
+    # Ctrl-C and the launcher's SIGTERM reach all processes; only the parent knows when the last batch is consumed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """torch watches the server that forked the worker, and that server waits for its workers: both would stay."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
