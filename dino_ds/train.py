@@ -96,7 +96,7 @@ class _Loop:
     def run(self) -> None:
         run, step = self._run, self._run.step
         if step.applied_steps == 0:
-            self._evaluate(None)
+            self._evaluate()
         signals = _StopSignals(step)
         batches = iter(run.build_loader())
         self._clock.read()
@@ -132,8 +132,11 @@ class _Loop:
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
             self._write(out)
-        if run.watch and (last or run.watch.due(done)):
-            self._evaluate(batch)
+        evaluate = run.watch is not None and (last or run.watch.due(done))
+        if evaluate:
+            self._evaluate()
+        if evaluate or done == 1:
+            self._log.picture("crops", run.crops.picture(batch.crops), done)
         stop = run.step.stop_agreed() and not last
         if last or stop or (self._save_every and done % self._save_every == 0):
             run.save()
@@ -208,15 +211,13 @@ class _Loop:
             left = (self._last_step - record["step"]) * self._run.recipe.data.global_batch / rate
             self._log.say(f"step {record['step']}/{self._last_step}  {short}, {speed}, {_duration(left)} left{knn}")
 
-    def _evaluate(self, batch: Batch | None) -> None:
+    def _evaluate(self) -> None:
         run, done = self._run, self._run.step.applied_steps
         if run.watch is None:
             return
         with self._clock.paused():
             self._log.write({"step": done, **run.watch.evaluate(run.step.teacher, done, run.step.engine.device)})
         self._log.say(f"k-NN     at step {done}: {run.watch.verdict()}")
-        if batch is not None:
-            self._log.picture("crops", run.crops.picture(batch.crops), done)
 
     def _finish(self) -> None:
         run, path = self._run, self._run.folder.path

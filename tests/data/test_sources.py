@@ -7,11 +7,13 @@ import os
 import pickle
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dino_ds import recipe
 from dino_ds.data import torchvision_sets
 from dino_ds.data.images import UnreadableImage, load_rgb
 from dino_ds.data.photos import PATCH_PIXELS
@@ -312,3 +314,8 @@ def test_failed_download_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(torchvision_sets.TORCHVISION_SETS, "pets", build)
     with pytest.raises(DataError, match=r"download of pets into .* failed: no route to host"):
         build_source("pets", str(tmp_path), "train", True)
+
+
+def test_the_recipe_knows_these_sources():
+    """The schema names them without importing torchvision."""
+    assert get_args(recipe.Source) == SOURCES
