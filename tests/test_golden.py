@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from dino_ds import distributed
+from dino_ds.architectures import Architecture
 from dino_ds.engine import Engine, Progress
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
 from dino_ds.schedules import Schedules, cosine_schedule, warmup_schedule
 from dino_ds.step import DinoStep
@@ -93,6 +97,26 @@ def test_head_alone():
     recorded = golden("model")
     network = golden_network(META, recorded, "weights.").eval()
     torch.testing.assert_close(network.head(recorded["global.cls"]), recorded["global.logits"], rtol=1e-4, atol=1e-6)
+
+
+def test_fresh_weights_are_distributed_as_the_reference_s():
+    """Standard deviation of every weight matrix, of the prototypes' range too: a few per cent for their few numbers."""
+    torch.manual_seed(0)
+    ours = dict(golden_network(META, golden("model"), "weights.").named_parameters())
+    fresh = DinoNetwork(
+        VisionTransformer(Architecture(4, 48, 2, 3), META["vit"]["img_size"]),
+        DinoHead(48, META["head"]["hidden_dim"], META["head"]["bottleneck_dim"], META["head"]["out_dim"], 3),
+    )
+    reference = from_reference_names(golden("trajectory"), "init.")
+    for name, parameter in fresh.named_parameters():
+        assert parameter.shape == ours[name].shape
+        expected = reference[name].std().item() if reference[name].numel() > 1 else 0.0
+        if parameter.ndim > 1 and "patch_embed" not in name:
+            assert parameter.std().item() == pytest.approx(expected, rel=0.15), name
+        elif "patch_embed" not in name:
+            assert torch.equal(parameter, reference[name]), name
+    prototypes = fresh.head.prototypes.weight
+    assert prototypes.abs().max() <= prototypes.shape[1] ** -0.5
 
 
 def test_loss_is_the_paper_s_formula_on_the_recorded_logits():

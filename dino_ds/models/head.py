@@ -24,7 +24,10 @@ class Prototypes(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
         self.frozen = False
-        nn.init.trunc_normal_(self.weight, std=0.02)
+        # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
+        # rows sets how far one step of Adam turns them.
+        bound = bottleneck**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, z: Tensor) -> Tensor:
         """z (b, bottleneck) of any length -> cosines (b, k), FP32."""
