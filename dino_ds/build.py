@@ -25,7 +25,7 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     batch = recipe.data.global_batch
     objective, optimizer = recipe.objective, recipe.optimizer
     warmup = objective.teacher_temp_warmup
-    by_epoch = warmup.unit == "epochs"
+    by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=recipe.length.in_steps(batch, epoch_steps),
         lr=optimizer.lr * batch / 256,

@@ -39,7 +39,7 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, engine: Sharded, whole: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """All ranks must call it. `whole` are tensors that every rank has; `state` plain JSON values with "step"."""
+        """All ranks must call it. `whole` are tensors that only rank 0 need have; `state` plain JSON with "step"."""
         name = f"step_{state['step']:08d}"
         temporary = f"writing_{name}"
         if distributed.rank() == 0:
@@ -50,11 +50,10 @@ class Checkpoints:
         if distributed.rank() == 0:
             folder = self._folder / temporary
             safetensors.torch.save_file(whole, folder / "whole.safetensors")
-            (folder / "state.json").write_text(json.dumps(state, indent=1))
-        distributed.barrier()
-        if distributed.rank() == 0:
-            shutil.rmtree(self._folder / name, ignore_errors=True)
-            (self._folder / temporary).rename(self._folder / name)
+            files = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
+            (folder / "state.json").write_text(json.dumps({**state, "files": files}, indent=1))
+            _make_durable(folder)
+            _put_in_place(folder, self._folder / name)
             _replace_text(self._folder / "latest", name + "\n")
             self._rotate()
         distributed.barrier()
@@ -68,14 +67,14 @@ class Checkpoints:
             return []
         return sorted(f for f in self._folder.iterdir() if _NAME.fullmatch(f.name) and (f / "state.json").is_file())
 
-    def find_latest(self) -> Path:
-        """The checkpoint that `latest` names, or the newest complete one where `latest` is gone.
+    def find_latest(self) -> Path | None:
+        """The checkpoint that `latest` names, or the newest complete one where `latest` is gone; None for none.
 
-        Raises CheckpointError when there is none.
+        Raises CheckpointError when `latest` names another.
         """
         complete = self._complete()
         if not complete:
-            raise CheckpointError(f"nothing to resume in {self._folder}; start without --resume")
+            return None
         pointer = self._folder / "latest"
         name = pointer.read_text().strip() if pointer.is_file() else complete[-1].name
         for folder in complete:
@@ -85,13 +84,18 @@ class Checkpoints:
         raise CheckpointError(f"{pointer} names {name!r}, which is not there; have: {have}. Write one of them into it")
 
     def read_state(self, folder: Path) -> dict[str, Any]:
-        """The position that `save` wrote."""
+        """The position that `save` wrote. Raises CheckpointError if a file is missing or has another size."""
+        instead = f"name another step in {self._folder / 'latest'}: {', '.join(f.name for f in self._complete())}"
         try:
             state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         except ValueError as error:
-            raise CheckpointError(
-                f"{folder / 'state.json'} is damaged ({error}); name another step in latest"
-            ) from None
+            raise CheckpointError(f"{folder / 'state.json'} is damaged ({error}); {instead}") from None
+        for name, size in state["files"].items():
+            path = folder / name
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
+                raise CheckpointError(f"{path} {what}; {instead}")
         return state
 
     def load(self, folder: Path, engine: Sharded) -> dict[str, Tensor]:
@@ -109,6 +113,26 @@ def save_teacher(run_dir: Path, backbone: dict[str, Tensor], about: dict[str, An
     safetensors.torch.save_file(backbone, temporary, metadata={"format": "pt"})
     os.replace(temporary, path)
     _replace_text(run_dir / "teacher.json", json.dumps(about, indent=1) + "\n")
+
+
+def _make_durable(folder: Path) -> None:
+    """On the disk, whatever happens to the power."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _put_in_place(folder: Path, place: Path) -> None:
+    """Rename `folder` to `place`; an older folder there goes only after the new one has come."""
+    old = place.with_name(f"replaced_{place.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        place.rename(old)
+    folder.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _replace_text(path: Path, text: str) -> None:

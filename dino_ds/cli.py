@@ -99,6 +99,7 @@ def _train(
     resolve_ds_config(settings, ds_config, learned.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
     check_torchvision()
 
+    from dino_ds.distributed import leave
     from dino_ds.train import train
 
     train(
@@ -109,6 +110,7 @@ def _train(
         max_steps=int(max_steps) if max_steps else None,
         resume=resume.lower() == "true",
     )
+    leave()
 
 
 COMMANDS = {"train": _train}

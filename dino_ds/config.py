@@ -20,7 +20,7 @@ from dino_ds.names import RECIPE_HOMES, did_you_mean, ds_home, missing_file
 from dino_ds.recipe import Length, Recipe, Section
 
 __all__ = [
-    "Length", "Option", "Recipe", "dump_recipe", "explain_recipe", "load_recipe", "recipe_names", "recipe_options",
+    "Length", "Option", "Recipe", "dump_recipe", "load_recipe", "recipe_names", "recipe_options",
 ]  # fmt: skip
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -43,20 +43,6 @@ def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
     """
     given = _collect(config, overrides)
     return _validate(given)
-
-
-def explain_recipe(config: str | None, overrides: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """(dotted name, value, where it came from: default, the file, or the command line) of every knob."""
-    given = _collect(config, overrides)
-    recipe = _validate(given)
-    return [
-        (
-            option.name,
-            show_value(_lookup(recipe, option.name)),
-            given[option.name][1] if option.name in given else "default",
-        )
-        for option in recipe_options()
-    ]
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -257,13 +243,6 @@ def _fields() -> Iterator[tuple[str, FieldInfo]]:
                 yield f"{name}.{leaf}", inner
         else:
             yield name, field
-
-
-def _lookup(recipe: Recipe, name: str) -> object:
-    value: object = recipe
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _members(field: FieldInfo) -> tuple[Any, ...]:

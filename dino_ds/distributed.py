@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from dino_ds.errors import UserError
 
 
 def rank() -> int:
@@ -44,13 +48,20 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+@contextmanager
+def together() -> Iterator[None]:
+    """A UserError of one rank inside becomes that error on all ranks, instead of a wait for the one that left.
+
+    Every rank must enter it; nothing inside may be a collective.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as mine:
+        error = mine
+    first = next((e for e in gather_objects(error) if e is not None), None)
+    if first is not None:
+        raise first
 
 
 def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
@@ -96,3 +107,9 @@ class LaggedScalar:
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()
+
+
+def leave() -> None:
+    """Leave the process group at the end of the program: NCCL warns about ranks that do not."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -133,7 +133,9 @@ def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Pro
         section = zero.get(key, {})
         device = section.get("device", "none")
         name = f"zero_optimization.{key}"
-        if device == "nvme":
+        if device == "nvme" and name.endswith("offload_optimizer"):
+            yield f"{name}.device", 'the EMA teacher follows FP32 masters that lie in memory: use "cpu"'
+        elif device == "nvme":
             nvme = True
             if zero["stage"] != 3:
                 yield f"{name}.device", '"nvme" works only at stage 3: use "cpu"'

@@ -37,7 +37,7 @@ class DsConfig:
     accumulation: int
     stage: int
     precision: str
-    offload_optimizer: bool
+    dynamic_loss_scale: bool
     clipping: float
     checkpoint_blocks: int | str
     checkpoint_on_cpu: bool
@@ -102,7 +102,7 @@ def resolve_ds_config(
         accumulation=accumulation,
         stage=stage,
         precision=precision,
-        offload_optimizer=_offloads(zero, "offload_optimizer"),
+        dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
         clipping=float(raw["gradient_clipping"]),
         checkpoint_blocks=blocks,
         checkpoint_on_cpu=on_cpu,

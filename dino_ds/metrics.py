@@ -38,10 +38,6 @@ class Meter:
         self._sums = torch.zeros_like(self._sums)
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}
 
-    def drop(self) -> None:
-        """Forget what was added since the last reading."""
-        self._sums = torch.zeros_like(self._sums)
-
 
 class Clock:
     """Throughput and the share of time spent waiting for data, between two readings; pauses do not count."""
@@ -94,7 +90,7 @@ class RunLog:
         from torch.utils.tensorboard import SummaryWriter
 
         path = run_dir / "metrics.jsonl"
-        _keep_lines_until(path, step)
+        _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
         self._file = path.open("a")
         self._text = (run_dir / "log.txt").open("a")
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)

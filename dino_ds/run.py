@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import zlib
+from pathlib import Path
+from typing import Any
 
 from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules
@@ -14,6 +17,8 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.ds_config import DsConfig
 from dino_ds.engine import DTYPES, Engine, device
+from dino_ds.errors import DataError
+from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.run_folder import RunFolder
@@ -29,16 +34,22 @@ class Run:
 
     def __init__(self, recipe: Recipe, config: DsConfig, source: Source, folder: RunFolder) -> None:
         self.recipe, self.config, self.source, self.folder = recipe, config, source, folder
-        self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
+        self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints)
+        with distributed.together():
+            self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
+            self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
+            found = self._checkpoints.find_latest() if folder.resume else None
+            state = None if found is None else self._checkpoints.read_state(found)
+            if state is not None:
+                folder.check_same(state)
+        _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
         self.step = self._build_step()
         self.position = Position(0, 0)
         self.skipped_steps = 0
-        self.bad_images = 0
-        self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints)
-        if folder.resume:
-            self._load()
+        self.bad_images: set[str] = set()
+        if found is not None and state is not None:
+            self._load(found, state)
 
     def _build_step(self) -> DinoStep:
         recipe, optimizer = self.recipe, self.recipe.optimizer
@@ -74,14 +85,14 @@ class Run:
     def save(self) -> None:
         """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""
         step = self.step
-        teacher = step.teacher.state_dict()
+        teacher = step.teacher.state_dict() if distributed.rank() == 0 else {}
         whole = {f"teacher.{name}": tensor for name, tensor in teacher.items()}
         whole["center"] = step.objective.center.value.cpu()
         state = {
             "step": step.applied_steps,
             "position": dataclasses.asdict(self.position),
             "skipped_steps": self.skipped_steps,
-            "bad_images": distributed.gather_objects(self.bad_images),
+            "bad_images": sorted(self.bad_images),
             "knn": self.watch.state_dict() if self.watch else {},
             **self.folder.description(),
         }
@@ -91,16 +102,28 @@ class Run:
         about = self.folder.about_teacher(self.recipe.model.architecture(), step.applied_steps)
         save_teacher(self.folder.path, backbone, about)
 
-    def _load(self) -> None:
-        found = self._checkpoints.find_latest()
-        state = self._checkpoints.read_state(found)
-        self.folder.check_same(state)
+    def _load(self, found: Path, state: dict[str, Any]) -> None:
         whole = self._checkpoints.load(found, self.step.engine)
         self.step.objective.center.load_state_dict({"value": whole.pop("center")})
         self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
         self.position = Position(**state["position"])
         self.skipped_steps = state["skipped_steps"]
-        self.bad_images = state["bad_images"][distributed.rank()]
+        self.bad_images = set(state["bad_images"])
         if self.watch and state["knn"]:
             self.watch.load_state_dict(state["knn"])
         self.step.restore(state["step"])
+
+
+def _check_same_images(source: Source) -> None:
+    """Ranks that count other images would train apart and wait for each other for ever.
+
+    Raises DataError on all ranks. Looks at the number of images and at some of their names.
+    """
+    names = "".join(Path(source.name(i)).name for i in spread_indices(len(source), 1000))
+    found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
+    for other, images in enumerate(found):
+        if images != found[0]:
+            raise DataError(
+                f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
+                "data.root must hold the same files on all machines"
+            )

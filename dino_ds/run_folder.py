@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +23,8 @@ _FREE = (
     "save_every",
     "keep_checkpoints",
     "max_bad_steps",
-    "eval",
+    "eval.every",
+    "eval.root",
     "data.workers",
     "data.root",
     "data.download",
@@ -34,17 +36,26 @@ _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "p
 class RunFolder:
     """RUN/ with config.yaml, ds_config.json and environment.json; the log and the checkpoints lie beside them.
 
-    Raises ConfigError if the folder holds a run and `resume` is False.
+    Raises ConfigError if the folder holds a run and `resume` is False, or can't be written.
     """
 
     def __init__(self, path: Path, recipe: Recipe, config: DsConfig, resume: bool) -> None:
         self.path, self.recipe, self.config, self.resume = path, recipe, config, resume
-        # Every rank must look before rank 0 writes; `write` comes after a collective.
         if not resume and (path / "config.yaml").exists():
             raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
+        if resume and not (path / "config.yaml").exists():
+            raise CheckpointError(f"nothing to resume: {path} holds no run; start without --resume, or mend --run_dir")
+        parent = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"run folder {path} can't be made: {parent} is no folder one may write to; mend --run_dir"
+            )
 
     def write(self) -> None:
-        """Rank 0 writes what the run is made of; all ranks wait for it."""
+        """Rank 0 writes what the run is made of; all ranks wait for it.
+
+        Raises ConfigError on all ranks if one of them does not see the folder.
+        """
         distributed.barrier()
         if distributed.rank() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -52,14 +63,21 @@ class RunFolder:
             (self.path / "ds_config.json").write_text(json.dumps(self.config.raw, indent=2) + "\n")
             (self.path / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
         distributed.barrier()
+        with distributed.together():
+            if not (self.path / "config.yaml").exists():
+                raise ConfigError(
+                    f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
+                    "put --run_dir on a disk that all machines share"
+                )
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint says of the run it belongs to."""
         return {
-            "recipe": json.loads(self.recipe.model_dump_json()),
+            "recipe": self.recipe.model_dump(mode="json"),
             "world_size": distributed.world_size(),
             "stage": self.config.stage,
             "precision": self.config.precision,
+            "gradient_clipping": self.config.clipping,
             "versions": _versions(),
         }
 
@@ -68,10 +86,10 @@ class RunFolder:
         mine = self.description()
         changed = [
             f"{key} was {state[key]}, is {mine[key]}"
-            for key in ("world_size", "stage", "precision")
+            for key in ("world_size", "stage", "precision", "gradient_clipping")
             if state[key] != mine[key]
         ]
-        old, new = _flatten(state["recipe"]), _flatten(mine["recipe"])
+        old, new = _flatten(state["recipe"]), flat_values(self.recipe)
         for key in sorted(old.keys() | new.keys()):
             if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in _FREE):
                 changed.append(f"{key} was {old.get(key)}, is {new.get(key)}")
@@ -104,6 +122,11 @@ class RunFolder:
             "architecture": dataclasses.asdict(arch),
             "versions": _versions(),
         }
+
+
+def flat_values(recipe: Recipe) -> dict[str, Any]:
+    """Dotted name -> plain value."""
+    return _flatten(recipe.model_dump(mode="json"))
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -59,7 +59,7 @@ class DinoStep:
     def _commit(self, knobs: Knobs) -> None:
         center = self.objective.center
         pending = center.pending()
-        vote = pending.new_tensor([float(self.stop_requested)])
+        vote = pending.new_full((1,), float(self.stop_requested))
         total = sum_across_ranks(torch.cat((pending, vote)))
         center.commit(total[:-1])
         self._stop_votes.push(total[-1])

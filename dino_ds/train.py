@@ -16,7 +16,6 @@ if __name__ == "__main__":
     main(["train", *sys.argv[1:]])
     sys.exit(0)
 
-import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,8 +31,9 @@ from dino_ds.errors import DataError, NumericError
 from dino_ds.metrics import Clock, Meter, RunLog
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run import Run
-from dino_ds.run_folder import RunFolder
-from dino_ds.step import DinoStep, MicroStep
+from dino_ds.run_folder import RunFolder, flat_values
+from dino_ds.step import MicroStep
+from dino_ds.stop import StopRequests
 
 EXIT_STOPPED = 75
 
@@ -51,8 +51,9 @@ def train(
     config = resolve_ds_config(
         dict(ds), ds_path, data.global_batch, distributed.world_size(), fp16_supported=fp16_supported()
     )
-    folder = RunFolder(Path(run_dir), recipe, config, resume)
-    source = build_source(data.source, data.root, "train", data.download)
+    with distributed.together():
+        folder = RunFolder(Path(run_dir), recipe, config, resume)
+        source = build_source(data.source, data.root, "train", data.download)
     run = Run(recipe, config, source, folder)
     steps = run.step.schedules.steps
     last_step = min(steps, max_steps or steps)
@@ -76,10 +77,13 @@ def _announce(run: Run, log: RunLog, last_step: int) -> None:
     epochs = steps / run.epoch_steps
     log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
     log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
+    for line in _changes_of(run.recipe):
+        log.say(line)
     for note in config.notes:
         log.say(f"note     {note}")
     if run.folder.resume:
-        log.say(f"resumed  at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}")
+        where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"
+        log.say(f"resumed  {where if run.step.applied_steps else 'from the start: there is no checkpoint yet'}")
 
 
 class _Loop:
@@ -92,12 +96,13 @@ class _Loop:
         self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
         self._window: list[tuple[MicroStep, Batch]] = []
         self._bad_in_a_row = 0
+        self._bad_images: set[str] = set()
 
     def run(self) -> None:
         run, step = self._run, self._run.step
         if step.applied_steps == 0:
             self._evaluate()
-        signals = _StopSignals(step)
+        signals = StopRequests(step)
         batches = iter(run.build_loader())
         self._clock.read()
         while step.applied_steps < self._last_step:
@@ -116,18 +121,17 @@ class _Loop:
         keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices).to(where, non_blocking=True)
         out = run.step.micro_batch(views, keys)
         self._window.append((out, batch))
-        run.bad_images += len(batch.bad)
-        for name in batch.bad:
-            self._log.say(f"unreadable image skipped: {name}")
+        self._bad_images.update(batch.bad)
         run.advance()
         return out
 
-    def _after_step(self, out: MicroStep, batch: Batch, signals: _StopSignals) -> None:
+    def _after_step(self, out: MicroStep, batch: Batch, signals: StopRequests) -> None:
         run, done = self._run, self._run.step.applied_steps
         for micro, _ in self._window:
             self._meter.add(micro.loss, micro.teacher_entropy)
         self._window, self._bad_in_a_row = [], 0
         self._clock.step()
+        signals.look()
         self._log.progress(done)
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
@@ -139,7 +143,9 @@ class _Loop:
             self._log.picture("crops", run.crops.picture(batch.crops), done)
         stop = run.step.stop_agreed() and not last
         if last or stop or (self._save_every and done % self._save_every == 0):
-            run.save()
+            with self._clock.paused():
+                self._collect_bad_images()
+                run.save()
         if stop:
             self._log.say(
                 f"stopped  by {signals.name or 'another rank'} after step {done}; everything is saved. "
@@ -154,7 +160,7 @@ class _Loop:
         run.skipped_steps += 1
         mine = [name for out, batch in window if not torch.isfinite(out.loss) for name in batch.names]
         culprits = [name for names in distributed.gather_objects(mine) for name in names]
-        if not culprits and run.config.precision == "fp16":
+        if not culprits and run.config.dynamic_loss_scale:
             self._log.say(
                 f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
             )
@@ -173,7 +179,7 @@ class _Loop:
     def _write(self, out: MicroStep) -> None:
         run, knobs = self._run, out.knobs
         means = self._meter.read()
-        bad_images = int(distributed.sum_across_ranks(torch.tensor([run.bad_images], device=out.loss.device)))
+        self._collect_bad_images()
         record = {
             "step": run.step.applied_steps,
             "images": run.step.applied_steps * run.recipe.data.global_batch,
@@ -188,16 +194,24 @@ class _Loop:
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,
             "skipped_steps": run.skipped_steps,
-            "bad_images": bad_images,
+            "bad_images": len(run.bad_images),
             **self._clock.read(),
             "memory_gib": memory_gib(),
         }
         self._log.write(record)
         self._say(record)
+
+    def _collect_bad_images(self) -> None:
+        """Ranks tell each other which images they could not read; each is named and counted once."""
+        run, mine = self._run, sorted(self._bad_images - self._run.bad_images)
+        for name in sorted({name for names in distributed.gather_objects(mine) for name in names}):
+            run.bad_images.add(name)
+            self._log.say(f"unreadable image skipped: {name}")
+        self._bad_images.clear()
         limit = run.recipe.data.max_bad_images
-        if bad_images > limit:
+        if len(run.bad_images) > limit:
             raise DataError(
-                f"{bad_images} unreadable images, data.max_bad_images allows {limit}; their names are in "
+                f"{len(run.bad_images)} unreadable images, data.max_bad_images allows {limit}; their names are in "
                 f"{run.folder.path / 'log.txt'}: mend or remove them, or raise the limit"
             )
 
@@ -223,24 +237,18 @@ class _Loop:
         run, path = self._run, self._run.folder.path
         self._log.say(f"done     step {run.step.applied_steps}; the run is in {path}")
         self._log.say(f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it")
-        if run.watch:
+        if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")
 
 
-class _StopSignals:
-    """SIGINT and SIGTERM ask for a stop at the next steps; a second SIGINT ends at once."""
-
-    def __init__(self, step: DinoStep) -> None:
-        self.name = ""
-        self._step = step
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and self.name == "SIGINT":
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        self._step.stop_requested = True
+def _changes_of(recipe: Recipe) -> list[str]:
+    """The recipe's values that are not the defaults, a line a section."""
+    changed: dict[str, list[str]] = {}
+    for name, value in flat_values(recipe).items():
+        if value != flat_values(Recipe())[name]:
+            section, _, key = name.rpartition(".")
+            changed.setdefault(section or "recipe", []).append(f"{key} {value}")
+    return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]
 
 
 def _duration(seconds: float) -> str:

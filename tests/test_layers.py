@@ -12,7 +12,7 @@ LAYERS = [
     {"data", "models", "objective", "schedules", "optim", "masters"},
     {"teacher", "engine", "checkpoint", "metrics", "build", "run_folder"},
     {"step", "evals"},
-    {"run", "tools"},
+    {"run", "stop"},
     {"train"},
     {"preflight", "options"},
     {"cli"},

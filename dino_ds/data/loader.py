@@ -72,11 +72,16 @@ class MultiCropDataset(Dataset[Sample]):
         self._source, self._multicrop, self._seed = source, multicrop, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """An unreadable image is replaced by the next readable one. Raises DataError after 100 in a row."""
+        """An unreadable image is replaced by a readable one drawn for (seed, epoch, index).
+
+        Raises DataError after 100 unreadable ones in a row.
+        """
         epoch, index = key
         bad: list[str] = []
-        for step in range(min(_MAX_TRIES, len(self._source))):
-            actual = (index + step) % len(self._source)
+        for attempt in range(_MAX_TRIES):
+            # Not the neighbour: files that are broken together lie together.
+            again = crop_seed(self._seed, epoch, index + attempt * len(self._source))
+            actual = again % len(self._source) if attempt else index
             try:
                 image = self._source.load(actual)
             except UnreadableImage as error:

@@ -49,9 +49,12 @@ def extract_features(
         if len(images):
             features.append(describe(images.to(device)))
             labels.append(targets.to(device))
-    if not features:
+    # Agreed before the first collective of features: a rank that left would be waited for.
+    rows = distributed.gather_objects(sum(map(len, features)))
+    if not all(rows):
         raise DataError(
-            f"{len(indices)} images to evaluate on {distributed.world_size()} ranks: give at least one each"
+            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, or "
+            "raise eval.bank_images and eval.test_images"
         )
     return distributed.concatenate_across_ranks(torch.cat(features)), distributed.concatenate_across_ranks(
         torch.cat(labels)

@@ -31,16 +31,21 @@ def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
     return mix(base + indices)
 
 
-def drop_path_scales(keys: Tensor, views: int, rates: list[float]) -> Tensor:
-    """keys (b,) -> (blocks, 2, views * b) FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept."""
+def drop_path_scales(keys: Tensor, views: int, blocks: int, last_rate: float) -> Tensor:
+    """keys (b,) -> (blocks, 2, views * b) FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
+
+    Rates grow linearly from 0 in the first block to `last_rate` in the last.
+    """
     device = keys.device
     view = torch.arange(views, device=device).repeat_interleave(keys.shape[0])
-    branch = torch.arange(2 * len(rates), device=device)
+    branch = torch.arange(2 * blocks, device=device)
     rows = mix(keys.repeat(views) + view)
     hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
     uniform = _shift(hashed, 11).to(torch.float64) * 2.0**-53
-    rate = torch.tensor(rates, device=device, dtype=torch.float64).repeat_interleave(2).unsqueeze(1)
-    return ((uniform >= rate) / (1 - rate)).float().view(len(rates), 2, -1)
+    # Made on the device: a list of rates would be a copy from the host in every step.
+    rate = torch.arange(blocks, device=device, dtype=torch.float64) * (last_rate / max(blocks - 1, 1))
+    rate = rate.repeat_interleave(2).unsqueeze(1)
+    return ((uniform >= rate) / (1 - rate)).float().view(blocks, 2, -1)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

@@ -44,7 +44,7 @@ class VisionTransformer(nn.Module):
         self.arch, self.packed, self.cls_only_last_block = arch, packed, cls_only_last_block
         self.grid = image_size // arch.patch_size
         self.pos_embed_interpolation = pos_embed_interpolation
-        self.drop_path_rates = [drop_path * i / max(arch.depth - 1, 1) for i in range(arch.depth)]
+        self.drop_path = drop_path
         self.checkpoint_blocks = 0
         self.checkpoint_on_cpu = False
         self.patch_embed = PatchEmbed(arch.patch_size, arch.width)
@@ -73,8 +73,8 @@ class VisionTransformer(nn.Module):
         None for no stochastic depth (teacher, evaluation).
         """
         drop = None
-        if drop_keys is not None and self.drop_path_rates[-1] > 0:
-            drop = drop_path_scales(drop_keys, len(views), self.drop_path_rates)
+        if drop_keys is not None and self.drop_path > 0:
+            drop = drop_path_scales(drop_keys, len(views), self.arch.depth, self.drop_path)
         sizes = _adjacent_sizes(views)
         groups = [views[start:stop] for start, stop in sizes]
         if self.packed:

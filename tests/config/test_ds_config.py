@@ -185,10 +185,10 @@ def test_refused_keys_say_why(name: str, load):
         ),
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "does nothing at stage 0"),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}},
-            "works only at stage 3",
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}},
+            "the EMA teacher follows FP32 masters that lie in memory",
         ),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "has no nvme_path"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "has no nvme_path"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "fast_init": True}}},
             'only with "nvme"',
@@ -215,15 +215,10 @@ def test_wrong_values_and_combinations(content: Any, says: str, load):
     assert "\n" not in str(caught.value)
 
 
-def test_nvme_at_stage_3_is_parsed(load):
-    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5}
-    zero = {
-        "stage": 3,
-        "offload_optimizer": nvme | {"pipeline_read": True},
-        "offload_param": nvme | {"buffer_size": 1e8},
-    }
-    config = load({"zero_optimization": zero, "aio": {"block_size": 1048576}})
-    assert _resolve(config, 8, 1).offload_optimizer
+def test_parameters_on_nvme_at_stage_3_are_parsed(load):
+    nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 5, "buffer_size": 1e8}
+    config = load({"zero_optimization": {"stage": 3, "offload_param": nvme}, "aio": {"block_size": 1048576}})
+    assert _resolve(config, 8, 1).stage == 3
 
 
 def test_overrides(load, problems):

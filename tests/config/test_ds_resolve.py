@@ -135,8 +135,17 @@ def test_activation_checkpointing(section: dict[str, Any] | None, blocks: int | 
 
 def test_offload_lets_torch_s_optimizer_in():
     config = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
-    assert config.offload_optimizer and config.raw["zero_force_ds_cpu_optimizer"] is False
-    assert not _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}}).offload_optimizer
+    assert config.raw["zero_force_ds_cpu_optimizer"] is False
+    without = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}})
+    assert "zero_force_ds_cpu_optimizer" not in without.raw
+
+
+def test_dynamic_loss_scale_is_told_from_a_static_one():
+    fp16 = {"enabled": True}
+    stage = {"zero_optimization": {"stage": 1}}
+    assert _resolve({**stage, "fp16": fp16}).dynamic_loss_scale
+    assert not _resolve({**stage, "fp16": {**fp16, "loss_scale": 128}}).dynamic_loss_scale
+    assert not _resolve(stage).dynamic_loss_scale
 
 
 def test_switched_off_comms_logger_is_off():

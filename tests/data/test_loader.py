@@ -192,12 +192,13 @@ def test_unreadable_images_are_replaced_named_and_reported(workers):
     broken = (3, 4, 20)
     good, mixed = batches(4, source=Noise()), batches(4, source=Noise(broken=broken), workers=workers)
     assert [batch.indices.tolist() for batch in good] == [batch.indices.tolist() for batch in mixed]
-    replacement = {3: 5, 4: 5, 20: 0}
     for batch in mixed:
-        drawn = batch.indices.tolist()
-        assert batch.names == [f"noise/{replacement.get(i, i)}" for i in drawn]
-        bad = [j for i in drawn for j in {3: (3, 4), 4: (4,), 20: (20,)}.get(i, ())]
-        assert batch.bad == [f"noise/{j} (truncated)" for j in bad]
+        broken_drawn = [i for i in batch.indices.tolist() if i in broken]
+        for i, name in zip(batch.indices.tolist(), batch.names, strict=True):
+            assert (name == f"noise/{i}") == (i not in broken) and name not in {f"noise/{j}" for j in broken}
+        # A replacement may itself be a broken image: then that one is reported too.
+        assert {f"noise/{i} (truncated)" for i in broken_drawn} <= set(batch.bad)
+        assert bool(batch.bad) == bool(broken_drawn)
     assert any(batch.bad for batch in mixed)
     readable = {key: value for key, value in by_sample(good).items() if key[1] not in broken}
     after = by_sample(mixed)

@@ -54,10 +54,12 @@ def references():
 @pytest.mark.parametrize(("stage", "precision"), MATRIX)
 def test_two_ranks_equal_one_process(stage, precision, references):
     """fp32: 1e-5, sums in another order. bf16: gradients are summed over ranks in bf16 (8 bits, 2**-8 relative),
-    and Adam turns the difference into parts of a step of lr = 2e-3: losses to 1 %, weights to a few steps."""
+    and Adam turns the difference into parts of a step of lr = 2e-3: losses to 1 %, the teacher to 4e-4,
+    a fifth of its movement."""
     results = run_on_ranks(_train, stage, precision)
     losses, teacher, _, _, center = references[precision]
-    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (1e-2, 4e-3)
+    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (1e-2, 4e-4)
+    assert _difference_without_key_bias(teacher, tiny_network().state_dict()) > 4 * atol, "the teacher has moved"
     for rank_losses, rank_teacher, ema_error, _, rank_center in results:
         assert rank_losses == pytest.approx(losses, rel=rtol)
         assert _difference_without_key_bias(rank_teacher, teacher) < atol
@@ -83,7 +85,7 @@ def test_teacher_follows_the_masters_of_every_layout(stage, sections, references
     for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **_copied(sections)):
         assert ema_error < 1e-7
         assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
-        assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-3
+        assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-4
 
 
 @pytest.mark.parametrize(
@@ -104,10 +106,12 @@ def test_zero3_layouts(zero, references):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_equal_one_batch(stage, references):
     """Accumulation is an implementation detail: 4 micro-batches of 2 give the loss, gradient norm, centre and
-    teacher of one batch of 8. FP32 sums in another order: 1e-6."""
+    teacher of one batch of 8. FP32 sums in another order: 1e-6; losses after Adam's first steps, which divide
+    rounding by small moments, 1e-5."""
     losses, teacher, _, norms, center = run_on_ranks(_train, stage, "fp32", 4, world=1)[0]
     whole_losses, whole_teacher, _, whole_norms, whole_center = references["fp32"]
-    assert losses == pytest.approx(whole_losses, rel=1e-6)
+    assert losses[:2] == pytest.approx(whole_losses[:2], rel=1e-6)
+    assert losses == pytest.approx(whole_losses, rel=1e-5)
     assert norms == pytest.approx(whole_norms, rel=1e-5)
     torch.testing.assert_close(center, whole_center, rtol=0, atol=1e-6)
     assert _difference_without_key_bias(teacher, whole_teacher) < 1e-6
@@ -164,12 +168,16 @@ def _checkpointed(stage, section):
     sections = {} if section is None else {"activation_checkpointing": section}
     step = build_step(ds_config(stage, "fp32", BATCH, **sections), network=tiny_network(drop_path=0.3))
     saved = _Counter()
+    on_host = []
+    save_on_cpu = torch.autograd.graph.save_on_cpu
+    torch.autograd.graph.save_on_cpu = lambda **kw: on_host.append(kw) or save_on_cpu(**kw)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         indices = torch.arange(BATCH)
         out = step.micro_batch(crops(indices), sample_keys(0, 0, indices))
+    torch.autograd.graph.save_on_cpu = save_on_cpu
     assert out.progress is Progress.STEPPED
     losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
-    return losses, saved.elements
+    return losses, saved.elements, len(on_host)
 
 
 class _Counter:
@@ -183,11 +191,12 @@ class _Counter:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
-    plain, plain_elements = run_on_ranks(_checkpointed, stage, None, world=1)[0]
-    every, every_elements = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
-    one, one_elements = run_on_ranks(_checkpointed, stage, {"number_checkpoints": 1}, world=1)[0]
-    host, _ = run_on_ranks(_checkpointed, stage, {"cpu_checkpointing": True}, world=1)[0]
+    plain, plain_elements, none = run_on_ranks(_checkpointed, stage, None, world=1)[0]
+    every, every_elements, _ = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
+    one, one_elements, _ = run_on_ranks(_checkpointed, stage, {"number_checkpoints": 1}, world=1)[0]
+    host, _, on_host = run_on_ranks(_checkpointed, stage, {"cpu_checkpointing": True}, world=1)[0]
     assert every_elements < one_elements < plain_elements
+    assert (none, on_host) == (0, 2), "cpu_checkpointing keeps the inputs of both blocks on the host"
     for losses in (every, one, host):
         assert losses == pytest.approx(plain, rel=1e-6)
 

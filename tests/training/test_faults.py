@@ -15,10 +15,13 @@ from tests.training.harness import image_folder, losses_of, read_metrics, train_
 def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
-    assert run_on_ranks(train_tiny, root, run, max_steps=4) == [None, None]
-    log = (run / "log.txt").read_text()
-    assert "005.png" in log
-    assert read_metrics(run)[-1]["bad_images"] >= 1
+    (root / "011.png").write_bytes(b"")
+    # Ten passes over the images: each is named and counted once, whichever rank meets it.
+    changes = {"length": "20 steps", "data.max_bad_images": "2"}
+    assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
+    named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
+    assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
+    assert read_metrics(run)[-1]["bad_images"] == 2
 
 
 def test_too_many_unreadable_images_stop_the_run(tmp_path):
@@ -54,6 +57,33 @@ def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
     message = run_on_ranks(train_tiny, root, run, changes=changes, world=1)[0]
     assert all(part in message for part in parts) and "\n" not in message
     assert not run.exists()
+
+
+def test_static_loss_scale_that_overflows_stops_the_run(tmp_path):
+    """Only a dynamic scale can recover by skipping."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    message = run_on_ranks(train_tiny, root, run, "zero1_fp16.json", ds_changes={"fp16.loss_scale": "1e9"}, world=1)[0]
+    assert "3 times in a row" in message
+
+
+def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
+    messages = run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes)
+    assert all("eval.test_images" in message for message in messages)
+
+
+def _other_images(root, run):
+    """Rank 1 has another disk."""
+    return train_tiny(root / os.environ["RANK"], run)
+
+
+def test_ranks_with_other_images_do_not_train_apart(tmp_path):
+    for rank, images in ((0, 20), (1, 19)):
+        image_folder(tmp_path / "images" / str(rank), images)
+    for message in run_on_ranks(_other_images, tmp_path / "images", tmp_path / "run"):
+        assert "rank 1 19" in message and "same files" in message
+    assert not (tmp_path / "run").exists()
 
 
 def test_empty_folder(tmp_path):

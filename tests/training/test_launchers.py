@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -131,6 +132,23 @@ def test_ctrl_c_saves_and_resume_goes_on(launcher, images, tmp_path):
     code, output = _run(command(23453, *flags, "--resume", "--max_steps", last + 2))
     assert code == 0, output[-3000:]
     assert [step for step, _ in losses_of(run)] == list(range(1, last + 3))
+
+
+def test_sigterm_to_the_deepspeed_command_alone_saves_and_leaves_no_orphans(images, tmp_path):
+    """`timeout`, `scancel` and `docker stop` signal only the command, which DeepSpeed lets die without its children."""
+    run = tmp_path / "run"
+    options = dict(TINY, length="100000 steps")
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    process = _start(_deepspeed(23455, "--data.root", images, "--run_dir", run, *flags))
+    _wait_for_steps(run, process)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    for orphan in alive:
+        orphan.kill()
+    assert not alive
+    assert (run / "checkpoints/latest").read_text() == f"step_{losses_of(run)[-1][0]:08d}\n"
+    assert "the end of the launcher" in (run / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,6 +65,15 @@ def test_a_half_written_checkpoint_does_not_exist(tmp_path):
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
 
 
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    run_on_ranks(train_tiny, root, run, max_steps=2, world=1)
+    shutil.rmtree(run / "checkpoints")
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, world=1) == [None]
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+    assert "no checkpoint yet" in (run / "log.txt").read_text()
+
+
 class TestRefusals:
     @pytest.fixture
     def run(self, tmp_path):
@@ -77,8 +87,8 @@ class TestRefusals:
         assert (run / "metrics.jsonl").read_bytes() == before
 
     def test_nothing_to_resume(self, run, tmp_path):
-        message = run_on_ranks(train_tiny, run.parent / "images", tmp_path / "other", resume=True, world=1)[0]
-        assert "nothing to resume" in message
+        for message in run_on_ranks(train_tiny, run.parent / "images", tmp_path / "other", resume=True):
+            assert "nothing to resume" in message
         assert not (tmp_path / "other").exists()
 
     def test_another_recipe_stage_or_number_of_ranks(self, run):
@@ -88,6 +98,28 @@ class TestRefusals:
         for part in ("world_size was 1, is 2", "stage was 0, is 1", "precision", "optimizer.lr was 0.02, is 0.5"):
             assert part in message
         assert "log_every" not in message
+
+    @pytest.mark.parametrize("change", ["truncated", "missing"])
+    @pytest.mark.parametrize("name", ["whole.safetensors", "mp_rank_00_model_states.pt"])
+    def test_a_damaged_checkpoint(self, run, name, change):
+        path = run / "checkpoints/step_00000001" / name
+        content = path.read_bytes()
+        path.unlink()
+        if change == "truncated":
+            path.write_bytes(content[: len(content) // 2])
+        message = run_on_ranks(train_tiny, run.parent / "images", run, resume=True, world=1)[0]
+        assert name in message and "latest" in message
+
+    def test_another_clipping(self, run):
+        message = run_on_ranks(
+            train_tiny, run.parent / "images", run, resume=True, ds_changes={"gradient_clipping": "0.5"}, world=1
+        )[0]
+        assert "gradient_clipping was 3.0, is 0.5" in message
+
+    def test_a_run_folder_that_can_not_be_made(self, run):
+        (run.parent / "file").write_text("")
+        for message in run_on_ranks(train_tiny, run.parent / "images", run.parent / "file/run"):
+            assert "can't be made" in message and "--run_dir" in message
 
     def test_a_latest_that_names_nothing(self, run):
         (run / "checkpoints/latest").write_text("step_00000077\n")
