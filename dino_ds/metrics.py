@@ -99,6 +99,7 @@ class RunLog:
             initial=step,
             unit="step",
             dynamic_ncols=True,
+            bar_format="{percentage:3.0f} %|{bar:20}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
             disable=not sys.stderr.isatty(),
         )
 
