@@ -94,7 +94,7 @@ class _Loop:
         self._meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
         self._clock = Clock(run.recipe.data.global_batch)
         self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
-        self._window: list[tuple[MicroStep, Batch]] = []
+        self._window: list[tuple[MicroStep, list[str]]] = []
         self._bad_in_a_row = 0
         self._bad_images: set[str] = set()
 
@@ -118,9 +118,9 @@ class _Loop:
     def _train(self, batch: Batch) -> MicroStep:
         run, where = self._run, self._run.step.engine.device
         views = [view.to(where, non_blocking=True) for view in batch.crops]
-        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices).to(where, non_blocking=True)
+        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices.to(where, non_blocking=True))
         out = run.step.micro_batch(views, keys)
-        self._window.append((out, batch))
+        self._window.append((out, batch.names))
         self._bad_images.update(batch.bad)
         run.advance()
         return out
@@ -158,7 +158,7 @@ class _Loop:
         run, step = self._run, self._run.step
         window, self._window = self._window, []
         run.skipped_steps += 1
-        mine = [name for out, batch in window if not torch.isfinite(out.loss) for name in batch.names]
+        mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
         culprits = [name for names in distributed.gather_objects(mine) for name in names]
         if not culprits and run.config.dynamic_loss_scale:
             self._log.say(

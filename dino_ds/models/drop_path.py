@@ -26,9 +26,9 @@ def mix(x: Tensor) -> Tensor:
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
-    """One int64 key for each image of a batch: indices (b,) int64 -> (b,)."""
-    base = mix(mix(torch.tensor(seed, dtype=torch.int64)) + epoch).to(indices.device)
-    return mix(base + indices)
+    """One int64 key for each image of a batch: indices (b,) int64 on any device -> (b,) there."""
+    base = mix(mix(torch.tensor(seed, dtype=torch.int64)) + epoch)
+    return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
 
 
 def drop_path_scales(keys: Tensor, views: int, blocks: int, last_rate: float) -> Tensor:
