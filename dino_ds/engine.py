@@ -96,7 +96,6 @@ class Engine:
         import deepspeed
 
         self.config = config
-        self.dtype = DTYPES[config.precision]
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.checkpoint_activations(blocks, config.checkpoint_on_cpu)

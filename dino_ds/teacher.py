@@ -110,11 +110,8 @@ class _FlatFollower(_Follower):
         self._shard = self._flat.narrow(0, dist.get_rank(masters.process_group) * size, size)
 
     def move(self, weight: float) -> None:
-        self._shard.lerp_(self._masters.shard().to(self._device_of(), non_blocking=True), weight)
+        self._shard.lerp_(self._masters.shard().to(self._flat.device, non_blocking=True), weight)
         dist.all_gather_into_tensor(self._flat, self._shard, group=self._masters.process_group)
-
-    def _device_of(self) -> torch.device:
-        return self._flat.device
 
 
 class _PartitionedFollower(_Follower):
