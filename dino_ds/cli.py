@@ -95,7 +95,6 @@ def _train(
         problems.append(str(error))
     if problems or learned is None:
         raise ConfigError("\n".join(problems))
-    path = find_ds_config(ds_config)
     resolve_ds_config(settings, ds_config, learned.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
     check_torchvision()
 
@@ -105,7 +104,7 @@ def _train(
     train(
         learned,
         settings,
-        ds_config if Path(ds_config).is_file() else path,
+        find_ds_config(ds_config),
         run_dir=run_dir or f"runs/{Path(config).stem if config else 'vits16'}",
         max_steps=int(max_steps) if max_steps else None,
         resume=resume.lower() == "true",

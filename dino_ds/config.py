@@ -41,8 +41,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
 
     Raises ConfigError with one line per problem.
     """
-    given = _collect(config, overrides)
-    return _validate(given)
+    return _validate(_collect(config, overrides))
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -36,6 +36,11 @@ def wrong_key(section: str, key: str) -> str:
     return silent + (did_you_mean(name, beside) or did_you_mean(name, key_names()))
 
 
+def offloads_optimizer(zero: dict[str, Any]) -> bool:
+    """Whether a zero_optimization section puts the optimizer's state on another device."""
+    return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
+
+
 def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
     keys = SECTIONS[section]
     for key, value in content.items():
@@ -133,7 +138,7 @@ def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Pro
         section = zero.get(key, {})
         device = section.get("device", "none")
         name = f"zero_optimization.{key}"
-        if device == "nvme" and name.endswith("offload_optimizer"):
+        if device == "nvme" and key == "offload_optimizer":
             yield f"{name}.device", 'the EMA teacher follows FP32 masters that lie in memory: use "cpu"'
         elif device == "nvme":
             nvme = True
@@ -146,8 +151,7 @@ def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Pro
                 yield f"{name}.{extra}", f'it does nothing with device "{device}", only with "nvme": remove it'
     if "aio" in config and not nvme:
         yield "aio", "it does nothing without NVMe offload: remove it"
-    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-    if offloaded and config.get("zero_force_ds_cpu_optimizer"):
+    if offloads_optimizer(zero) and config.get("zero_force_ds_cpu_optimizer"):
         yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import hjson
 
-from dino_ds.ds_check import problems_of, wrong_key
+from dino_ds.ds_check import offloads_optimizer, problems_of, wrong_key
 from dino_ds.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
@@ -194,7 +194,7 @@ def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int) -> None:
             zero[key] = BUCKET_ELEMENTS
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]
-    if _offloads(zero, "offload_optimizer"):
+    if offloads_optimizer(zero):
         raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
 
 
@@ -221,10 +221,6 @@ def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
     if section.get("number_checkpoints") == "auto":
         del section["number_checkpoints"]
     return section.get("number_checkpoints", "all"), bool(section.get("cpu_checkpointing", False))
-
-
-def _offloads(zero: dict[str, Any], key: str) -> bool:
-    return zero.get(key, {}).get("device", "none") != "none"
 
 
 def _without_fp16(path: str) -> str:

@@ -104,7 +104,7 @@ class Run:
 
     def _load(self, found: Path, state: dict[str, Any]) -> None:
         whole = self._checkpoints.load(found, self.step.engine)
-        self.step.objective.center.load_state_dict({"value": whole.pop("center")})
+        self.step.objective.center.load(whole.pop("center"))
         self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
         self.position = Position(**state["position"])
         self.skipped_steps = state["skipped_steps"]

@@ -89,9 +89,9 @@ class RunFolder:
             for key in ("world_size", "stage", "precision", "gradient_clipping")
             if state[key] != mine[key]
         ]
-        old, new = _flatten(state["recipe"]), flat_values(self.recipe)
+        old, new = _flatten(state["recipe"]), _flatten(mine["recipe"])
         for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key) and not any(key == f or key.startswith(f + ".") for f in _FREE):
+            if old.get(key) != new.get(key) and key not in _FREE:
                 changed.append(f"{key} was {old.get(key)}, is {new.get(key)}")
         if changed:
             raise CheckpointError(

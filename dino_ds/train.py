@@ -244,8 +244,9 @@ class _Loop:
 def _changes_of(recipe: Recipe) -> list[str]:
     """The recipe's values that are not the defaults, a line a section."""
     changed: dict[str, list[str]] = {}
+    defaults = flat_values(Recipe())
     for name, value in flat_values(recipe).items():
-        if value != flat_values(Recipe())[name]:
+        if value != defaults[name]:
             section, _, key = name.rpartition(".")
             changed.setdefault(section or "recipe", []).append(f"{key} {value}")
     return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import automatic_workers, main_module_left_out, worker_options
+from dino_ds.data.workers import main_module_left_out, worker_options
 from dino_ds.errors import DataError
 
 _MAX_TRIES = 100
@@ -123,12 +123,11 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
 
 
 class Loader:
-    """An endless iterator of Batch. `workers` processes per rank; 0 = in this process."""
+    """An endless iterator of Batch. `workers` as for `worker_options`."""
 
     def __init__(
-        self, source: Source, multicrop: MultiCrop, seed: int, sampler: ResumableSampler, workers: int
+        self, source: Source, multicrop: MultiCrop, seed: int, sampler: ResumableSampler, workers: int | None
     ) -> None:
-        self.workers = workers
         loader: DataLoader[Sample | DataError] = DataLoader(
             _ErrorsAsValues(MultiCropDataset(source, multicrop, seed)),
             batch_sampler=sampler,
@@ -172,7 +171,7 @@ def build_loader(
     global_batch must be a multiple of micro_batch * world_size. Raises DataError if there are fewer images than that.
     """
     sampler = ResumableSampler(len(source), seed, global_batch, micro_batch, rank, world_size, start)
-    return Loader(source, multicrop, seed, sampler, automatic_workers() if workers is None else workers)
+    return Loader(source, multicrop, seed, sampler, workers)
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:

@@ -30,8 +30,9 @@ def automatic_workers() -> int:
     return max(0, min(cores // local_world_size() - 1, _MAX_WORKERS))
 
 
-def worker_options(workers: int) -> dict[str, Any]:
-    """Arguments of torch's DataLoader for `workers` processes per rank; 0 = in this process."""
+def worker_options(workers: int | None) -> dict[str, Any]:
+    """Arguments of torch's DataLoader for `workers` processes per rank; 0 = in this process, None = automatic."""
+    workers = automatic_workers() if workers is None else workers
     return {
         "num_workers": workers,
         "prefetch_factor": _PREFETCHED_BATCHES if workers else None,

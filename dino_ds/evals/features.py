@@ -33,7 +33,7 @@ def extract_features(
     indices: Sequence[int],
     transform: Callable[[Image.Image], Tensor],
     device: torch.device,
-    workers: int,
+    workers: int | None,
 ) -> tuple[Tensor, Tensor]:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (len(indices), d) and labels, on `device`.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from dino_ds.config import Recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
-from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
 from dino_ds.evals.knn import knn_accuracy
@@ -33,7 +32,7 @@ class KnnWatch:
         k: int,
         temperature: float,
         limits: tuple[int, int],
-        workers: int,
+        workers: int | None,
     ) -> None:
         assert bank.labels is not None and test.labels is not None
         labelled = [i for i, label in enumerate(bank.labels) if label >= 0]
@@ -78,7 +77,7 @@ class KnnWatch:
             settings.k,
             settings.temperature,
             (settings.bank_images, settings.test_images),
-            automatic_workers() if recipe.data.workers is None else recipe.data.workers,
+            recipe.data.workers,
         )
 
     def due(self, step: int) -> bool:

@@ -39,9 +39,7 @@ class Center:
         """Forget the window: its optimizer step was not applied."""
         self._pending = torch.zeros_like(self._pending)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"value": self.value.cpu()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.value.copy_(state["value"])
+    def load(self, value: Tensor) -> None:
+        """Set the centre (k,), as a checkpoint has it, and begin a new window."""
+        self.value.copy_(value)
         self.drop()

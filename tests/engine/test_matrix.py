@@ -82,7 +82,7 @@ def test_two_ranks_equal_one_process(stage, precision, references):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_teacher_follows_the_masters_of_every_layout(stage, sections, references):
     """DeepSpeed keeps the masters in another place or order with each of these; the EMA must find them."""
-    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **_copied(sections)):
+    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(sections)):
         assert ema_error < 1e-7
         assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
         assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-4
@@ -147,7 +147,7 @@ def test_gradient_of_micro_batches_equals_that_of_one_batch():
     assert max_difference(whole, parts) < 1e-6 * scale
 
 
-def _two_stages_interleaved(clipping):
+def _clipped_at_every_stage(clipping):
     """Global clipping: the same small steps at every stage."""
     norms = []
     for stage in (0, 1, 2, 3):
@@ -158,7 +158,7 @@ def _two_stages_interleaved(clipping):
 
 
 def test_clipping_acts_alike_at_every_stage():
-    free, clipped = (run_on_ranks(_two_stages_interleaved, c, world=1)[0] for c in (0.0, 1e-4))
+    free, clipped = (run_on_ranks(_clipped_at_every_stage, c, world=1)[0] for c in (0.0, 1e-4))
     assert max_difference(free[0][1], clipped[0][1]) > 1e-4
     for _, student in clipped[1:]:
         assert _difference_without_key_bias(student, clipped[0][1]) < 1e-5
@@ -226,10 +226,6 @@ def test_precision_of_student_teacher_and_loss():
     for precision, (student, teacher, forward) in run_on_ranks(_precisions, world=1)[0].items():
         assert student and teacher
         assert forward == DTYPES[precision]
-
-
-def _copied(sections):
-    return copy.deepcopy(sections)
 
 
 def _difference_without_key_bias(a, b):
