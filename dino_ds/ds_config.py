@@ -25,6 +25,18 @@ BUCKET_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True)
+class Levers:
+    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
+
+    attention: str = "sdpa"
+    attention_backend: str = "auto"
+    packed: bool = True
+    cls_only_last_block: bool = True
+    compile: bool = False
+    teacher_copy: bool = False
+
+
+@dataclass(frozen=True)
 class DsConfig:
     """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
 
@@ -41,6 +53,7 @@ class DsConfig:
     clipping: float
     checkpoint_blocks: int | str
     checkpoint_on_cpu: bool
+    levers: Levers
     notes: list[str] = field(default_factory=list)
 
 
@@ -106,6 +119,7 @@ def resolve_ds_config(
         clipping=float(raw["gradient_clipping"]),
         checkpoint_blocks=blocks,
         checkpoint_on_cpu=on_cpu,
+        levers=Levers(**raw.get("dino_ds", {})),
         notes=notes,
     )
 

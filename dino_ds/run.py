@@ -53,7 +53,7 @@ class Run:
 
     def _build_step(self) -> DinoStep:
         recipe, optimizer = self.recipe, self.recipe.optimizer
-        network = build_network(recipe)
+        network = build_network(recipe, self.config.levers)
         # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
         copied = copy.deepcopy(network).to(device())
         engine = Engine(network, self.config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
