@@ -73,8 +73,12 @@ def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
 
     Raises ConfigError with one line per problem.
     """
-    config = _read(find_ds_config(path))
-    problems: list[str] = []
+    return change_ds_config(_read(find_ds_config(path)), path, overrides)
+
+
+def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
+    config, problems = copy.deepcopy(config), list[str]()
     for name, text in overrides.items():
         problem = _override(config, name, text)
         if problem:
