@@ -97,6 +97,11 @@ class Engine:
         import deepspeed
 
         self.config = config
+        if config.levers.attention == "varlen" and not torch.cuda.is_available():
+            raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
+        if config.precision != "fp32":
+            # The prototypes are FP32 in every engine; TF32 rounds their products less than the engine's own precision.
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.checkpoint_activations(blocks, config.checkpoint_on_cpu)
@@ -155,7 +160,7 @@ class Engine:
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
 
     def _stage0_clip(self) -> bool:
-        """Whether the gradient is finite; it is then clipped, else removed: plain AdamW would write NaN into the weights.
+        """Whether the gradient is finite; it is then clipped, else removed: AdamW would write NaN into the weights.
 
         DeepSpeed sums gradients over ranks before this at stage 0, and checks them itself from stage 1 on.
         """

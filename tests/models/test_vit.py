@@ -9,7 +9,7 @@ import timm
 import torch
 
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.models.drop_path import drop_path_scales, sample_keys
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
 from dino_ds.models.vit import VisionTransformer
 
 NAMES = [
@@ -107,28 +107,32 @@ def test_position_interpolation_is_a_choice():
     assert (dino(views[2:3]) - antialias(views[2:3])).abs().max() > 1e-4
 
 
+def _scales(keys, views, blocks, last_rate):
+    return drop_path_scales(drop_path_draws(keys, views, blocks), last_rate)
+
+
 class TestStochasticDepth:
     def test_rates_grow_linearly_and_keep_the_mean(self):
         rates = [0.0, 0.15, 0.3, 0.45]
-        scales = drop_path_scales(sample_keys(0, 0, torch.arange(4000)), 4, 4, 0.45)
+        scales = _scales(sample_keys(0, 0, torch.arange(4000)), 4, 4, 0.45)
         dropped = (scales == 0).double().mean(dim=(1, 2))
         # 32,000 decisions a block: three standard errors are below 0.009.
         torch.testing.assert_close(dropped, torch.tensor(rates).double(), atol=0.009, rtol=0)
         torch.testing.assert_close(scales.mean(dim=(1, 2)), torch.ones(4), atol=0.03, rtol=0)
 
     def test_decisions_follow_the_image_not_the_batch(self):
-        whole = drop_path_scales(sample_keys(5, 2, torch.arange(8)), 3, 2, 0.4).view(2, 2, 3, 8)
-        part = drop_path_scales(sample_keys(5, 2, torch.arange(3, 6)), 3, 2, 0.4).view(2, 2, 3, 3)
+        whole = _scales(sample_keys(5, 2, torch.arange(8)), 3, 2, 0.4).view(2, 2, 3, 8)
+        part = _scales(sample_keys(5, 2, torch.arange(3, 6)), 3, 2, 0.4).view(2, 2, 3, 3)
         assert torch.equal(whole[..., 3:6], part)
 
     def test_blocks_branches_views_epochs_and_seeds_differ(self):
-        base = drop_path_scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
+        base = _scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
         flat = base.view(2 * 2 * 2, 256)[4:]
         for i in range(4):
             for j in range(i):
                 assert 0.3 < (flat[i] == flat[j]).double().mean() < 0.7
         for keys in (sample_keys(1, 0, torch.arange(256)), sample_keys(0, 1, torch.arange(256))):
-            other = drop_path_scales(keys, 2, 3, 0.5)[1:] != 0
+            other = _scales(keys, 2, 3, 0.5)[1:] != 0
             assert 0.4 < (other[1] == base[1]).double().mean() < 0.6
 
     def test_none_in_evaluation(self):
