@@ -36,7 +36,7 @@ class QueryKeyValue(nn.Linear):
             out = super().forward(x)
             return out[:, :d], out[:, d:]
         bias = self.bias
-        queries = F.linear(x[query_rows], self.weight[:d], bias[:d])
+        queries = F.linear(x.index_select(0, query_rows), self.weight[:d], bias[:d])
         return queries, F.linear(x, self.weight[d:], bias[d:])
 
 

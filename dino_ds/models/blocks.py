@@ -71,15 +71,15 @@ class Block(nn.Module):
             scales = drop if cls_only else drop[:, packing.sequence_of_token]
             rows = scales.unsqueeze(-1).to(x.dtype)
         branch = self.ls1(self.attn(self.norm1(x), packing, cls_only))
-        x = (x[packing.cls] if cls_only else x) + (branch if rows is None else branch * rows[0])
+        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if rows is None else branch * rows[0])
         branch = self.ls2(self.mlp(self.norm2(x)))
         return x + (branch if rows is None else branch * rows[1])
 
     def _forward_kept(self, x: Tensor, packing: Packing, kept: list[Kept], cls_only: bool) -> Tensor:
         first, second = kept
-        branch = self.ls1(self.attn(self.norm1(x[first.rows]), first.packing, cls_only))
-        x = _add(x[packing.cls] if cls_only else x, branch, first, cls_only)
-        branch = self.ls2(self.mlp(self.norm2(x[second.sequences if cls_only else second.rows])))
+        branch = self.ls1(self.attn(self.norm1(x.index_select(0, first.rows)), first.packing, cls_only))
+        x = _add(x.index_select(0, packing.cls) if cls_only else x, branch, first, cls_only)
+        branch = self.ls2(self.mlp(self.norm2(x.index_select(0, second.sequences if cls_only else second.rows))))
         return _add(x, branch, second, cls_only)
 
 

@@ -129,7 +129,7 @@ class VisionTransformer(nn.Module):
         for i, block in enumerate(self.blocks):
             x = self._run_block(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
         if not cls_only and not all_tokens:
-            x = x[packing.cls]
+            x = x.index_select(0, packing.cls)
         return self.norm(x)
 
     def _drop(self, draws: Tensor | None, packing: Packing) -> Tensor | list[list[Kept]] | None:
