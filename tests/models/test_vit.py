@@ -23,19 +23,19 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_timm_forward_and_gradient(name):
+@pytest.mark.parametrize(("name", "channels"), [*((name, 3) for name in NAMES), (NAMES[0], 5)])
+def test_equals_timm_forward_and_gradient(name, channels):
     """Two blocks of each kind at full width: same weights, same tokens, same gradients; FP32, other kernels: 1e-4."""
-    arch = dataclasses.replace(ARCHITECTURES[name], depth=2)
+    arch = dataclasses.replace(ARCHITECTURES[name], depth=2, in_chans=channels)
     size = 4 * arch.patch_size
     torch.manual_seed(0)
-    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0).train()
+    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0, in_chans=channels).train()
     ours = VisionTransformer(arch, size).train()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     missing = ours.load_state_dict(theirs.state_dict(), strict=True)
     assert not missing.missing_keys and not missing.unexpected_keys
-    images = torch.randn(2, 3, size, size)
+    images = torch.randn(2, channels, size, size)
     expected = theirs.forward_features(images)
     torch.testing.assert_close(ours.tokens(images), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours([images]), expected[:, 0], rtol=1e-4, atol=1e-4)
