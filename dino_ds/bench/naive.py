@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_ds.config import Recipe
 from dino_ds.engine import Progress
 from dino_ds.masters import WholeMasters
+from dino_ds.models.head import Prototypes
 from dino_ds.models.network import DinoNetwork
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss, DinoLossOutput
 from dino_ds.optim import parameter_groups
@@ -37,10 +38,25 @@ class PairwiseLoss(DinoLoss):
         return DinoLossOutput(torch.stack(losses).mean(), student_logits.new_zeros(()))
 
 
+class NormalisedPrototypes(Prototypes):
+    """Normalises the whole weight in each forward pass, and differentiates through that."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return F.linear(F.normalize(z, dim=-1), F.normalize(self.weight, dim=-1))
+
+
+def normalise_prototypes(network: DinoNetwork) -> None:
+    """Put `NormalisedPrototypes` into the network, with its weight."""
+    k, bottleneck = network.head.prototypes.weight.shape
+    plain = NormalisedPrototypes(bottleneck, k)
+    plain.weight = network.head.prototypes.weight
+    network.head.prototypes = plain
+
+
 class LoopTeacher(Teacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
-    def __init__(self, network: nn.Module, masters: Sequence[WholeMasters]) -> None:
+    def __init__(self, network: DinoNetwork, masters: Sequence[WholeMasters]) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
         super().__init__(network, masters)

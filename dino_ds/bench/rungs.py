@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine
+from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine, normalise_prototypes
 from dino_ds.build import build_network, build_schedules
-from dino_ds.config import Recipe, change_recipe, recipe_options
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.ds_config import Levers
 from dino_ds.engine import device
 from dino_ds.measure.trial import (
@@ -30,7 +30,6 @@ from dino_ds.teacher import Teacher
 
 CLIPPING = 3.0
 _PLAIN = Levers(attention="naive", packed=False, cls_only_last_block=False)
-_STOCHASTIC_DEPTH = "model.stochastic_depth"
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Rung:
     name: str
     exact: bool = True
     levers: Levers = _PLAIN
+    lean_prototypes: bool = False
     minimal_loss: bool = False
     fused_adamw: bool = False
     one_pass_ema: bool = False
@@ -65,12 +65,13 @@ def all_rungs() -> list[Rung]:
     add("packed crops", levers=lever(packed=True))
     add("CLS-only last block", levers=lever(cls_only_last_block=True))
     add("minimal-pass loss", minimal_loss=True)
+    add("lean prototypes", lean_prototypes=True)
     add("fused AdamW", fused_adamw=True)
     add("one-pass EMA", one_pass_ema=True)
     add("DeepSpeed engine", engine=True)
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", levers=lever(compile=True))
-    add("batched stochastic depth", batched_stochastic_depth=True)
+    add("batched stochastic depth", levers=lever(compile=False), batched_stochastic_depth=True)  # one or the other
     add("data workers", data_workers=True)
     return [*rungs, rung]
 
@@ -87,34 +88,31 @@ def why_skipped(rung: Rung, recipe: Recipe) -> str | None:
     if rung.name == "torch.compile" and not (shutil.which("cc") or shutil.which("gcc")):
         return "there is no C compiler"
     if rung.batched_stochastic_depth:
-        if _STOCHASTIC_DEPTH not in {option.name for option in recipe_options()}:
-            return f"this version has no {_STOCHASTIC_DEPTH}"
-        if recipe.model.drop_path == 0:
-            return "model.drop_path is 0"
+        return "model.drop_path is 0" if recipe.model.drop_path == 0 else None
     return None
 
 
 def build_rung(rung: Rung, recipe: Recipe, batch: int) -> Trial:
     """A trial of this rung's step; `batch` images. One process."""
     if rung.batched_stochastic_depth:
-        recipe = change_recipe(recipe, {_STOCHASTIC_DEPTH: "batched"})
+        recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     if rung.engine:
         return build_trial(*resolve(recipe, _ds_config(rung), "bench ladder", batch))
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
-    step = build_plain_step(recipe, rung.levers, rung.minimal_loss, rung.fused_adamw, rung.one_pass_ema)
+    step = build_plain_step(recipe, rung)
     begin_training(step)
     return Trial(step, 1, synthetic_crops(recipe, batch, device()), synthetic_keys(recipe, batch, device()))
 
 
-def build_plain_step(
-    recipe: Recipe, levers: Levers, minimal_loss: bool = True, fused_adamw: bool = True, one_pass_ema: bool = True
-) -> DinoStep:
-    """The step without an engine: FP32, one process."""
-    network = build_network(recipe, levers)
+def build_plain_step(recipe: Recipe, rung: Rung) -> DinoStep:
+    """The step of a rung that has no engine: FP32, one process."""
+    network = build_network(recipe, rung.levers)
+    if not rung.lean_prototypes:
+        normalise_prototypes(network)
     copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
-    engine = PlainEngine(network, recipe, CLIPPING, fused_adamw, device())
-    teacher = (Teacher if one_pass_ema else LoopTeacher)(copied, engine.masters())
-    loss = (DinoLoss if minimal_loss else PairwiseLoss)(
+    engine = PlainEngine(network, recipe, CLIPPING, rung.fused_adamw, device())
+    teacher = (Teacher if rung.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    loss = (DinoLoss if rung.minimal_loss else PairwiseLoss)(
         head.prototypes, objective.student_temp, objective.center_momentum, device()
     )
     as_engine: Any = engine
