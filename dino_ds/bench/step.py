@@ -57,8 +57,9 @@ def run(
     if data and recipe.data.source == "folder" and not recipe.data.root:
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(batch, threads)
+    resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
-    steppers = {s.name: _Stepper(*resolve(s.recipe, s.ds, ds_path, batch), warmup, data) for s in settings}
+    steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
     timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
     result = about(recipe, batch) | {
         "settings": [_summary(name, timings[name], steppers[name]) | memory[name] for name in steppers],

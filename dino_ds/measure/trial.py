@@ -14,6 +14,7 @@ from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine import fp16_supported, init_distributed
+from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.run import build_step
@@ -52,7 +53,10 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
     """Recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
     ranks = distributed.world_size()
     recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
-    config = resolve_ds_config(dict(ds), ds_path, batch * ranks, ranks, fp16_supported=fp16_supported())
+    try:
+        config = resolve_ds_config(dict(ds), ds_path, batch * ranks, ranks, fp16_supported=fp16_supported())
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
     return recipe, config
 
 

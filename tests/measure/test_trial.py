@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
 import weakref
 
 import pytest
 import torch
 
+from dino_ds import distributed
 from dino_ds.engine import init_distributed
-from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child
+from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child, run_in_children
 from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen
 from tests.measure.tiny import tiny_ds, tiny_recipe
@@ -112,6 +115,29 @@ def test_a_child_tells_its_own_peak_memory():
     assert result.peak_mib - result.imports_mib == pytest.approx(300, abs=20)
     assert result.peak_mib < resident_mib() and ballast.numel()
     gc.collect()
+
+
+def sum_of_ranks(fail_on):
+    if distributed.rank() == fail_on:
+        raise RuntimeError("rank on purpose")
+    return float(distributed.sum_across_ranks(torch.ones(1)))
+
+
+def test_children_are_one_process_group_and_end_together():
+    results = run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=-1)
+    assert [result.value for result in results] == [2.0, 2.0]
+    with pytest.raises(ChildFailed, match="rank on purpose"):
+        run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=1)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_child_is_most_likely_one_without_memory():
+    with pytest.raises(ChildFailed, match="smaller --batch") as caught:
+        run_in_child("tests.measure.test_trial:be_killed")
+    assert caught.value.killed
 
 
 def test_a_failing_child_says_why():
