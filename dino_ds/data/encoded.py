@@ -14,6 +14,9 @@ from dino_ds.data.listing import Labels, Listing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
+MAX_BYTES = 1 << 30
+"""A larger file is no image."""
+
 
 class EncodedImages(ABC):
     """A source whose images are files of some format, wherever they lie."""
@@ -66,6 +69,8 @@ def read_file(path: str, name: str) -> bytes:
         with open(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise UnreadableImage(name, "not a regular file")
+            if os.fstat(handle).st_size > MAX_BYTES:
+                raise UnreadableImage(name, f"{os.fstat(handle).st_size} bytes are no image")
             data = file.read()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UnreadableImage(name, getattr(error, "strerror", None) or str(error)) from None

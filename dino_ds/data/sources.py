@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 from PIL import Image
 
-from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import UnreadableImage
+from dino_ds.data.own_files import open_files
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.torchvision_sets import TORCHVISION_SETS, TorchvisionImages
 from dino_ds.errors import ConfigError, DataError
@@ -57,5 +57,5 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
         what = "holds the images" if source == "folder" else f"keeps {source}"
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {what}")
     if source == "folder":
-        return ImageFolder(root)
+        return open_files(root)
     return TorchvisionImages(source, root, split, download)
