@@ -9,10 +9,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dino_ds.data.encoded import EXTENSIONS, ListedImages
+from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.list_file import ListFile
 from dino_ds.data.listing import printable
+from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import DataError
 
@@ -20,7 +21,7 @@ _MAX_FILES = 1_000_000
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
 
 
-def open_files(root: str) -> ListedImages:
+def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
     """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
 
     A folder of .tar or .parquet files, without images or folders beside them, is read as these. Raises DataError.
@@ -81,19 +82,23 @@ def _options(inner: str) -> Iterator[str] | None:
     return iter(inner.split(",")) if "," in inner else None
 
 
-def _open_all(paths: list[str], root: str) -> ListedImages:
+def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
     endings = {Path(path).suffix.lower() for path in paths}
     if endings == {".tar"}:
         return TarShards(paths)
-    other = next(path for path in paths if not path.lower().endswith(".tar"))
+    if endings == {".parquet"}:
+        return ParquetImages(paths)
+    if endings == {".tar", ".parquet"}:
+        raise DataError(f"data.root {root} holds both .tar and .parquet files: give one kind, as a pattern")
+    other = next(path for path in paths if not path.lower().endswith((".tar", ".parquet")))
     if other.lower().endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
         raise DataError(f"{printable(other)} is compressed: unpack it to .tar, images are read at their places")
     raise DataError(f"{printable(other)} (data.root {root}) is a file of no known kind; data.root wants {_FORMS}")
 
 
 def _archives_in(folder: str) -> list[str]:
-    """The .tar files right in `folder`, if neither images nor folders are beside them."""
-    tars = []
+    """The .tar or .parquet files right in `folder`, if neither images nor folders are beside them."""
+    archives = []
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -101,8 +106,8 @@ def _archives_in(folder: str) -> list[str]:
                     continue
                 if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
                     return []
-                if entry.name.lower().endswith(".tar"):
-                    tars.append(entry.path)
+                if entry.name.lower().endswith((".tar", ".parquet")):
+                    archives.append(entry.path)
     except OSError:
         return []  # the folder source says why
-    return sorted(tars)
+    return sorted(archives)

@@ -166,7 +166,11 @@ def _walk(file: BinaryIO, found: _Members) -> str | None:
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
         compressed = end < 0 and _is_compressed(file)
         text = " ".join(str(error).split()) or type(error).__name__
-        problem = "compressed: unpack it, images are read at their places" if compressed else f"damaged: {text}"
+        problem = (
+            "compressed: unpack it, images are read at their places"
+            if compressed
+            else f"cut off or damaged after byte {max(end, 0)} ({text})"
+        )
     found.labels = [classes.get(_key(name)) for name in found.names]
     if twice:
         again = f"{len(twice)} members have the name of an earlier one and are left out: {_show(twice)}"

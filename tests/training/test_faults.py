@@ -124,7 +124,7 @@ def _shards(root, images):
                 info.size = 12
                 archive.addfile(info, io.BytesIO(b"not an image"))
     whole = (root / "1.tar").read_bytes()
-    (root / "1.tar").write_bytes(whole[: len(whole) * 3 // 4 + 700])
+    (root / "1.tar").write_bytes(whole[: len(whole) * 3 // 4 + 2200])
     return root
 
 
@@ -134,7 +134,7 @@ def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
     changes = {"length": "12 steps", "data.max_bad_fraction": "0.1", "data.workers": "1"}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
     log = (run / "log.txt").read_text()
-    assert f"note     {root}/1.tar: cut off in ../0" in log, log
+    assert f"note     {root}/1.tar: cut off in ../0" in log
     assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
     assert read_metrics(run)[-1]["bad_images"] == 1
     assert not list(tmp_path.glob("*.png"))
