@@ -153,7 +153,7 @@ def _walk(file: BinaryIO, found: _Members) -> str | None:
     end, problem = -1, None
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
-            while (member := archive.next()) is not None and problem is None:
+            while problem is None and (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
                 if archive.offset <= end or member.size < 0:
                     problem = f"damaged at byte {end}"
@@ -164,13 +164,10 @@ def _walk(file: BinaryIO, found: _Members) -> str | None:
                 end = max(end, archive.offset)
             problem = problem or _look_at_end(file, archive.offset)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
-        compressed = end < 0 and _is_compressed(file)
         text = " ".join(str(error).split()) or type(error).__name__
-        problem = (
-            "compressed: unpack it, images are read at their places"
-            if compressed
-            else f"cut off or damaged after byte {max(end, 0)} ({text})"
-        )
+        problem = f"cut off or damaged after byte {max(end, 0)} ({text})"
+        if end < 0 and _is_compressed(file):
+            problem = "compressed: unpack it, images are read at their places"
     found.labels = [classes.get(_key(name)) for name in found.names]
     if twice:
         again = f"{len(twice)} members have the name of an earlier one and are left out: {_show(twice)}"
