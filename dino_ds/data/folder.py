@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from dino_ds.data.images import load_rgb
+from dino_ds.data.images import UnreadableImage, load_rgb
 from dino_ds.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -38,6 +38,12 @@ class ImageFolder:
 
     def load(self, index: int) -> Image.Image:
         return load_rgb(self.name(index))
+
+    def read(self, index: int) -> bytes:
+        try:
+            return Path(self.name(index)).read_bytes()
+        except OSError as error:
+            raise UnreadableImage(self.name(index), error.strerror or str(error)) from None
 
     def name(self, index: int) -> str:
         return os.path.join(self._root, self._paths[index])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from dino_ds.errors import ConfigError
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-_NUM_GLOBAL = 2
+NUM_GLOBAL = 2
 _ASPECT = (3 / 4, 4 / 3)
 _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
@@ -91,16 +91,20 @@ class MultiCrop:
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, global crops first. The seed alone decides."""
         views = self.draw(image.width, image.height, seed)
-        sizes = [self.global_size] * _NUM_GLOBAL + [self.local_size] * self.num_local
-        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, sizes, strict=False)]
+        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, self.sizes, strict=True)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the crops, in their order, pixels."""
+        return [self.global_size] * NUM_GLOBAL + [self.local_size] * self.num_local
 
     def draw(self, width: int, height: int, seed: int) -> list[ViewParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
         rng = random.Random(seed)
         views = []
-        for view in range(_NUM_GLOBAL + self.num_local):
-            scale = self.global_scale if view < _NUM_GLOBAL else self.local_scale
-            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, _NUM_GLOBAL)))
+        for view in range(NUM_GLOBAL + self.num_local):
+            scale = self.global_scale if view < NUM_GLOBAL else self.local_scale
+            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, NUM_GLOBAL)))
         return views
 
     def picture(self, crops: list[Tensor], images: int = 8) -> Tensor:
@@ -159,6 +163,13 @@ def to_tensor(image: Image.Image) -> Tensor:
     for channel in range(3):
         np.take(_NORMALISED[channel], pixels[:, :, channel], out=out[channel], mode="clip")
     return torch.from_numpy(out)
+
+
+def channel_statistics(channels: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and standard deviation that are removed: ImageNet's; their averages where the channels are not RGB."""
+    if channels == 3:
+        return MEAN, STD
+    return [sum(MEAN) / 3] * channels, [sum(STD) / 3] * channels
 
 
 def crop_seed(seed: int, epoch: int, index: int) -> int:
