@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from PIL import Image
@@ -55,6 +56,17 @@ class Batch:
         plans = self.plans and [[plan.moved(move) for plan in group] for group in self.plans]
         groups = [move(group) for group in self.groups]
         return Batch(groups, plans, move(self.indices), self.epoch, self.names, self.bad)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
+        # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
+        rest = pickle.dumps((self.plans, self.indices.numpy(), self.epoch, self.names, self.bad))
+        return _unpack, (self.groups, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+
+def _unpack(groups: list[Tensor], rest: Tensor) -> Batch:
+    plans, indices, epoch, names, bad = pickle.loads(rest.numpy().tobytes())
+    return Batch(groups, plans, torch.from_numpy(indices), epoch, names, bad)
 
 
 @dataclass(frozen=True)

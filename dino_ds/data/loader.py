@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import find_dead_worker, main_module_left_out, worker_options
+from dino_ds.data.workers import end_after_a_death, main_module_left_out, worker_options
 from dino_ds.errors import DataError
 
 
@@ -83,12 +83,12 @@ class Loader:
             raise StopIteration
         try:
             batch = next(self._batches)
-        except RuntimeError as error:
-            dead = find_dead_worker(self._batches)
-            if dead is None:
+        except (RuntimeError, EOFError, OSError) as error:
+            obituary = end_after_a_death(self._batches)
+            if obituary is None:
                 raise
             self.close()
-            raise DataError(dead) from error
+            raise DataError(obituary) from error
         if isinstance(batch, DataError):
             self.close()
             raise batch

@@ -87,7 +87,7 @@ class Plan:
         return Plan(self.crops, move(self.rows), move(self.values), self.counts)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Between processes as plain bytes: each tensor would take a file of shared memory.
+        # As plain bytes: between processes each tensor would take a file of shared memory.
         return _plan_of_arrays, (self.crops, self.rows.numpy(), self.values.numpy(), self.counts)
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _MAX_WORKERS = 16
 _PREFETCHED_BATCHES = 3
 """Per worker; three cover one slow image without holding much memory."""
 _SHARED_MEMORY = "/dev/shm"
+_REPORT_SECONDS = 5
+"""Within which the end of a process is known after its pipe broke."""
 _HINTS = {
     "SIGKILL": ". Most often memory has run out: lower data.workers or the micro-batch",
     "SIGBUS": ". Shared memory has run out: start the container with a larger --shm-size",
@@ -74,17 +77,20 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
         )
 
 
-def find_dead_worker(batches: object) -> str | None:
-    """What to say if a process of a torch DataLoader's iterator has ended; None if all are alive."""
-    for worker in getattr(batches, "_workers", []):
-        code = worker.exitcode
-        if code is None:
-            continue
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else ""
-        how = f"was killed by {name}" if name else f"ended with code {code}"
-        hint = _HINTS.get(name, "")
-        return f"loader process {worker.pid} {how}; the last checkpoint is intact, and --resume goes on from it{hint}"
-    return None
+def end_after_a_death(batches: object) -> str | None:
+    """If a process of a torch DataLoader's iterator has died: ends the others, says which it was and why; else None."""
+    workers = list(getattr(batches, "_workers", []))
+    wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
+    dead = next((worker for worker in workers if worker.exitcode is not None), None)
+    if dead is None:
+        return None
+    for worker in workers:
+        worker.kill()  # they may wait for a lock that the dead one held, and they ignore SIGTERM
+    signals = {-number: number.name for number in signal.Signals}
+    name = signals.get(dead.exitcode, "")
+    how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
+    hint = _HINTS.get(name, "")
+    return f"loader process {dead.pid} {how}; the last checkpoint is intact, --resume goes on from it{hint}"
 
 
 @contextmanager

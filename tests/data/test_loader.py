@@ -165,11 +165,11 @@ def test_the_worker_augments_as_multicrop_does():
 
 
 def test_one_draw_decides_both_modes():
-    """The device gets crops of the same boxes and does the same to them; Pillow rounds to levels (1/58 of a unit)."""
+    """The device gets crops of the same boxes and does the same to them; Pillow works on levels (1/58), in 8-bit hues too."""
     worker, device = (by_sample(batches(2, augment=augment)) for augment in ("worker", "device"))
     for key in worker:
         for a, b in zip(worker[key][3:], device[key][3:], strict=True):
-            assert (a - b).abs().mean() < 2 / 58
+            assert (a - b).abs().mean() < 4 / 58
 
 
 def crops_of(key: tuple[int, int], source: Noise, seed: int, augment: str) -> list[torch.Tensor]:
@@ -334,7 +334,7 @@ def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
     check = workers_module.check_shared_memory
     large = MultiCrop(224, (0.4, 1.0), 96, (0.05, 0.4), 8, "dino")
     assert batch_bytes(large, 64, 3, "device") == 64 * 3 * (2 * 224**2 + 8 * 96**2)
-    with pytest.raises(DataError, match=r"0\.47 GiB .* /dev/shm has 0\.06 GiB free: start .* --shm-size 1g") as caught:
+    with pytest.raises(DataError, match=r"0\.50 GiB .* /dev/shm has 0\.06 GiB free: start .* --shm-size 1g") as caught:
         check(batch_bytes(large, 64, 3, "device"), 5)
     assert "\n" not in str(caught.value)
     check(batch_bytes(CROPS, 8, 3, "worker"), 5)
