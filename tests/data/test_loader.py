@@ -165,7 +165,7 @@ def test_the_worker_augments_as_multicrop_does():
 
 
 def test_one_draw_decides_both_modes():
-    """The device gets crops of the same boxes and does the same to them; Pillow works on levels (1/58), in 8-bit hues too."""
+    """The device gets crops of the same boxes and does the same; Pillow works on levels (1/58), in 8-bit hues too."""
     worker, device = (by_sample(batches(2, augment=augment)) for augment in ("worker", "device"))
     for key in worker:
         for a, b in zip(worker[key][3:], device[key][3:], strict=True):
