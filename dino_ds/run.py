@@ -72,9 +72,9 @@ class Run:
 
     def build_feed(self) -> Feed:
         """Batches on the device, from `position` on. Raises DataError where shared memory is too small for them."""
-        data, where = self.recipe.data, self.step.engine.device
+        data, where, channels = self.recipe.data, self.step.engine.device, self.recipe.model.in_chans
         with distributed.together():
-            check_shared_memory(batch_bytes(self.crops, self.config.micro_batch, 3, data.augment), data.workers)
+            check_shared_memory(batch_bytes(self.crops, self.config.micro_batch, channels, data.augment), data.workers)
         loader = build_loader(
             self.source,
             self.crops,
@@ -87,6 +87,7 @@ class Run:
             self.position,
             augment=data.augment,
             max_pixels=data.max_pixels,
+            channels=channels,
             device=where,
         )
         return Feed(loader, where)
@@ -95,6 +96,11 @@ class Run:
         """One micro-batch of every rank has been used."""
         consumed = self.config.micro_batch * distributed.world_size()
         self.position = self.position.advance(consumed, self.epoch_steps * self.recipe.data.global_batch)
+
+    @property
+    def images_drawn(self) -> int:
+        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        return len(self.source) if self.position.epoch else self.position.samples
 
     def save(self) -> None:
         """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps
 
 from dino_ds.data.images import UnreadableImage, to_rgb
-from dino_ds.data.sources import Source
 
+if TYPE_CHECKING:
+    from dino_ds.data.sources import Source
+
+MAX_PIXELS = 178956970
+"""Of an image where the recipe doesn't say: Pillow's own limit."""
 _ORIENTATION = 0x0112
 _UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],

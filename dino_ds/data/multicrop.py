@@ -112,11 +112,13 @@ class MultiCrop:
         cell = max(crop.shape[-1] for crop in crops) + 2
         rows = min(images, len(crops[0]))
         sheet = torch.ones(3, rows * cell, len(crops) * cell)
-        mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(crops[0].shape[1]))
         for column, crop in enumerate(crops):
             for row in range(rows):
                 height, width = crop.shape[-2:]
                 pixels = (crop[row].detach().float().cpu() * std + mean).clamp(0, 1)
+                if len(pixels) != 3:
+                    pixels = pixels.mean(0, keepdim=True)
                 sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
         return sheet
 
@@ -130,14 +132,21 @@ class EvalCrop:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """RGB image -> (3, size, size) float32."""
+    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
+        """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32."""
+        if isinstance(image, Image.Image):
+            return to_tensor(self._cut(image))
+        planes = np.stack([np.asarray(self._cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
+        return (torch.from_numpy(planes) / 255 - mean) / std
+
+    def _cut(self, image: Image.Image) -> Image.Image:
         short, long = sorted(image.size)
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
         resized = image.resize((target, other) if image.width <= image.height else (other, target), _BICUBIC)
         left, top = (round((side - self.size) / 2) for side in resized.size)
-        return to_tensor(resized.crop((left, top, left + self.size, top + self.size)))
+        return resized.crop((left, top, left + self.size, top + self.size))
 
 
 def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:
