@@ -127,6 +127,10 @@ class DataSection(Section):
     download: bool = _field(False, "let torchvision download its data set into data.root")
     global_batch: Count = _field(512, "images per optimizer step over all ranks and micro-batches")
     workers: CountOrZero | None = _field(None, "data loading processes per rank; none = by the cores")
+    augment: Literal["device", "worker"] = _field(
+        "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+    )
+    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
@@ -162,7 +166,11 @@ class ModelSection(Section):
     width: Count | None = _field(None, "embedding dimension; none = the backbone's")
     depth: Count | None = _field(None, "blocks; none = the backbone's")
     heads: Count | None = _field(None, "attention heads; none = the backbone's")
+    in_chans: Count = _field(3, "channels of the images; the data source must give as many")
     drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
+    stochastic_depth: Literal["per_image", "batched"] = _field(
+        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
         "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
     )
@@ -184,7 +192,7 @@ class ModelSection(Section):
 
     def architecture(self) -> Architecture:
         """The backbone's architecture with the overrides of this section."""
-        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads")}
+        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
 

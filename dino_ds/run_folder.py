@@ -78,7 +78,7 @@ class RunFolder:
             "stage": self.config.stage,
             "precision": self.config.precision,
             "gradient_clipping": self.config.clipping,
-            "versions": _versions(),
+            "versions": versions(),
         }
 
     def check_same(self, state: dict[str, Any]) -> None:
@@ -108,6 +108,7 @@ class RunFolder:
             "embed_dim": arch.width,
             "depth": arch.depth,
             "num_heads": arch.heads,
+            "in_chans": arch.in_chans,
             "num_classes": 0,
         }
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
@@ -120,7 +121,7 @@ class RunFolder:
             "step": step,
             "images": step * self.recipe.data.global_batch,
             "architecture": dataclasses.asdict(arch),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
 
@@ -139,7 +140,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -156,7 +158,7 @@ def _environment() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "platform": platform.platform(),
         "ranks": distributed.world_size(),
         "devices": torch.cuda.get_device_name() if cuda else "cpu",

@@ -1,0 +1,124 @@
+"""Every command of `dino-ds`: its flags, what else it takes, and the function that does it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Flag:
+    """kind: text, int or number (> 0, with `zero` >= 0) or switch (needs no value).
+
+    `default` is what the function gets; where that is None, `shown` says what it means.
+    """
+
+    name: str
+    kind: str
+    default: str | int | float | bool | None
+    description: str
+    shown: str = ""
+    zero: bool = False
+
+    @property
+    def default_text(self) -> str:
+        return self.shown or str(self.default).lower()
+
+
+@dataclass(frozen=True)
+class Command:
+    """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
+
+    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
+    whether there are such options. needs_images: they must be named, there is no default.
+    """
+
+    name: str
+    summary: str
+    runs: str
+    flags: tuple[Flag, ...] = ()
+    takes_recipe: bool = True
+    recipe: str | None = None
+    takes_ds: bool = True
+    ds_config: str = "ds_configs/zero0_fp32.json"
+    needs_images: bool = False
+
+    @property
+    def all_flags(self) -> tuple[Flag, ...]:
+        """Its own flags after those that follow from what it takes."""
+        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
+        recipe = Flag(
+            "config",
+            "text",
+            self.recipe,
+            "the recipe: a shipped name or a YAML file: what is learned",
+            shown=self.recipe or "the ViT-S/16 of the DINO paper",
+        )
+        debug = Flag("debug", "switch", False, "show tracebacks of errors")
+        return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
+
+
+TRAIN = Command(
+    "train",
+    "train: images in, a teacher out",
+    "dino_ds.train:train",
+    (
+        Flag("run_dir", "text", None, "folder of this run: metrics, checkpoints, teacher", shown="runs/RECIPE"),
+        Flag(
+            "max_steps",
+            "int",
+            None,
+            "stop after N optimizer steps; the schedules stay as they are",
+            shown="the recipe's length",
+        ),
+        Flag("resume", "switch", False, "continue the run in --run_dir from its last checkpoint"),
+    ),
+    needs_images=True,
+)
+
+
+def _bench_flags(steps: int, warmup: int = 2) -> tuple[Flag, ...]:
+    """Of every bench."""
+    return (
+        Flag("batch", "int", None, "images per process; sets data.global_batch", shown="64 on a GPU, 8 without"),
+        Flag("steps", "int", steps, "steps that are measured"),
+        Flag("warmup", "int", warmup, "steps before them", zero=True),
+        Flag("threads", "int", 1, "threads of the CPU's operators; with 1 CPU time is measured, else wall time"),
+        Flag("json", "switch", False, "print one JSON object"),
+    )
+
+
+BENCHES = (
+    Command(
+        "bench step",
+        "images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step",
+        "dino_ds.bench.step:run",
+        (
+            Flag("compare", "text", None, "KEY=A,B: two values of a recipe or ds.KEY, by turns in one process", "none"),
+            Flag("data", "switch", False, "real images through the loader, so that waiting for data is real"),
+            *_bench_flags(steps=10),
+        ),
+        recipe="vitti16",
+    ),
+    Command(
+        "bench ladder",
+        "from the plain DINO step upwards, one lever at a time: speed and memory of each",
+        "dino_ds.bench.ladder:run",
+        (
+            Flag("out", "text", None, "folder for ladder.md, ladder.json and ladder.png", shown="none"),
+            *_bench_flags(steps=7),
+        ),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
+)
+
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES)}
+
+
+def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
+    """The command that `words` begin with, and the words after it; None if there is none."""
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if len(words) >= length and name in COMMANDS:
+            return COMMANDS[name], words[length:]
+    return None
