@@ -12,9 +12,12 @@ from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules
 from dino_ds.checkpoint import Checkpoints, save_teacher
 from dino_ds.config import Recipe
-from dino_ds.data.loader import Loader, Position, build_loader, steps_per_epoch
+from dino_ds.data.batches import batch_bytes
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
+from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
 from dino_ds.engine import DTYPES, Engine, device
 from dino_ds.errors import DataError
@@ -67,24 +70,37 @@ class Run:
             kernels.setdefault(kernel, []).append(str(tokens))
         return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 
-    def build_loader(self) -> Loader:
-        """Batches from `position` on."""
-        return build_loader(
+    def build_feed(self) -> Feed:
+        """Batches on the device, from `position` on. Raises DataError where shared memory is too small for them."""
+        data, where, channels = self.recipe.data, self.step.engine.device, self.recipe.model.in_chans
+        with distributed.together():
+            check_shared_memory(batch_bytes(self.crops, self.config.micro_batch, channels, data.augment), data.workers)
+        loader = build_loader(
             self.source,
             self.crops,
             self.recipe.seed,
-            self.recipe.data.global_batch,
+            data.global_batch,
             self.config.micro_batch,
             distributed.rank(),
             distributed.world_size(),
-            self.recipe.data.workers,
+            data.workers,
             self.position,
+            augment=data.augment,
+            max_pixels=data.max_pixels,
+            channels=channels,
+            device=where,
         )
+        return Feed(loader, where)
 
     def advance(self) -> None:
         """One micro-batch of every rank has been used."""
         consumed = self.config.micro_batch * distributed.world_size()
         self.position = self.position.advance(consumed, self.epoch_steps * self.recipe.data.global_batch)
+
+    @property
+    def images_drawn(self) -> int:
+        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        return len(self.source) if self.position.epoch else self.position.samples
 
     def save(self) -> None:
         """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""

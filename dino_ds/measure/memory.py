@@ -87,13 +87,13 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None
     try:
         while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
             time.sleep(0.05)
+        killed = any(child.returncode == -signal.SIGKILL for child in children)
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
     if any(child.wait() for child in children):
         logs = [(folder / f"{rank}.log").read_text() for rank, child in enumerate(children) if child.returncode]
-        killed = all(child.returncode in (0, -signal.SIGKILL) for child in children)
         # The rank that fails first takes the connections of the others with it.
         logs.sort(key=lambda log: "Connection closed by peer" not in log)
         raise ChildFailed("\n".join(logs), killed)
