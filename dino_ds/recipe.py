@@ -137,7 +137,11 @@ class ModelSection(Section):
     width: Count | None = _field(None, "embedding dimension; none = the backbone's")
     depth: Count | None = _field(None, "blocks; none = the backbone's")
     heads: Count | None = _field(None, "attention heads; none = the backbone's")
+    in_chans: Count = _field(3, "channels of the images; the data source must give as many")
     drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
+    stochastic_depth: Literal["per_image", "batched"] = _field(
+        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
         "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
     )
@@ -159,7 +163,7 @@ class ModelSection(Section):
 
     def architecture(self) -> Architecture:
         """The backbone's architecture with the overrides of this section."""
-        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads")}
+        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
 

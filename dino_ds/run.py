@@ -20,6 +20,7 @@ from dino_ds.engine import DTYPES, Engine, device
 from dino_ds.errors import DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
+from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.run_folder import RunFolder
 from dino_ds.step import DinoStep
@@ -50,6 +51,21 @@ class Run:
         self.bad_images: set[str] = set()
         if found is not None and state is not None:
             self._load(found, state)
+
+    def attention_kernels(self) -> str:
+        """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+        levers, arch, crops = self.config.levers, self.recipe.model.architecture(), self.recipe.crops
+        if levers.attention != "sdpa":
+            return levers.attention
+        sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
+        kernels: dict[str, list[str]] = {}
+        for tokens in [(size // arch.patch_size) ** 2 + 1 + arch.registers for size in sizes]:
+            kernel = levers.attention_backend
+            if kernel == "auto":
+                where, dtype = self.step.engine.device, DTYPES[self.config.precision]
+                kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, dtype, where)
+            kernels.setdefault(kernel, []).append(str(tokens))
+        return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 
     def build_loader(self) -> Loader:
         """Batches from `position` on."""
@@ -108,8 +124,17 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     network = build_network(recipe, config.levers)
     # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
     copied = copy.deepcopy(network).to(device())
+    if config.levers.compile:
+        # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
+        network.backbone.compile_blocks()
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-    teacher = Teacher(copied, engine.masters(), DTYPES[config.precision])
+    teacher = Teacher(
+        copied,
+        engine.masters(),
+        DTYPES[config.precision],
+        keep_copy=config.levers.teacher_copy,
+        compiled=config.levers.compile,
+    )
     objective = DinoLoss(
         recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
     )

@@ -108,6 +108,7 @@ class RunFolder:
             "embed_dim": arch.width,
             "depth": arch.depth,
             "num_heads": arch.heads,
+            "in_chans": arch.in_chans,
             "num_classes": 0,
         }
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
