@@ -10,7 +10,7 @@ LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
-    {"teacher", "engine", "checkpoint", "metrics", "build", "run_folder"},
+    {"teacher", "engine", "checkpoint", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},

@@ -21,6 +21,8 @@ _FP32 = 4
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
+# As in models/head.py.
+_PROTOTYPE_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,12 @@ def count_parameters(recipe: Recipe) -> int:
     return sum(_sizes(recipe).values())
 
 
-def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool) -> Memory:
-    """The peak on each of `world_size` devices; what is offloaded to the host counts only if that is the device."""
+def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0) -> Memory:
+    """The peak on each of `world_size` devices.
+
+    Off a GPU what is offloaded to the host counts too, and so do `libraries`: bytes of the process before it builds
+    anything.
+    """
     sizes = _sizes(recipe)
     state = state_bytes(sizes, config, world_size, on_gpu)
     step = _Step(recipe, config)
@@ -80,7 +86,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
             "buckets": buckets if config.stage == 3 else 0,
         },
     }
-    common = last_state | {"crops": step.crops}
+    common = last_state | {"crops": step.crops, "libraries": 0 if on_gpu else libraries}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     return Memory(peak, {name: n for name, n in (common | moments[peak]).items() if n})
 
@@ -145,8 +151,8 @@ def block_bytes(
 ) -> int:
     """What autograd saves of one block; groups (sequences, tokens of each) per size; element: bytes of a number.
 
-    Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output twice (per size and joined),
-    input of the second norm, norm; two times h (SwiGLU: also gate's activation); LayerScale 2 d; FP32 statistics.
+    Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
+    input of the second norm, norm; two times h (SwiGLU: also the gate's activation); LayerScale 2 d; FP32 statistics.
     Compiled blocks recompute norms and activation: an estimate.
     """
     tokens, sequences = sum(s * n for s, n in groups), sum(s for s, _ in groups)
@@ -154,6 +160,8 @@ def block_bytes(
     d, statistics = arch.width, 8
     per_query = 5 * d + packed + hidden * (2 if arch.swiglu else 1) + (2 * d if arch.layer_scale is not None else 0)
     per_token = 4 * d
+    if levers.attention == "varlen":
+        per_query -= d
     if levers.compile:
         per_query, per_token = per_query - d - hidden, per_token - d
     queries = sequences if cls_only else tokens
@@ -179,12 +187,12 @@ class _Step:
         element, levers = _bytes_of(config), config.levers
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
         tokens, rows = sum(s * n for s, n in groups), len(sides) * images
-        pixels = images * sum(3 * side**2 for side in sides)
+        pixels = images * sum(arch.in_chans * side**2 for side in sides)
         whole = block_bytes(arch, groups, element, levers)
         last = block_bytes(arch, groups, element, levers, cls_only=levers.cls_only_last_block)
         blocks = arch.depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), arch.depth)
         stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
-        kept = [stream] * blocks + ([whole] * (arch.depth - 1) + [last])[blocks:]
+        kept = [stream] * blocks + self._blocks(recipe, whole, last, element * tokens)[blocks:]
         self.saved = sum(kept) + element * pixels + self._head_mlp(recipe, rows, element)
         self.last_block = kept[-1]
         # In the MLP: the gradients of both sides of its activation and of the stream. A block that was recomputed
@@ -197,6 +205,16 @@ class _Step:
         self.crops = _FP32 * pixels
         self._heads_loss(recipe, images, rows, element)
 
+    def _blocks(self, recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
+        """What each block saves: batched stochastic depth computes a part, the other kind keeps two scales a token."""
+        model, depth = recipe.model, recipe.model.architecture().depth
+        rates = [model.drop_path * i / max(depth - 1, 1) for i in range(depth)]
+        sizes = [whole] * (depth - 1) + [last]
+        if model.stochastic_depth == "batched":
+            return [round(size * (1 - rate)) for size, rate in zip(sizes, rates, strict=True)]
+        scales = 2 * per_number if model.drop_path else 0
+        return [size + scales for size in sizes[:-1]] + [last]
+
     def _head_mlp(self, recipe: Recipe, rows: int, element: int) -> int:
         """Inputs of the head's linear layers and GELUs, and its normalised output."""
         head = recipe.head
@@ -204,12 +222,16 @@ class _Step:
         return rows * (element * (2 * width + 2 * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck)
 
     def _heads_loss(self, recipe: Recipe, images: int, rows: int, element: int) -> None:
-        """Logits of student and teacher are FP32, and so are the normalised prototypes."""
-        k, weights = _FP32 * recipe.head.prototypes, _FP32 * recipe.head.prototypes * recipe.head.bottleneck
-        prototypes = weights * (2 if element < _FP32 else 1)
-        self.logits = k * (rows + TEACHER_VIEWS * images)
-        # The gradient of the logits, the targets, and three scratch copies of one crop's; or four of the weights' size.
-        self.loss = self.logits + prototypes + max(k * (rows + (TEACHER_VIEWS + 3) * images), 4 * weights)
+        """Logits are FP32 and their gradient takes their place."""
+        head = recipe.head
+        row, weights = _FP32 * head.prototypes, _FP32 * head.prototypes * head.bottleneck
+        self.logits = row * (rows + TEACHER_VIEWS * images)
+        # The teacher's entropy: log-probabilities, probabilities and their product.
+        entropy = 3 * row * TEACHER_VIEWS * images
+        # The prototypes' gradient in FP32, its copy in low precision, and what one block of them needs.
+        block = _FP32 * min(head.prototypes, _PROTOTYPE_BLOCK) * (rows + 2 * head.bottleneck)
+        gradient = weights + (weights // 2 if element < _FP32 else 0) + block
+        self.loss = self.logits + row + max(entropy, gradient)
 
 
 def _sizes(recipe: Recipe) -> dict[str, int]:

@@ -26,7 +26,7 @@ def _backbone(arch: Architecture, image_size: int) -> Iterator[tuple[str, tuple[
     if registers:
         yield "reg_token", (registers, d)
     yield "pos_embed", (patches if registers else patches + 1, d)
-    yield "patch_embed.proj.weight", (d, 3, arch.patch_size, arch.patch_size)
+    yield "patch_embed.proj.weight", (d, arch.in_chans, arch.patch_size, arch.patch_size)
     yield "patch_embed.proj.bias", (d,)
     for i in range(arch.depth):
         for name, shape in _block(arch):
