@@ -49,7 +49,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     if "RANK" not in os.environ:
         # Without these DeepSpeed looks for MPI.
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
@@ -292,7 +292,7 @@ def _quiet_deepspeed() -> None:
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -76,6 +76,12 @@ def all_rungs() -> list[Rung]:
     return [*rungs, rung]
 
 
+def last_without_engine() -> Rung:
+    """All exact levers, and torch's AdamW alone."""
+    rungs = all_rungs()
+    return rungs[next(i for i, rung in enumerate(rungs) if rung.engine) - 1]
+
+
 def why_skipped(rung: Rung, recipe: Recipe) -> str | None:
     """Why this rung can't be stood on here; None if it can."""
     cuda = torch.cuda.is_available()

@@ -67,7 +67,7 @@ def ffn_weights(arch: Architecture) -> int:
 def _forward(arch: Architecture, side: int, cls_only_last_block: bool) -> tuple[int, int, int]:
     """Of one crop: patch embedding, linear layers of all blocks, attention of all blocks."""
     n, d = tokens_of(arch, side), arch.width
-    patch = 2 * (side // arch.patch_size) ** 2 * 3 * arch.patch_size**2 * d
+    patch = 2 * (side // arch.patch_size) ** 2 * arch.in_chans * arch.patch_size**2 * d
     linear, attention = 2 * n * (4 * d * d + ffn_weights(arch)), 4 * n * n * d
     last_linear, last_attention = linear, attention
     if cls_only_last_block:

@@ -9,15 +9,21 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dino_ds import distributed
 from dino_ds.ds_config import CHECKOUT
+from dino_ds.engine import free_port
 
 MIB = 2**20
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ChildFailed(Exception):
@@ -43,21 +49,48 @@ def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> Ch
 
     Raises ChildFailed.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    return run_in_children(function, 1, threads, **kwargs)[0]
+
+
+def run_in_children(function: str, ranks: int, threads: int | None = None, **kwargs: Any) -> list[ChildResult]:
+    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order."""
+    environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
-    done = subprocess.run(
-        [sys.executable, "-c", "from dino_ds.measure.memory import _child; _child()"],
-        input=json.dumps({"function": function, "kwargs": kwargs}),
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        raise ChildFailed(done.returncode, done.stderr)
-    return ChildResult(**json.loads(lines[-1]))
+    if ranks > 1:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        environment["LOCAL_SIZE"] = str(ranks)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "call.json").write_text(json.dumps({"function": function, "kwargs": kwargs}))
+        children = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            with Path(folder, f"{rank}.log").open("w") as log:
+                command = [
+                    sys.executable,
+                    "-c",
+                    f"from dino_ds.measure.memory import _child; _child({folder!r}, {rank})",
+                ]
+                children.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
+        _wait_for_all(children, Path(folder))
+        return [ChildResult(**json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(ranks)]
+
+
+def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
+    """When one fails the others, which would wait for it, are stopped."""
+    try:
+        while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+    for rank, child in enumerate(children):
+        if child.wait() and child.returncode != -signal.SIGKILL:
+            raise ChildFailed(child.returncode, (folder / f"{rank}.log").read_text())
+    if any(child.returncode for child in children):
+        raise ChildFailed(-signal.SIGKILL, "it was killed: most likely by the kernel, for its memory")
 
 
 def resident_mib(peak: bool = False) -> float:
@@ -78,9 +111,9 @@ def resident_mib(peak: bool = False) -> float:
     return largest if peak else psutil.Process().memory_info().rss / MIB
 
 
-def _child() -> None:
-    """The other side of `run_in_child`. The last line of stdout is the result."""
-    call = json.loads(sys.stdin.read())
+def _child(folder: str, rank: int) -> None:
+    """The other side of `run_in_children`; `rank`.json in `folder` gets the result."""
+    call = json.loads(Path(folder, "call.json").read_text())
     import torch
 
     import dino_ds.measure.trial as _libraries  # noqa: F401
@@ -93,5 +126,7 @@ def _child() -> None:
     imports = 0.0 if cuda else resident_mib()
     value = function(**call["kwargs"])
     peak = torch.cuda.max_memory_allocated() / MIB if cuda else resident_mib(peak=True)
-    print(json.dumps({"value": value, "peak_mib": peak, "imports_mib": imports}), flush=True)
+    result = {"value": value, "peak_mib": peak, "imports_mib": imports}
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    distributed.barrier()  # nobody leaves while another rank still wants an answer
     os._exit(0)  # nothing is worth an orderly end, and DeepSpeed's takes a second

@@ -26,7 +26,7 @@ EPOCH_STEPS = 1000
 
 @dataclass
 class Trial:
-    """A step and one micro-batch for it: views v x (b, 3, h, w) on the device, keys (b,) for stochastic depth.
+    """A step and one micro-batch for it: views v x (b, c, h, w) on the device, keys (b,) for stochastic depth.
 
     Several may live in one process.
     """
@@ -72,11 +72,12 @@ def begin_training(step: DinoStep) -> None:
 
 
 def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> list[Tensor]:
-    """Normal noise as the recipe's views v x (images, 3, h, w) FP32, global ones first; other images on each rank."""
+    """Normal noise as the recipe's views v x (images, c, h, w) FP32, global ones first; others on each rank."""
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     crops = recipe.crops
     sizes = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
-    return [torch.randn(images, 3, size, size, device=device, generator=generator) for size in sizes]
+    channels = recipe.model.in_chans
+    return [torch.randn(images, channels, size, size, device=device, generator=generator) for size in sizes]
 
 
 def synthetic_keys(recipe: Recipe, images: int, device: torch.device) -> Tensor:

@@ -110,6 +110,38 @@ BENCHES = (
         recipe="vitti16",
         takes_ds=False,
     ),
+    Command(
+        "bench memory",
+        "peak memory and step time: FP32 or bf16, with and without activation checkpointing",
+        "dino_ds.bench.memory:run",
+        _bench_flags(steps=5),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
+    Command(
+        "bench attention",
+        "the plain formula, each kernel of SDPA and varlen at the sequence lengths in use",
+        "dino_ds.bench.attention:run",
+        _bench_flags(steps=10),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
+    Command(
+        "bench engine",
+        "what DeepSpeed adds at ZeRO 0, 1, 2 to the step with torch's AdamW; the shares of loss and EMA",
+        "dino_ds.bench.engine:run",
+        _bench_flags(steps=7),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
+    Command(
+        "bench scaling",
+        "one process against several on this machine: images/s and the share of communication at each ZeRO stage",
+        "dino_ds.bench.scaling:run",
+        (Flag("ranks", "int", 2, "processes, each with a core or a GPU to itself"), *_bench_flags(steps=5)),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
 )
 
 COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES)}

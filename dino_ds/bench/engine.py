@@ -1,0 +1,112 @@
+"""`dino-ds bench engine`: what DeepSpeed adds to the step, and the shares of loss and EMA in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.bench.common import about, begin, heading
+from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
+from dino_ds.config import Recipe
+from dino_ds.engine import device
+from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.timing import PartTimes, time_interleaved
+from dino_ds.measure.trial import Trial, build_trial, resolve
+from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.ranges import PARTS, listen, named_range
+
+STAGES = (0, 1, 2)
+PLAIN = "plain torch AdamW"
+
+
+def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
+    """The step at ZeRO 0, 1 and 2 against the same step with torch's AdamW alone, FP32, by turns in one process."""
+    batch = begin(batch, threads, "bench engine")
+    trials = {PLAIN: build_rung(last_without_engine(), recipe, batch)}
+    for stage in STAGES:
+        ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
+        trials[f"ZeRO {stage}"] = build_trial(*resolve(recipe, ds, "bench engine", batch))
+    parts = {name: PartTimes(device()) for name in [*trials, "loss"]}
+    runs: dict[str, Any] = {name: _listening(trial, parts[name]) for name, trial in trials.items()}
+    runs["loss"] = _LossAlone(recipe, batch, parts["loss"])
+    timings = time_interleaved(runs, steps, warmup, device())
+    rounds, plain = steps + warmup, timings[PLAIN].seconds
+    rows = []
+    for name in trials:
+        spent, timing = parts[name].read(), timings[name]
+        rows.append(
+            {
+                "name": name,
+                "step_seconds": timing.seconds,
+                "spread": timing.spread,
+                "overhead_percent": 100 * (timing.seconds / plain - 1),
+                "ema_percent": 100 * spent["ema"] / rounds / timing.seconds,
+                "parts_seconds": {part: spent.get(part, 0.0) / rounds for part in PARTS},
+            }
+        )
+    loss_seconds = parts["loss"].read()["loss"] / rounds
+    result = about(recipe, batch) | {
+        "engines": rows,
+        "loss_seconds": loss_seconds,
+        "loss_percent": 100 * loss_seconds / timings["ZeRO 0"].seconds,
+        "clock": timings[PLAIN].clock,
+    }
+    print_result(_page(result), result, json)
+
+
+def _listening(trial: Trial, parts: PartTimes) -> Any:
+    def run_step() -> None:
+        with listen(parts):
+            trial.run()
+
+    return run_step
+
+
+class _LossAlone:
+    """From logits to their gradient: in a step the second half of it is inside the backward pass."""
+
+    def __init__(self, recipe: Recipe, batch: int, parts: PartTimes) -> None:
+        objective, k = recipe.objective, recipe.head.prototypes
+        self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
+        self._temperature, self._parts = objective.teacher_temp, parts
+        self._student = self._cosines((GLOBAL_VIEWS + recipe.crops.num_local) * batch, k)
+        self._teacher = self._cosines(GLOBAL_VIEWS * batch, k)
+
+    @staticmethod
+    def _cosines(rows: int, k: int) -> Tensor:
+        return torch.rand(rows, k, device=device()) * 2 - 1
+
+    def __call__(self) -> None:
+        logits = self._student.clone().requires_grad_()  # the gradient is written over them
+        with listen(self._parts), named_range("loss"):
+            torch.autograd.grad(self._loss(logits, self._teacher, self._temperature).loss, logits)
+        self._loss.center.drop()
+
+
+def _page(result: dict[str, Any]) -> str:
+    shown = [part for part in PARTS if part != "data"]
+    header = ("step", "s", "spread", "overhead", *(f"{part}, ms" for part in shown))
+    rows = [
+        (
+            row["name"],
+            f"{row['step_seconds']:.4g}",
+            f"{100 * row['spread']:.0f} %",
+            f"{row['overhead_percent']:+.1f} %",
+            *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown),
+        )
+        for row in result["engines"]
+    ]
+    clock = "CPU time of one thread" if result["clock"] == "cpu" else "wall time"
+    shares = ", ".join(f"{row['ema_percent']:.2f} % ({row['name']})" for row in result["engines"][1:])
+    return "\n".join(
+        [
+            heading("bench engine", result),
+            markdown_table(header, rows),
+            "",
+            f"{clock}, medians; parts are means over the same steps and the warm-up",
+            f"loss, from logits to their gradient: {1000 * result['loss_seconds']:.1f} ms, "
+            f"{result['loss_percent']:.2f} % of the step at ZeRO 0; EMA: {shares}",
+        ]
+    )

@@ -1,0 +1,111 @@
+"""`dino-ds bench scaling`: one process against several on this machine: images/s and the share of communication.
+
+It starts its own ranks. Without a GPU each rank has one core to itself; with GPUs, one GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from dino_ds import distributed
+from dino_ds.bench.common import about, begin, heading
+from dino_ds.bench.rungs import CLIPPING
+from dino_ds.config import Recipe
+from dino_ds.engine import device
+from dino_ds.errors import ConfigError
+from dino_ds.measure.memory import run_in_children
+from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.timing import time_interleaved
+from dino_ds.measure.trial import Trial, build_trial, resolve
+
+STAGES = (0, 1, 2, 3)
+
+
+def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, ranks: int, json: bool) -> None:
+    """The step at every ZeRO stage on 1 and on `ranks` processes, `batch` images on each. Raises ConfigError."""
+    batch = begin(batch, threads, "bench scaling")
+    places = torch.cuda.device_count() if torch.cuda.is_available() else len(_cores())
+    if not 1 < ranks <= places:
+        raise ConfigError(f"--ranks {ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)")
+    arguments = {"recipe": recipe.model_dump(mode="json"), "batch": batch, "steps": steps, "warmup": warmup}
+    found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
+    rows = []
+    for stage in map(str, STAGES):
+        alone, together = found[1][stage], found[ranks][stage]
+        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (ranks, together))}
+        rows.append(
+            {
+                "stage": int(stage),
+                "images_per_second_1": rate[1],
+                "images_per_second": rate[ranks],
+                "speedup": rate[ranks] / rate[1],
+                "communication_share": together["communication_share"],
+                "spread": together["spread"],
+            }
+        )
+    result = about(recipe, batch) | {"ranks": ranks, "stages": rows}
+    print_result(_page(result), result, json)
+
+
+def take_steps(recipe: dict[str, Any], batch: int, steps: int, warmup: int) -> dict[str, dict[str, float]]:
+    """What each rank does: by ZeRO stage its seconds and its share of communication."""
+    if device().type == "cpu" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {_cores()[distributed.rank()]})
+    trials = {}
+    for stage in STAGES:
+        ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
+        trials[str(stage)] = build_trial(*resolve(Recipe.model_validate(recipe), ds, "bench scaling", batch))
+    runs = {stage: trial.run for stage, trial in trials.items()}
+    # Wall time, on one rank too: ranks wait for each other.
+    timings = time_interleaved(runs, steps, warmup, device(), ranks=2)
+    return {
+        stage: {
+            "seconds": timings[stage].seconds,
+            "spread": timings[stage].spread,
+            "communication_share": _communication_share(trial, timings[stage].seconds),
+        }
+        for stage, trial in trials.items()
+    }
+
+
+def _communication_share(trial: Trial, step_seconds: float) -> float:
+    """Time in collectives in one step, waiting for the other ranks included, as the profiler sees it."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as profile:
+        trial.run()
+        torch.accelerator.synchronize() if torch.cuda.is_available() else None
+    spans = [
+        event.time_range.elapsed_us()
+        for event in profile.events()
+        if event.name.startswith("gloo:") or "ncclDevKernel" in event.name
+    ]
+    return sum(spans) / 1e6 / step_seconds
+
+
+def _cores() -> list[int]:
+    """The cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def _page(result: dict[str, Any]) -> str:
+    ranks = result["ranks"]
+    rows = [
+        (
+            f"ZeRO {row['stage']}",
+            f"{row['images_per_second_1']:.3g}",
+            f"{row['images_per_second']:.3g}",
+            f"{row['speedup']:.2f}",
+            f"{100 * row['communication_share']:.1f} %",
+            f"{100 * row['spread']:.0f} %",
+        )
+        for row in result["stages"]
+    ]
+    header = ("", "images/s, 1 rank", f"images/s, {ranks} ranks", "ratio", "communication", "spread")
+    place = "GPU" if result["host"]["gpu"] else "core"
+    note = f"wall time, medians; a {place} for each rank; communication: waiting for other ranks included"
+    return "\n".join([heading("bench scaling", result), markdown_table(header, rows), "", note])
