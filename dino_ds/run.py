@@ -86,6 +86,11 @@ class Run:
         consumed = self.config.micro_batch * distributed.world_size()
         self.position = self.position.advance(consumed, self.epoch_steps * self.recipe.data.global_batch)
 
+    @property
+    def images_drawn(self) -> int:
+        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        return len(self.source) if self.position.epoch else self.position.samples
+
     def save(self) -> None:
         """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""
         step = self.step

@@ -28,7 +28,7 @@ _FREE = (
     "data.workers",
     "data.root",
     "data.download",
-    "data.max_bad_images",
+    "data.max_bad_fraction",
 )
 _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 

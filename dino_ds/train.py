@@ -24,6 +24,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.config import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
+from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.data.loader import Batch
 from dino_ds.data.sources import build_source
 from dino_ds.ds_config import resolve_ds_config
@@ -83,7 +84,7 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory) -> None:
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
-    for note in config.notes:
+    for note in (*config.notes, *getattr(run.source, "notes", ())):
         log.say(f"note     {note}")
     if run.folder.resume:
         where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"
@@ -141,6 +142,8 @@ class _Loop:
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
             self._write(out)
+        elif done == 1:
+            self._collect_bad_images()  # rubbish is noticed at once
         evaluate = run.watch is not None and (last or run.watch.due(done))
         if evaluate:
             self._evaluate()
@@ -218,11 +221,12 @@ class _Loop:
             run.bad_images.add(name)
             self._log.say(f"unreadable image skipped: {name}")
         self._bad_images.clear()
-        limit = run.recipe.data.max_bad_images
+        drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, len(run.source))
         if len(run.bad_images) > limit:
             raise DataError(
-                f"{len(run.bad_images)} unreadable images, data.max_bad_images allows {limit}; their names are in "
-                f"{run.folder.path / 'log.txt'}: mend or remove them, or raise the limit"
+                f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
+                f"{limit}; their names are in {run.folder.path / 'log.txt'}: mend or remove them, or raise the fraction"
             )
 
     def _say(self, record: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ LAYERS = [
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
-    {"bench"},
+    {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
 ]

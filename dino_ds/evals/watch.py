@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +36,9 @@ class KnnWatch:
         workers: int | None,
     ) -> None:
         assert bank.labels is not None and test.labels is not None
-        labelled = [i for i, label in enumerate(bank.labels) if label >= 0]
+        labelled = np.flatnonzero(np.asarray(bank.labels) >= 0)
         self._bank, self._test = bank, test
-        self._bank_indices = [labelled[i] for i in spread_indices(len(labelled), limits[0])]
+        self._bank_indices = [int(labelled[i]) for i in spread_indices(len(labelled), limits[0])]
         self._test_indices = spread_indices(len(test), limits[1])
         self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
         self._workers = workers
@@ -54,20 +55,20 @@ class KnnWatch:
         """
         settings = recipe.eval
         every = settings.every.in_steps(recipe.data.global_batch, epoch_steps)
-        folder = recipe.data.source == "folder"
-        if every == 0 or (folder and settings.root is None):
+        own = recipe.data.own_files
+        if every == 0 or (own and settings.root is None):
             return None
         if train.labels is None:
             raise DataError(
-                f"eval.root is given, but the images under {recipe.data.root} have no class folders to compare with; "
+                f"eval.root is given, but the images of {recipe.data.root} have no classes to compare with; "
                 "sort both into class folders, or leave eval.root out"
             )
-        root = settings.root if folder else recipe.data.root
+        root = settings.root if own else recipe.data.root
         test = build_source(recipe.data.source, root, "test", recipe.data.download)
         if test.labels is None or test.classes != train.classes:
             raise DataError(
                 f"eval.root {root} has the classes {_few(test.classes)}, data.root {_few(train.classes)}; "
-                "they must be the same class folders"
+                "they must be the same classes"
             )
         return cls(
             train,

@@ -57,6 +57,8 @@ class Command:
         return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
 
 
+_JSON = Flag("json", "switch", False, "print one JSON object")
+
 TRAIN = Command(
     "train",
     "train: images in, a teacher out",
@@ -83,7 +85,7 @@ def _bench_flags(steps: int, warmup: int = 2) -> tuple[Flag, ...]:
         Flag("steps", "int", steps, "steps that are measured"),
         Flag("warmup", "int", warmup, "steps before them", zero=True),
         Flag("threads", "int", 1, "threads of the CPU's operators; with 1 CPU time is measured, else wall time"),
-        Flag("json", "switch", False, "print one JSON object"),
+        _JSON,
     )
 
 
@@ -144,7 +146,41 @@ BENCHES = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES)}
+_SHARDING = (
+    Command(
+        "shard",
+        "images of any source -> tar shards with an index and checksums; goes on after an interruption",
+        "dino_ds.tools.shard:run",
+        (
+            Flag("source", "text", "folder", "as data.source of a recipe"),
+            Flag("root", "text", None, "as data.root: folder, list, shards, Parquet", shown="none"),
+            Flag("split", "text", "train", "train or test, of a torchvision data set"),
+            Flag("out", "text", None, "folder of the shards", shown="none"),
+            Flag("shard_size", "text", "256MiB", "images of a shard (10000) or about its size (256MiB)"),
+            Flag("shrink", "int", None, "make the shorter side of larger images N pixels, as JPEG", shown="none"),
+            Flag("quality", "int", 90, "of shrunken JPEGs, 1 to 100"),
+            Flag("workers", "int", None, "processes", shown="one a core"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
+    Command(
+        "unshard",
+        "tar shards -> a folder of images",
+        "dino_ds.tools.unshard:run",
+        (
+            Flag("root", "text", None, "the shards: a folder or a pattern", shown="none"),
+            Flag("out", "text", None, "a new folder for the images", shown="none"),
+            Flag("skip_checksums", "switch", False, "do not check the shards first"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
+)
+
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_SHARDING)}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

@@ -169,7 +169,11 @@ def test_wrong_flags_stop_before_anything_starts(argv: list[str], says: str | No
 
 def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors() == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
-    assert errors("trian") == ["'trian' is not a command: there is train. Did you mean train?"]
+    assert errors("trian") == [f"'trian' is not a command: there is {', '.join(COMMANDS)}. Did you mean train?"]
+    (line,) = errors("bench", "stp")
+    assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
+    assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
+    assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
     assert errors("--config", "x") == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
 
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -84,7 +83,7 @@ def test_missing_folder_names_the_nearest(tmp_path):
         folder(tmp_path / "imagse")
     with pytest.raises(DataError, match=re.escape(f"{tmp_path}/zzz/zzz does not exist ({tmp_path} does)")):
         folder(tmp_path / "zzz/zzz")
-    with pytest.raises(DataError, match="is a file"):
+    with pytest.raises(DataError, match=r"one.png .* is a file of no known kind"):
         folder(save(tmp_path / "one.png"))
 
 
@@ -243,9 +242,7 @@ def test_every_photo_is_in_the_notice_and_all_are_small():
 
 
 def test_unknown_source_and_missing_root():
-    with pytest.raises(
-        ConfigError, match=r"'cifar11' is unknown; allowed are folder, photos, .*Did you mean cifar10\?"
-    ):
+    with pytest.raises(ConfigError, match=r"'cifar11' is unknown; allowed are folder, photos, .*Did you mean cifar10"):
         build_source("cifar11", None, "train", False)
     for source in set(SOURCES) - {"photos"}:
         with pytest.raises(DataError, match=r"--data\.root DIR"):
@@ -318,4 +315,4 @@ def test_failed_download_is_one_line(tmp_path, monkeypatch):
 
 def test_the_recipe_knows_these_sources():
     """The schema names them without importing torchvision."""
-    assert get_args(recipe.Source) == SOURCES
+    assert recipe.SOURCES == SOURCES
