@@ -20,7 +20,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-# DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
+# At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
+# one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
 
 
@@ -92,9 +93,14 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
 
 
 def resolve_ds_config(
-    config: dict[str, Any], path: str, global_batch: int, world_size: int, fp16_supported: bool = True
+    config: dict[str, Any],
+    path: str,
+    global_batch: int,
+    world_size: int,
+    fp16_supported: bool = True,
+    parameters: int | None = None,
 ) -> DsConfig:
-    """`config` of `load_ds_config` with every "auto" decided for `world_size` ranks.
+    """`config` of `load_ds_config` with every "auto" decided for `world_size` ranks and a network of `parameters`.
 
     Raises ConfigError if the batch sizes do not multiply to `global_batch`, or for fp16 on a device without it.
     """
@@ -108,7 +114,7 @@ def resolve_ds_config(
     )
     zero = raw.setdefault("zero_optimization", {"stage": 0})
     stage = int(zero["stage"])
-    _fill_zero(raw, zero, stage)
+    _fill_zero(raw, zero, stage, min(parameters or BUCKET_ELEMENTS, BUCKET_ELEMENTS))
     notes = _fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
@@ -204,12 +210,12 @@ def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world
     )
 
 
-def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int) -> None:
+def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int, bucket: int) -> None:
     """Decide "auto" and the missing bucket sizes of the ZeRO section."""
     sizes = {"reduce_bucket_size": (1, 2, 3), "allgather_bucket_size": (1, 2)}
     for key, stages in sizes.items():
         if stage in stages and zero.get(key, "auto") == "auto":
-            zero[key] = BUCKET_ELEMENTS
+            zero[key] = bucket
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]
     if offloads_optimizer(zero):

@@ -105,9 +105,13 @@ _ZERO = {
     ),
     "contiguous_gradients": Key("bool", "copy gradients into one buffer", stages=_SHARDED),
     "reduce_scatter": Key("bool", "reduce-scatter instead of all-reduce", stages=_SHARDED),
-    "reduce_bucket_size": Key("int", "elements reduced at a time; auto = 5e7", above=0, auto=True, stages=_SHARDED),
+    "reduce_bucket_size": Key(
+        "int", "elements reduced at a time; auto = all, at most 5e7", above=0, auto=True, stages=_SHARDED
+    ),
     "allgather_partitions": Key("bool", "all-gather instead of broadcasts", stages=_12),
-    "allgather_bucket_size": Key("int", "elements gathered at a time; auto = 5e7", above=0, auto=True, stages=_12),
+    "allgather_bucket_size": Key(
+        "int", "elements gathered at a time; auto = all, at most 5e7", above=0, auto=True, stages=_12
+    ),
     "use_multi_rank_bucket_allreduce": Key("bool", "one all-reduce for the buckets of all ranks", stages=_12),
     "overlap_comm": Key("bool", "reduce gradients during the backward pass", stages=_SHARDED),
     "round_robin_gradients": Key("bool", "spread gradient copies over the ranks (offload)", stages=_12),

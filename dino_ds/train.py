@@ -23,6 +23,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config import Recipe
+from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.data.feed import Views
 from dino_ds.data.sources import build_source
@@ -35,6 +36,7 @@ from dino_ds.run import Run
 from dino_ds.run_folder import RunFolder, flat_values
 from dino_ds.step import MicroStep
 from dino_ds.stop import StopRequests
+from dino_ds.throughput import ThroughputWatch, read_host
 
 EXIT_STOPPED = 75
 
@@ -49,9 +51,9 @@ def train(
     """
     init_distributed()
     data = recipe.data
-    config = resolve_ds_config(
-        dict(ds), ds_path, data.global_batch, distributed.world_size(), fp16_supported=fp16_supported()
-    )
+    ranks, parameters = distributed.world_size(), count_parameters(recipe)
+    config = resolve_ds_config(dict(ds), ds_path, data.global_batch, ranks, fp16_supported(), parameters)
+    memory = estimate_memory(recipe, config, ranks, torch.cuda.is_available(), libraries=round(memory_gib() * 2**30))
     with distributed.together():
         folder = RunFolder(Path(run_dir), recipe, config, resume)
         source = build_source(data.source, data.root, "train", data.download)
@@ -61,13 +63,13 @@ def train(
     folder.write()
     log = RunLog(folder.path, run.step.applied_steps, last_step)
     try:
-        _announce(run, log, last_step)
-        _Loop(run, log, last_step).run()
+        _announce(run, log, last_step, memory)
+        _Loop(run, log, last_step, memory.gib).run()
     finally:
         log.close()
 
 
-def _announce(run: Run, log: RunLog, last_step: int) -> None:
+def _announce(run: Run, log: RunLog, last_step: int, memory: Memory) -> None:
     data, config, steps = run.recipe.data, run.config, run.step.schedules.steps
     ranks = distributed.world_size()
     log.say(
@@ -79,6 +81,7 @@ def _announce(run: Run, log: RunLog, last_step: int) -> None:
     log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
     log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
     log.say(f"attention {run.attention_kernels()}{', compiled blocks' if config.levers.compile else ''}")
+    log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
     for note in (*config.notes, *getattr(run.source, "notes", ())):
@@ -91,10 +94,11 @@ def _announce(run: Run, log: RunLog, last_step: int) -> None:
 class _Loop:
     """Micro-batch after micro-batch, and what happens between optimizer steps."""
 
-    def __init__(self, run: Run, log: RunLog, last_step: int) -> None:
-        self._run, self._log, self._last_step = run, log, last_step
+    def __init__(self, run: Run, log: RunLog, last_step: int, predicted_gib: float) -> None:
+        self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
         self._meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
         self._clock = Clock(run.recipe.data.global_batch)
+        self._throughput = ThroughputWatch(read_host)
         self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
         self._window: list[tuple[MicroStep, list[str]]] = []
         self._bad_in_a_row = 0
@@ -180,7 +184,8 @@ class _Loop:
 
     def _write(self, out: MicroStep) -> None:
         run, knobs = self._run, out.knobs
-        means = self._meter.read()
+        means, speed = self._meter.read(), self._clock.read()
+        rolling, warning = self._throughput.look(**speed)
         self._collect_bad_images()
         record = {
             "step": run.step.applied_steps,
@@ -197,11 +202,15 @@ class _Loop:
             "loss_scale": run.step.engine.loss_scale,
             "skipped_steps": run.skipped_steps,
             "bad_images": len(run.bad_images),
-            **self._clock.read(),
+            **speed,
+            **rolling,
             "memory_gib": memory_gib(),
+            "memory_predicted_gib": self._predicted_gib,
         }
         self._log.write(record)
         self._say(record)
+        if warning:
+            self._log.say(f"speed    after step {record['step']}: {warning}")
 
     def _collect_bad_images(self) -> None:
         """Ranks tell each other which images they could not read; each is named and counted once."""

@@ -8,9 +8,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "costs"},
-    {"data", "models", "objective", "schedules", "optim", "masters"},
-    {"teacher", "engine", "checkpoint", "metrics", "build", "run_folder"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
+    {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
+    {"teacher", "engine", "checkpoint", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},

@@ -47,7 +47,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
                 "spread": together["spread"],
             }
         )
-    result = about(recipe, batch) | {"ranks": ranks, "stages": rows}
+    result = about(recipe, batch) | {"processes": f"1 and {ranks}", "ranks": ranks, "stages": rows}
     print_result(_page(result), result, json)
 
 

@@ -11,6 +11,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
 from dino_ds.config import Recipe, change_recipe
+from dino_ds.costs.memory import estimate_memory
 from dino_ds.data.loader import Batch, Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
@@ -18,6 +19,7 @@ from dino_ds.ds_config import DsConfig, change_ds_config
 from dino_ds.engine import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
+from dino_ds.measure.memory import MIB
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, resolve
@@ -62,7 +64,7 @@ def run(
     steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
     timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
     result = about(recipe, batch) | {
-        "settings": [_summary(name, timings[name], steppers[name]) | memory[name] for name in steppers],
+        "settings": [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers],
         "gflop_per_image": sum(recipe_flops(recipe).values()) / 1e9,
     }
     if compare:
@@ -139,8 +141,10 @@ def _real_batches(recipe: Recipe, config: DsConfig) -> Iterator[Batch]:
     )
 
 
-def _summary(name: str, timing: Timing, stepper: _Stepper) -> dict[str, Any]:
-    config = stepper.config
+def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, float]) -> dict[str, Any]:
+    config, cuda = stepper.config, torch.cuda.is_available()
+    libraries = int(memory.get("imports_mib", 0.0) * MIB)
+    predicted = estimate_memory(stepper.recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
     tflops = sum(recipe_flops(stepper.recipe).values()) * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
@@ -159,6 +163,8 @@ def _summary(name: str, timing: Timing, stepper: _Stepper) -> dict[str, Any]:
         "mfu": tflops / peak,
         "parts": {**shares, "other": 1 - sum(shares.values())},
         "peak_memory_mib": memory_gib() * 1024,
+        "predicted_memory_mib": predicted.gib * 1024,
+        **memory,
     }
 
 
@@ -172,6 +178,7 @@ def _page(result: dict[str, Any]) -> str:
         ("matmul peak, TFLOP/s", lambda s: f"{s['matmul_tflops']:.3g}"),
         ("MFU", lambda s: f"{100 * s['mfu']:.1f} %"),
         ("peak memory, MiB", lambda s: f"{s['peak_memory_mib']:.0f}"),
+        ("predicted, MiB", lambda s: f"{s['predicted_memory_mib']:.0f}"),
     ]
     if "imports_mib" in settings[0] and not torch.cuda.is_available():
         rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
+from dino_ds.costs.memory import count_parameters
 from dino_ds.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine import fp16_supported, init_distributed
 from dino_ds.errors import ConfigError
@@ -53,8 +54,9 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
     """Recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
     ranks = distributed.world_size()
     recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
+    weights, images = count_parameters(recipe), batch * ranks
     try:
-        config = resolve_ds_config(dict(ds), ds_path, batch * ranks, ranks, fp16_supported=fp16_supported())
+        config = resolve_ds_config(dict(ds), ds_path, images, ranks, fp16_supported(), weights)
     except ConfigError as error:
         raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
     return recipe, config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,21 @@ def test_input_is_left_alone():
     resolved = _resolve(config)
     assert config == before
     assert resolved.raw["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+
+
+@pytest.mark.parametrize(("parameters", "elements"), [(43_952_256, 43_952_256), (326_898_944, 50_000_000)])
+def test_buckets_are_not_larger_than_the_network(parameters: int, elements: int):
+    zero = {"stage": 2, "reduce_bucket_size": "auto"}
+    filled = _resolve({"zero_optimization": zero}, parameters=parameters).raw["zero_optimization"]
+    assert filled["reduce_bucket_size"] == filled["allgather_bucket_size"] == elements
+    given = {"zero_optimization": zero | {"reduce_bucket_size": 7}}
+    assert _resolve(given, parameters=parameters).raw["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_configs_leave_the_buckets_to_the_network(path: Path):
+    zero = load_ds_config(str(path), {})["zero_optimization"]
+    assert zero.get("reduce_bucket_size", "auto") == zero.get("allgather_bucket_size", "auto") == "auto"
 
 
 @pytest.mark.parametrize(

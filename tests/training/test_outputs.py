@@ -17,6 +17,7 @@ from tests.training.harness import image_folder, read_metrics, train_tiny
 
 FIELDS = {"step", "images", "loss", "teacher_entropy", "kl", "lr", "weight_decay", "teacher_momentum", "teacher_temp"}
 FIELDS |= {"grad_norm", "loss_scale", "skipped_steps", "images_per_second", "data_wait_fraction", "memory_gib"}
+FIELDS |= {"memory_predicted_gib"}
 
 
 @pytest.fixture(scope="module")

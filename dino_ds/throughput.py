@@ -1,0 +1,115 @@
+"""Watches a run's own throughput: says once when it has become slow for long, and what is the likely cause."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+
+# In windows, which are the times between two lines of metrics.
+WARMUP = 2
+ROLLING = LONG = 5
+SLOW, RECOVERED = 0.8, 0.9
+
+
+@dataclass(frozen=True)
+class Host:
+    """load: processes that want a core, averaged over a minute; cores; memory: the part that is in use, 0 to 1, of the
+    host or of the GPU, whichever is fuller."""
+
+    load: float
+    cores: int
+    memory: float
+
+
+@dataclass(frozen=True)
+class _State:
+    rate: float
+    wait: float
+    host: Host
+
+
+class ThroughputWatch:
+    """`look` after each window. The baseline is the best mean of `ROLLING` windows; the first `WARMUP` do not count.
+
+    A run is slow after `LONG` windows in a row under 80 % of the baseline, until the mean is back at 90 %.
+    """
+
+    def __init__(self, read_host: Callable[[], Host]) -> None:
+        self._read_host = read_host
+        self._warmup = WARMUP
+        self._recent: deque[tuple[float, float]] = deque(maxlen=ROLLING)
+        self._baseline: _State | None = None
+        self._slow_windows = 0
+        self._warned = False
+
+    def look(self, images_per_second: float, data_wait_fraction: float) -> tuple[dict[str, float], str | None]:
+        """One window's values -> the rolling ones for the metrics, and what people should be told, if anything."""
+        if self._warmup:
+            self._warmup -= 1
+            return {}, None
+        self._recent.append((images_per_second, data_wait_fraction))
+        # Seconds per image add up, rates don't: windows have the same number of images.
+        seconds = [1 / rate for rate, _ in self._recent]
+        waited = [wait / rate for rate, wait in self._recent]
+        now = _State(1 / fmean(seconds), sum(waited) / sum(seconds), self._read_host())
+        values = {"rolling_images_per_second": now.rate, "rolling_data_wait_fraction": now.wait}
+        if len(self._recent) < ROLLING:
+            return values, None
+        if self._baseline is None or now.rate > self._baseline.rate:
+            self._baseline = now
+        values["throughput_of_best"] = now.rate / self._baseline.rate
+        self._slow_windows = self._slow_windows + 1 if images_per_second < SLOW * self._baseline.rate else 0
+        return values, self._judge(now, self._baseline)
+
+    def _judge(self, now: _State, best: _State) -> str | None:
+        part = now.rate / best.rate
+        if self._warned and part >= RECOVERED:
+            self._warned = False
+            return f"throughput is back at {now.rate:.4g} img/s, {100 * part:.0f} % of this run's best"
+        if self._warned or self._slow_windows < LONG:
+            return None
+        self._warned = True
+        return (
+            f"throughput has fallen to {now.rate:.4g} img/s, {100 * part:.0f} % of this run's best {best.rate:.4g}. "
+            f"Likely cause: {_cause(now, best)}"
+        )
+
+
+def _cause(now: _State, best: _State) -> str:
+    """Where at least half of the added time per image goes; if into the step, what of the host may slow it."""
+    added = 1 / now.rate - 1 / best.rate
+    if now.wait / now.rate - best.wait / best.rate > added / 2:
+        return (
+            f"the wait for data rose from {100 * best.wait:.0f} % to {100 * now.wait:.0f} % of the time: look at the "
+            "disk or network that holds the images and at what else runs on the cores of the workers (data.workers)"
+        )
+    if now.host.memory > 0.95:
+        return (
+            f"memory is {100 * now.host.memory:.0f} % full, and freeing or swapping takes time: lower the micro-batch"
+        )
+    if now.host.load > max(now.host.cores, best.host.load + 0.25 * now.host.cores):
+        return (
+            f"other work on this host: load average {now.host.load:.1f} on {now.host.cores} cores, it was "
+            f"{best.host.load:.1f}"
+        )
+    return (
+        "each step takes longer, though data, load and memory are as before: look at clock rate and temperature of the "
+        "device, at other jobs on it and, with several ranks, at the slowest of them"
+    )
+
+
+def read_host() -> Host:
+    """The state of this host and its device."""
+    import psutil
+    import torch
+
+    memory = psutil.virtual_memory().percent / 100
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        memory = max(memory, 1 - (free + reserved) / total)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Host(os.getloadavg()[0], cores, memory)

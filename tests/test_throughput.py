@@ -1,0 +1,93 @@
+"""A run that has become slow is told so once, with the likely cause."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dino_ds import metrics
+from dino_ds.throughput import LONG, WARMUP, Host, ThroughputWatch, read_host
+
+QUIET = Host(load=1.0, cores=4, memory=0.5)
+
+
+class _Run:
+    """A training run on a fake clock: each window has 10 steps of 8 images."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.host = 0.0, QUIET
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        self.clock, self.watch = metrics.Clock(8), ThroughputWatch(lambda: self.host)
+
+    def windows(self, count, step_seconds, wait_seconds=0.0):
+        """The last window's values, and all that was said."""
+        said, values = [], {}
+        for _ in range(count):
+            for _ in range(10):
+                with self.clock.waiting():
+                    self.now += wait_seconds
+                self.now += step_seconds
+                self.clock.step()
+            values, text = self.watch.look(**self.clock.read())
+            said += [text] if text else []
+        return values, said
+
+
+@pytest.fixture
+def run(monkeypatch):
+    run = _Run(monkeypatch)
+    assert run.windows(WARMUP, 9.0) == ({}, [])  # slow, and not counted
+    values, said = run.windows(20, 0.08, 0.02)
+    assert said == []
+    assert values["rolling_images_per_second"] == pytest.approx(80)
+    assert values["rolling_data_wait_fraction"] == pytest.approx(0.2)
+    assert values["throughput_of_best"] == pytest.approx(1)
+    return run
+
+
+def test_the_wait_for_data_is_named(run):
+    _, said = run.windows(30, 0.08, 0.1)
+    assert len(said) == 1
+    assert "of this run's best 80." in said[0]
+    assert "the wait for data rose from 20 % to" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        (Host(load=7.5, cores=4, memory=0.5), "other work on this host: load average 7.5 on 4 cores, it was 1.0"),
+        (Host(load=7.5, cores=4, memory=0.97), "memory is 97 % full"),
+        (QUIET, "each step takes longer"),
+    ],
+)
+def test_a_slower_step_is_told_by_the_state_of_the_host(run, host, says):
+    run.host = host
+    _, said = run.windows(30, 0.16, 0.02)
+    assert len(said) == 1 and says in said[0]
+
+
+def test_a_short_drop_says_nothing(run):
+    assert run.windows(LONG - 1, 0.3)[1] == []
+    assert run.windows(20, 0.08, 0.02)[1] == []
+
+
+def test_85_percent_says_nothing(run):
+    assert run.windows(40, 0.08 / 0.85, 0.02 / 0.85)[1] == []
+
+
+def test_one_warning_an_episode_and_one_word_when_it_ends(run):
+    for _ in range(2):
+        assert len(run.windows(20, 0.2)[1]) == 1
+        (back,) = run.windows(20, 0.08, 0.02)[1]
+        assert back.startswith("throughput is back")
+
+
+def test_the_warning_comes_in_the_last_of_the_long_windows(run):
+    said = [run.windows(1, 0.3)[1] for _ in range(2 * LONG)]
+    assert [len(texts) for texts in said] == [0] * (LONG - 1) + [1] + [0] * LONG
+
+
+def test_the_real_host_can_be_read():
+    host = read_host()
+    assert host.cores >= 1 and 0 < host.memory <= 1 and host.load >= 0
