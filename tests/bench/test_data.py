@@ -30,7 +30,7 @@ def test_every_pipeline_is_measured(capsys, tmp_path):
     assert result == json.loads((tmp_path / "data.json").read_text())
     for name in ("pil", "exact", "split_worker", "device", "decode"):
         assert result["pipelines"][name]["images_per_second"] > 0
-    assert result["ratio_split_to_pil"] > 0 and result["distance_levels"] < 4
+    assert result["ratio_split_to_pil"] > 0 and result["distance_levels"] < 8
     assert result["read"]["loose"]["warm"] > 0 and result["read"]["shard"]["warm"] > 0
     assert result["images"]["count"] == 3 and result["images"]["largest"][1] == 256
     assert result["host"]["versions"]["torch"]
@@ -51,10 +51,10 @@ def test_data_root_chooses_the_images_and_bad_ones_are_left_out(capsys, tmp_path
 
 
 def test_what_can_not_be_measured_is_said(tmp_path):
-    with pytest.raises(ConfigError, match="data.source photos has none"):
+    with pytest.raises(ConfigError, match=r"data\.source photos has none"):
         bench({"data.source": "photos"})
     (tmp_path / "b.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match="none of 1 images .* can be read, the last one .*b.png"):
+    with pytest.raises(DataError, match=r"none of 1 images .* can be read, the last one .*b\.png"):
         bench({"data.root": str(tmp_path)})
 
 
