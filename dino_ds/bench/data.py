@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from dino_ds.bench.data_picture import draw
 from dino_ds.bench.pil_pipeline import PilPipeline
 from dino_ds.bench.storage import read_rates
 from dino_ds.config import Recipe
@@ -37,7 +39,7 @@ _PIPELINES = {
 
 
 def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, recipe: Recipe) -> None:
-    """Measure on `images` files of data.root, or on the embedded photographs; `out` is a file for the JSON.
+    """Measure on `images` files of data.root, or on the embedded photographs; `out`: folder for data.json, data.png.
 
     Raises ConfigError for a source that has no files, DataError where none can be read.
     """
@@ -48,12 +50,13 @@ def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, 
     rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}
     split = timings["split_worker"].seconds + timings["device"].seconds
     rates["split_total"] = {"images_per_second": len(files) / split}
+    worker, device = _both_modes(multicrop, files, recipe)
     crops = recipe.crops
     result: dict[str, Any] = {
         "pipelines": rates,
         "ratio_split_to_pil": timings["pil"].seconds / timings["split_worker"].seconds,
         "ratio_exact_to_pil": timings["pil"].seconds / timings["exact"].seconds,
-        "distance_levels": _distance(multicrop, files, recipe),
+        "distance_levels": _distance(worker, device),
         "read": read_rates(files.contents, rounds),
         "clock": timings["pil"].clock,
         "crops": f"2x{crops.global_size} + {crops.num_local}x{crops.local_size}, {crops.augment}",
@@ -61,7 +64,10 @@ def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, 
         "host": describe_host(),
     }
     if out is not None:
-        Path(out).write_text(json_text.dumps(result, indent=1) + "\n")
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "data.json").write_text(json_text.dumps(result, indent=1) + "\n")
+        draw(result, [view[0] for view in worker], [view[0] for view in device]).savefig(folder / "data.png", dpi=100)
     print_result(_page(result), result, json)
 
 
@@ -163,14 +169,17 @@ def _time(multicrop: MultiCrop, files: _Files, recipe: Recipe, rounds: int) -> d
     return timings
 
 
-def _distance(multicrop: MultiCrop, files: _Files, recipe: Recipe) -> float:
-    """Mean difference between the two modes' crops, in levels of 255."""
-    worker, device = (
-        _batches(_dataset(multicrop, files, recipe, augment, "cpu"), files)[0] for augment in ("worker", "device")
-    )
+def _both_modes(multicrop: MultiCrop, files: _Files, recipe: Recipe) -> tuple[list[Tensor], list[Tensor]]:
+    """The views (b, 3, h, w) of the first images by worker and by device."""
+    datasets = (_dataset(multicrop, files, recipe, augment, "cpu") for augment in ("worker", "device"))
+    worker, device = (augmented_views(_batches(dataset, files)[0]) for dataset in datasets)
+    return worker, device
+
+
+def _distance(worker: list[Tensor], device: list[Tensor]) -> float:
+    """Mean difference of two sets of views, in levels of 255."""
     scale = torch.tensor(STD).view(3, 1, 1) * 255
-    pairs = zip(worker.crops, augmented_views(device), strict=True)
-    return torch.stack([((a - b).abs() * scale).mean() for a, b in pairs]).mean().item()
+    return torch.stack([((a - b).abs() * scale).mean() for a, b in zip(worker, device, strict=True)]).mean().item()
 
 
 def _page(result: dict[str, Any]) -> str:

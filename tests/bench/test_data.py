@@ -25,9 +25,10 @@ def bench(changes: dict[str, str], **flags) -> None:
 
 
 def test_every_pipeline_is_measured(capsys, tmp_path):
-    bench({}, out=str(tmp_path / "data.json"))
+    bench({}, out=str(tmp_path / "out"))
     result = json.loads(capsys.readouterr().out)
-    assert result == json.loads((tmp_path / "data.json").read_text())
+    assert result == json.loads((tmp_path / "out/data.json").read_text())
+    assert Image.open(tmp_path / "out/data.png").width == 1000
     for name in ("pil", "exact", "split_worker", "device", "decode"):
         assert result["pipelines"][name]["images_per_second"] > 0
     assert result["ratio_split_to_pil"] > 0 and result["distance_levels"] < 8
