@@ -14,6 +14,7 @@ LAYERS = [
     {"step", "evals"},
     {"run", "stop"},
     {"train"},
+    {"tools"},
     {"preflight", "options"},
     {"cli"},
 ]

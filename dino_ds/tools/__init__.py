@@ -1,0 +1,1 @@
+"""Commands that look after data and results, around training."""
