@@ -4,86 +4,180 @@ from __future__ import annotations
 
 import difflib
 import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from tqdm import tqdm
 
-from dino_ds.data.images import load_rgb
+from dino_ds.data.encoded import EXTENSIONS, ListedImages, read_file
+from dino_ds.data.labels import FirstFolders
+from dino_ds.data.listing import Contents, Listing, Packer, Texts, find_listing, printable
 from dino_ds.errors import DataError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-_SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
+_ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _SUGGESTION_ENTRIES = 2000
 """How many directory entries are looked at to find a better folder to suggest."""
+_THREADS = 16
+_CHUNK = 256
+_FRESH_NANOSECONDS = 2_000_000_000
+"""A folder that was changed so shortly before it was read may change again within one tick of its time."""
 
 
-class ImageFolder:
+class ImageFolder(ListedImages):
     """All images under `root`, sorted by path.
 
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
-    or test are no classes. Names that begin with a dot are left out. Raises DataError if there are no images.
+    or test are no classes. Names that begin with a dot are left out. The list comes from the cache while no folder of
+    the tree has another time than when it was read. Raises DataError if there are no images.
     """
 
     def __init__(self, root: str) -> None:
-        self._root = Path(root).expanduser()
-        if not self._root.is_dir():
-            raise DataError(_describe_missing(self._root))
-        self._paths, files, folders = _scan(self._root)
-        if not self._paths:
-            raise DataError(_describe_empty(self._root, files, folders))
-        self.labels, self.classes = _label(self._paths)
+        folder = Path(root).expanduser()
+        if not folder.is_dir():
+            raise DataError(_describe_missing(folder))
+        self._root = str(folder)
+        real = os.path.realpath(folder)
+        super().__init__(find_listing("folder", real, lambda known: _is_current(real, known), lambda: _build(folder)))
 
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def load(self, index: int) -> Image.Image:
-        return load_rgb(self.name(index))
+    def read(self, index: int) -> bytes:
+        return read_file(os.path.join(self._root, self._names[index]), self.name(index))
 
     def name(self, index: int) -> str:
-        return os.path.join(self._root, self._paths[index])
+        return printable(os.path.join(self._root, self._names[index]))
+
+    def member(self, index: int) -> str:
+        return self._names[index]
 
 
-def _scan(root: Path) -> tuple[list[str], int, list[str]]:
-    """Relative paths of images (sorted), the number of files of any kind, names of the first-level folders.
+@dataclass(frozen=True)
+class _Folder:
+    """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change."""
 
-    A folder that several links lead to is read once, under its own path where that is inside the tree.
+    path: bytes
+    time: int
+    identity: tuple[int, int]
+    images: bytes
+    folders: list[bytes]
+    linked: list[bytes]
+    files: int
+
+
+def _build(root: Path) -> Contents:
+    begin = time.time_ns()
+    folders = _scan(root)
+    names, classes, paths = Packer(), FirstFolders(), Packer()
+    for path in _in_order(folders):
+        names.add(path)
+        classes.add(path)
+    if not len(names):
+        top = folders[b""]
+        first_level = [os.fsdecode(name) for name in sorted([*top.folders, *top.linked])]
+        raise DataError(_describe_empty(root, sum(folder.files for folder in folders.values()), first_level))
+    times = np.array([folder.time for folder in folders.values()])
+    times[times > begin - _FRESH_NANOSECONDS] = -1
+    for path in folders:
+        paths.add(path)
+    return Contents({**names.arrays("names"), **classes.arrays(), **paths.arrays("folders"), "folders.times": times})
+
+
+def _is_current(root: str, known: Listing) -> bool:
+    """Whether each folder has the time it had: adding, removing or renaming an entry changes it."""
+    folders, times = known.texts("folders"), known.arrays["folders.times"]
+
+    def unchanged(first: int) -> bool:
+        return all(_time(root, folders, i) == times[i] for i in range(first, min(first + _CHUNK, len(folders))))
+
+    if times.min() < 0:
+        return False
+    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
+        return all(pool.map(unchanged, range(0, len(folders), _CHUNK)))
+
+
+def _time(root: str, folders: Texts, index: int) -> int | None:
+    try:
+        return os.stat(os.path.join(root, folders[index])).st_mtime_ns
+    except OSError:
+        return None
+
+
+def _scan(root: Path) -> dict[bytes, _Folder]:
+    """Folders of the tree by relative path.
+
+    One that several links lead to is read once, under its own path where that is inside the tree. Raises DataError
+    where one can't be read.
     """
-    images: list[str] = []
-    first_level: list[str] = []
-    linked: list[str] = []
-    files, own, seen = 0, [""], set()
-    while own or linked:
-        folder = own.pop() if own else linked.pop(0)
-        try:
-            where = os.stat(root / folder)
-            entries = sorted(os.scandir(root / folder), key=lambda entry: entry.name)
-        except OSError as error:
-            raise DataError(f"{root / folder} cannot be read: {error.strerror}; mend its permissions or link") from None
-        if (where.st_dev, where.st_ino) in seen:
-            continue
-        seen.add((where.st_dev, where.st_ino))
-        for entry in entries:
-            if entry.name.startswith(".") or entry.name == "lost+found":
-                continue
-            path = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir():
-                (linked if entry.is_symlink() else own).append(path)
-                if not folder:
-                    first_level.append(entry.name)
-            else:
-                files += 1
-                if entry.name.lower().endswith(EXTENSIONS):
-                    images.append(path)
-    return sorted(images), files, first_level
+    found: dict[bytes, _Folder] = {}
+    seen: set[tuple[int, int]] = set()
+    level, linked = [b""], list[bytes]()
+    bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False)
+    with bar, ThreadPoolExecutor(_THREADS) as pool:
+        while level:
+            following: list[bytes] = []
+            for folder in pool.map(lambda path: _read_folder(root, path), level):
+                if folder.identity not in seen:
+                    seen.add(folder.identity)
+                    found[folder.path] = folder
+                    following += folder.folders
+                    linked += folder.linked
+                    bar.update(folder.images.count(b"\0") + bool(folder.images))
+            level = following or [linked.pop(0) for _ in linked[:1]]
+    return found
 
 
-def _label(paths: list[str]) -> tuple[list[int] | None, list[str] | None]:
-    first = [path.partition("/")[0] if "/" in path else None for path in paths]
-    classes = sorted({name for name in first if name is not None})
-    if None in first or len(classes) < 2 or {name.lower() for name in classes} <= _SPLIT_NAMES:
-        return None, None
-    numbers = {name: number for number, name in enumerate(classes)}
-    return [numbers[name] for name in first if name is not None], classes
+def _read_folder(root: Path, path: bytes) -> _Folder:
+    images, folders, linked, files = list[bytes](), list[bytes](), list[bytes](), 0
+    here = os.path.join(os.fsencode(root), path)
+    prefix = path + b"/" if path else b""
+    try:
+        where = os.stat(here)  # before the entries: what is added meanwhile changes the time
+        with os.scandir(here) as entries:
+            for entry in entries:
+                if entry.name.startswith(b".") or entry.name == b"lost+found":
+                    continue
+                if _is_folder(entry):
+                    (linked if entry.is_symlink() else folders).append(prefix + entry.name)
+                else:
+                    files += 1
+                    if entry.name.lower().endswith(_ENDINGS):
+                        images.append(entry.name)
+    except OSError as error:
+        raise DataError(
+            f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; mend its permissions or link"
+        ) from None
+    time = where.st_mtime_ns if where.st_mtime_ns > 0 else -1
+    identity = (where.st_dev, where.st_ino)
+    return _Folder(path, time, identity, b"\0".join(images), sorted(folders), sorted(linked), files)
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False  # a link to itself: as a file it will be unreadable
+
+
+def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
+    """Paths of the images, sorted as whole paths are; the list of all is never in memory."""
+
+    def entries(folder: _Folder) -> Iterator[bytes]:
+        prefix = folder.path + b"/" if folder.path else b""
+        images = [prefix + name for name in folder.images.split(b"\0") if name]
+        inner = [path + b"/" for path in (*folder.folders, *folder.linked) if path in folders]
+        return iter(sorted(images + inner))
+
+    stack = [entries(folders[b""])]
+    while stack:
+        path = next(stack[-1], None)
+        if path is None:
+            stack.pop()
+        elif path.endswith(b"/"):
+            stack.append(entries(folders[path[:-1]]))
+        else:
+            yield path
 
 
 def _describe_missing(root: Path) -> str:

@@ -24,18 +24,24 @@ def load_rgb(path: Path | str) -> Image.Image:
     """Decode a file, upright by its EXIF tag, as RGB. Raises UnreadableImage."""
     try:
         data = Path(path).read_bytes()
-        if not data:
-            raise UnreadableImage(str(path), "empty file")
+    except OSError as error:
+        raise UnreadableImage(str(path), error.strerror or str(error)) from None
+    return decode_image(data, str(path))
+
+
+def decode_image(data: bytes, name: str) -> Image.Image:
+    """An encoded file's bytes, upright by the EXIF tag, as RGB. Raises UnreadableImage."""
+    if not data:
+        raise UnreadableImage(name, "empty file")
+    try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             return to_rgb(ImageOps.exif_transpose(image))
-    except UnreadableImage:
-        raise
     except Image.UnidentifiedImageError:
-        raise UnreadableImage(str(path), "not an image") from None
+        raise UnreadableImage(name, "not an image") from None
     except Exception as error:  # Pillow's decoders raise anything from struct.error to SyntaxError on broken files
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UnreadableImage(str(path), reason) from error
+        raise UnreadableImage(name, reason) from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from PIL import Image
@@ -21,9 +22,13 @@ SOURCES = ("folder", "photos", *TORCHVISION_SETS)
 class Source(Protocol):
     """Images by index, always in the same order; picklable, since loader processes get a copy."""
 
-    labels: list[int] | None
-    """One a sample, into `classes`; -1 = this image has none. None = no labels at all."""
-    classes: list[str] | None
+    @property
+    def labels(self) -> Sequence[int] | None:
+        """One a sample, into `classes`; -1 = this image has none. None = no labels at all."""
+        ...
+
+    @property
+    def classes(self) -> list[str] | None: ...
 
     def __len__(self) -> int: ...
 

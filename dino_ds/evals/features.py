@@ -71,7 +71,7 @@ class _Images(Dataset[tuple[Tensor, int] | None]):
     def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
         assert source.labels is not None
         self._source, self._indices, self._transform = source, indices, transform
-        self._labels = source.labels
+        self._labels = [source.labels[index] for index in indices]  # not millions of them to each worker
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -79,7 +79,7 @@ class _Images(Dataset[tuple[Tensor, int] | None]):
     def __getitem__(self, i: int) -> tuple[Tensor, int] | None:
         index = self._indices[i]
         try:
-            return self._transform(self._source.load(index)), self._labels[index]
+            return self._transform(self._source.load(index)), self._labels[i]
         except UnreadableImage:
             return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,9 +36,9 @@ class KnnWatch:
         workers: int | None,
     ) -> None:
         assert bank.labels is not None and test.labels is not None
-        labelled = [i for i, label in enumerate(bank.labels) if label >= 0]
+        labelled = np.flatnonzero(np.asarray(bank.labels) >= 0)
         self._bank, self._test = bank, test
-        self._bank_indices = [labelled[i] for i in spread_indices(len(labelled), limits[0])]
+        self._bank_indices = [int(labelled[i]) for i in spread_indices(len(labelled), limits[0])]
         self._test_indices = spread_indices(len(test), limits[1])
         self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
         self._workers = workers

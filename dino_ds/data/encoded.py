@@ -1,0 +1,74 @@
+"""What sources of encoded image files have in common: bytes in, RGB out."""
+
+from __future__ import annotations
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from typing import Any
+
+from PIL import Image
+
+from dino_ds.data.images import UnreadableImage, decode_image
+from dino_ds.data.listing import Labels, Listing
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+
+class EncodedImages(ABC):
+    """A source whose images are files of some format, wherever they lie."""
+
+    @abstractmethod
+    def read(self, index: int) -> bytes:
+        """The encoded file, not empty. Raises UnreadableImage."""
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """Where the image lies, as one printable line."""
+
+    @abstractmethod
+    def member(self, index: int) -> str:
+        """The image's name within the data set, such as cat/1.jpg; any text, not to be used as a path."""
+
+    def load(self, index: int) -> Image.Image:
+        """RGB. Raises UnreadableImage."""
+        return decode_image(self.read(index), self.name(index))
+
+
+class ListedImages(EncodedImages):
+    """Encoded images whose names and labels are in a Listing: in memory once a machine, pickled as a path."""
+
+    labels: Labels | None
+    classes: list[str] | None
+
+    def __init__(self, listing: Listing) -> None:
+        self._open(listing)
+
+    def _open(self, listing: Listing) -> None:
+        self._listing, self._names = listing, listing.texts("names")
+        self.labels, self.classes = listing.labels, listing.classes
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_names", "labels", "classes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open(state["_listing"])
+
+
+def read_file(path: str, name: str) -> bytes:
+    """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb", buffering=0) as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise UnreadableImage(name, "not a regular file")
+            data = file.read()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise UnreadableImage(name, getattr(error, "strerror", None) or str(error)) from None
+    if not data:
+        raise UnreadableImage(name, "empty file")
+    return data

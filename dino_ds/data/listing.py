@@ -1,0 +1,262 @@
+"""Long lists of images kept in one file and memory-mapped: millions of names cost a process almost nothing.
+
+The file lies in the user's cache (`cache_folder`) under a name that is used once, so a source travels to loader
+processes as a path. It is a safetensors file: numpy arrays and one JSON object.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+import uuid
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from dino_ds.errors import DataError
+
+_FORMAT = 1
+_DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
+_KEPT = 3
+_KEPT_SECONDS = 7 * 24 * 3600
+"""Of one list the newest three stay, and what was opened within a week: jobs may still start workers on it."""
+
+
+class Texts(Sequence[str]):
+    """Texts as one array of bytes (uint8) and the end of each in it (int64)."""
+
+    def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
+        self._data, self._ends = data, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def raw(self, index: int) -> bytes:
+        begin = int(self._ends[index - 1]) if index else 0
+        return self._data[begin : int(self._ends[index])].tobytes()
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return os.fsdecode(self.raw(range(len(self))[index]))
+
+
+class Labels(Sequence[int]):
+    """Class numbers, int32 in an array; `np.asarray` gives it without a copy."""
+
+    def __init__(self, numbers: np.ndarray) -> None:
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._numbers[index].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers.tolist())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._numbers, dtype=dtype, copy=bool(copy)) if copy or dtype else self._numbers
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and np.array_equal(self._numbers, np.asarray(other))
+
+
+class Packer:
+    """Collects texts, given as bytes, into the two arrays of `Texts`."""
+
+    def __init__(self) -> None:
+        self._data, self._ends = bytearray(), array("q")
+
+    def add(self, text: bytes) -> None:
+        self._data += text
+        self._ends.append(len(self._data))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def arrays(self, name: str) -> dict[str, np.ndarray]:
+        return {
+            f"{name}.bytes": np.frombuffer(self._data, np.uint8),
+            f"{name}.ends": np.frombuffer(self._ends, np.int64),
+        }
+
+
+@dataclass
+class Contents:
+    """What is to be listed: arrays by name (uint8, int32 or int64) and plain values that JSON can hold."""
+
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Listing:
+    """An opened list file. Raises OSError or ValueError if the file is not a whole one of this format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open(path, "rb") as file:
+            head = int.from_bytes(file.read(8), "little")
+            if head > os.fstat(file.fileno()).st_size:
+                raise ValueError(f"{path} is damaged")
+            header = json.loads(file.read(head))
+        plain = header.pop("__metadata__")
+        if int(plain["format"]) != _FORMAT:
+            raise ValueError(f"{path} is of another version")
+        self.about: dict[str, Any] = json.loads(plain["about"])
+        whole = np.memmap(path, np.uint8, "r")[8 + head :]
+        if len(whole) != max(entry["data_offsets"][1] for entry in header.values()):
+            raise ValueError(f"{path} is cut off")
+        self.arrays = {
+            name: np.asarray(whole[slice(*entry["data_offsets"])]).view(_DTYPES[entry["dtype"]])
+            for name, entry in header.items()
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path,)
+
+    def texts(self, name: str) -> Texts:
+        return Texts(self.arrays[f"{name}.bytes"], self.arrays[f"{name}.ends"])
+
+    @property
+    def labels(self) -> Labels | None:
+        return Labels(self.arrays["labels"]) if "labels" in self.arrays else None
+
+    @property
+    def classes(self) -> list[str] | None:
+        return list(self.texts("classes")) if "classes.ends" in self.arrays else None
+
+
+def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
+    """The list named `key` from the cache if `is_current` says so, else what `build` makes, kept for the next time.
+
+    One process of a machine builds, the others wait for it. Where the cache can't be written the list is kept in a
+    temporary folder until the process ends. Raises DataError if not even that has room, and what `build` raises.
+    """
+    stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
+    folder = cache_folder()
+    found = _find_current(folder, stem, is_current)
+    if found is not None:
+        return found
+    with _one_process_at_a_time(folder, stem):
+        found = _find_current(folder, stem, is_current)
+        if found is not None:
+            return found
+        contents = build()
+        for place in (folder, Path(tempfile.gettempdir())):
+            try:
+                if place != folder:
+                    place = _temporary_folder()
+                listing = save_listing(place / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
+                _prune(place, stem)
+                return listing
+            except OSError as error:
+                reason = error
+    raise DataError(f"the list of images can't be kept in {folder}: {reason}; set DINO_DS_CACHE to a folder with room")
+
+
+def save_listing(path: Path, contents: Contents) -> Listing:
+    """Write a list, whole or not at all. Raises OSError."""
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
+        save_file(arrays, part, {"format": str(_FORMAT), "about": json.dumps(contents.about)})
+        with open(part, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except Exception as error:  # safetensors has its own error for a full disk
+        part.unlink(missing_ok=True)
+        raise OSError(str(error)) from error
+    return Listing(path)
+
+
+def cache_folder() -> Path:
+    """DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache."""
+    named = os.environ.get("DINO_DS_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds"
+
+
+def printable(text: str) -> str:
+    """A file name as one line of valid UTF-8: file systems and archives allow any bytes in it."""
+    clean = os.fsencode(text).decode("utf-8", "backslashreplace")
+    return clean if clean.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in clean)
+
+
+def _reopen(path: Path) -> Listing:
+    try:
+        return Listing(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the list of images {path} is gone ({error}); start again: it will be rebuilt") from None
+
+
+def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]) -> Listing | None:
+    for path in _newest_first(folder, stem):
+        try:
+            listing = Listing(path)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # of another version, or damaged: it will be replaced
+        if is_current(listing):
+            with suppress(OSError):  # another user's cache, read-only here
+                os.utime(path)
+            return listing
+    return None
+
+
+def _newest_first(folder: Path, stem: str) -> list[Path]:
+    found = []
+    for path in folder.glob(f"{stem}-*.safetensors"):
+        try:
+            found.append((path.stat().st_mtime_ns, path))
+        except OSError:
+            continue  # pruned by another process
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _prune(folder: Path, stem: str) -> None:
+    for path in _newest_first(folder, stem)[_KEPT:]:
+        if path.stat().st_mtime < time.time() - _KEPT_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = stack.enter_context(open(folder / f"{stem}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # no cache, or a file system without locks: two processes may do the same work
+        yield
+
+
+_temporary: tempfile.TemporaryDirectory[str] | None = None
+
+
+def _temporary_folder() -> Path:
+    """Removed when this process ends."""
+    global _temporary
+    if _temporary is None:
+        _temporary = tempfile.TemporaryDirectory(prefix="dino_ds-")
+    return Path(_temporary.name)

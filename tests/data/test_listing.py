@@ -1,0 +1,207 @@
+"""Lists of images: cached, seen to change when the data does, small in memory and on the way to a worker."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.data import folder as folder_module
+from dino_ds.data import listing as listing_module
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.listing import Contents, Packer, find_listing, printable
+from dino_ds.errors import DataError
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def tree(root: Path, *names: str) -> Path:
+    """Images of another colour each, in folders that have not been touched for a while."""
+    for number, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(root / name)
+    age(root)
+    return root
+
+
+def age(root: Path) -> None:
+    for place, _, _ in os.walk(root):
+        os.utime(place, (1e9, 1e9))
+
+
+def names(source: ImageFolder) -> list[str]:
+    return [source.member(i) for i in range(len(source))]
+
+
+@pytest.fixture
+def scans(monkeypatch) -> list[Path]:
+    """The roots that were scanned."""
+    found: list[Path] = []
+    scan = folder_module._scan
+    monkeypatch.setattr(folder_module, "_scan", lambda root: found.append(root) or scan(root))
+    return found
+
+
+def test_the_second_start_reads_no_folder(cache, tmp_path, scans):
+    root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.png")
+    first, second = ImageFolder(str(root)), ImageFolder(str(root))
+    assert len(scans) == 1
+    assert names(first) == names(second) == ["cat/1.png", "dog/2.png", "dog/deep/3.png"]
+    assert second.labels == [0, 1, 1] and second.classes == ["cat", "dog"]
+    assert second.load(2).getpixel((0, 0)) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("change", ["add", "add deep", "remove", "rename", "new folder", "remove folder"])
+def test_every_change_of_the_tree_is_seen(cache, tmp_path, scans, change):
+    root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.png", "owl/4.png")
+    ImageFolder(str(root))
+    image = (root / "cat/1.png").read_bytes()
+    if change == "add":
+        (root / "cat/0.png").write_bytes(image)
+    elif change == "add deep":
+        (root / "dog/deep/9.png").write_bytes(image)
+    elif change == "remove":
+        (root / "dog/deep/3.png").unlink()
+    elif change == "rename":
+        (root / "cat/1.png").rename(root / "cat/7.png")
+    elif change == "new folder":
+        tree(root, "eel/5.png")
+        os.utime(root, (2e9, 2e9))
+    else:
+        (root / "owl/4.png").unlink()
+        (root / "owl").rmdir()
+    expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.png"))
+    assert names(ImageFolder(str(root))) == expected
+    assert len(scans) == 2
+
+
+def test_a_folder_that_has_just_changed_is_not_trusted(cache, tmp_path, scans):
+    """Two changes within one tick of the file system's clock leave one time."""
+    root = tree(tmp_path / "images", "a.png")
+    now = time.time()
+    os.utime(root, (now, now))
+    ImageFolder(str(root))
+    (root / "b.png").write_bytes((root / "a.png").read_bytes())
+    os.utime(root, (now, now))
+    assert names(ImageFolder(str(root))) == ["a.png", "b.png"]
+    assert len(scans) == 2
+
+
+def test_a_source_travels_as_a_path_and_outlives_a_new_listing(cache, tmp_path):
+    root = tree(tmp_path / "images", *(f"c{i % 2}/{i:04d}.png" for i in range(300)))
+    source = ImageFolder(str(root))
+    sent = pickle.dumps(source)
+    assert len(sent) < 1000
+    (root / "c0/0000.png").unlink()
+    assert len(ImageFolder(str(root))) == 299
+    copy = pickle.loads(sent)
+    assert len(copy) == 300 and names(copy) == names(source)
+    assert copy.labels == source.labels and copy.classes == ["c0", "c1"]
+
+
+def test_old_listings_are_removed_in_the_end(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(listing_module, "_KEPT_SECONDS", 0)
+    for number in range(6):
+        find_listing("kind", "key", lambda known: False, lambda n=number: contents([b"x" * n]))
+    assert len(list(cache.glob("*.safetensors"))) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+def test_a_damaged_cache_is_rebuilt(cache, tmp_path, scans, damage):
+    root = tree(tmp_path / "images", "a.png", "b.png")
+    ImageFolder(str(root))
+    (kept,) = cache.glob("*.safetensors")
+    whole = kept.read_bytes()
+    kept.write_bytes({"cut": whole[:-9], "text": b"not a listing, but long enough", "empty": b""}[damage])
+    assert names(ImageFolder(str(root))) == ["a.png", "b.png"]
+    assert len(scans) == 2
+
+
+def test_without_a_writable_cache_the_list_is_temporary(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "file/cache"))
+    source = ImageFolder(str(tree(tmp_path / "images", "a.png")))
+    assert names(pickle.loads(pickle.dumps(source))) == ["a.png"]
+
+
+def test_a_list_that_is_gone_is_said(cache, tmp_path):
+    source = ImageFolder(str(tree(tmp_path / "images", "a.png")))
+    sent = pickle.dumps(source)
+    for kept in cache.glob("*.safetensors"):
+        kept.unlink()
+    with pytest.raises(DataError, match=r"is gone .* start again"):
+        pickle.loads(sent)
+
+
+def test_the_order_is_that_of_whole_paths(cache, tmp_path):
+    """As `sorted` of all of them, whatever stands beside a folder's name."""
+    wanted = ["cat-x/1.png", "cat.png", "cat/1.png", "cat/a/2.png", "cat/a.png", "cat/a-.png", "cat0.png", "é/1.png"]
+    root = tree(tmp_path / "images", *wanted)
+    assert names(ImageFolder(str(root))) == sorted(wanted)
+
+
+def test_any_bytes_may_be_a_name(cache, tmp_path):
+    root = tree(tmp_path / "images", "good.png")
+    image = (root / "good.png").read_bytes()
+    for raw in (b"latin-\xe9.png", b"two\nlines.png", b"tab\there.png"):
+        with open(os.path.join(os.fsencode(root), raw), "wb") as file:
+            file.write(image)
+    source = ImageFolder(str(root))
+    shown = [Path(source.name(i)).name for i in range(len(source))]
+    assert sorted(shown) == ["good.png", r"latin-\xe9.png", r"tab\there.png", r"two\nlines.png"]
+    for index in range(4):
+        source.load(index)
+    assert printable("plain é") == "plain é"
+
+
+def test_what_is_no_regular_file_is_unreadable_and_never_waited_for(cache, tmp_path):
+    root = tree(tmp_path / "images", "0.png")
+    os.mkfifo(root / "pipe.png")
+    (root / "loop.png").symlink_to(root / "loop.png")
+    (root / "dangling.png").symlink_to(root / "nowhere.png")
+    (root / "self").symlink_to(root)
+    (root / "empty.png").write_bytes(b"")
+    source = ImageFolder(str(root))
+    reasons = {}
+    for index in range(len(source)):
+        try:
+            source.load(index)
+        except UnreadableImage as error:
+            reasons[Path(error.name).name] = error.reason
+    assert reasons == {
+        "dangling.png": "No such file or directory",
+        "empty.png": "empty file",
+        "loop.png": "Too many levels of symbolic links",
+        "pipe.png": "not a regular file",
+    }
+
+
+def contents(paths: list[bytes]) -> Contents:
+    packed = Packer()
+    for path in paths:
+        packed.add(path)
+    return Contents(packed.arrays("names"))
+
+
+def test_a_hundred_thousand_names_cost_a_second_process_nothing(cache):
+    """No Python object a name: opening maps a file; a million was measured at 40 MiB of shared pages."""
+    paths = [b"n%05d/n%05d_%07d.JPEG" % (i // 1000, i // 1000, i) for i in range(100_000)]
+    find_listing("kind", "key", lambda known: True, lambda: contents(paths))
+    begin = time.process_time()
+    listing = find_listing("kind", "key", lambda known: True, lambda: contents([]))
+    assert time.process_time() - begin < 0.1
+    texts = listing.texts("names")
+    assert len(texts) == len(paths) and texts[-1] == paths[-1].decode() and texts[77_777] == paths[77_777].decode()
+    assert listing.path.stat().st_size < 100_000 * 40
+    assert isinstance(listing.arrays["names.bytes"].base, np.memmap | np.ndarray)
+    assert not listing.arrays["names.bytes"].flags.owndata
