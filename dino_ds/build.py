@@ -5,18 +5,27 @@ from __future__ import annotations
 import torch
 
 from dino_ds.config import Recipe
+from dino_ds.ds_config import Levers
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.schedules import Schedules
 
 
-def build_network(recipe: Recipe) -> DinoNetwork:
-    """The student of a recipe, FP32, on the CPU; the same weights on every rank."""
+def build_network(recipe: Recipe, levers: Levers) -> DinoNetwork:
+    """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers."""
     torch.manual_seed(recipe.seed)
     arch = recipe.model.architecture()
     model, head = recipe.model, recipe.head
-    backbone = VisionTransformer(arch, recipe.crops.global_size, model.drop_path, model.pos_embed_interpolation)
+    backbone = VisionTransformer(
+        arch,
+        recipe.crops.global_size,
+        model.drop_path,
+        model.pos_embed_interpolation,
+        attention=levers.attention,
+        packed=levers.packed,
+        cls_only_last_block=levers.cls_only_last_block,
+    )
     return DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
 
 

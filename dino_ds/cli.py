@@ -5,6 +5,7 @@ Help and checks import neither torch nor deepspeed.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
@@ -19,7 +20,8 @@ from dino_ds.config import load_recipe
 from dino_ds.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.names import did_you_mean
-from dino_ds.options.flags import TRAIN_FLAGS, drop_local_rank, parse_flags
+from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
+from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import check_hostfile, check_torchvision
 
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits with the code of a UserError after printing it; 130 after Ctrl-C."""
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
-        print(help_text())
+        print(help_text(words))
         return
     if words == ["--version"]:
         print(f"dino_ds {__version__}")
@@ -55,64 +57,70 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _dispatch(words: list[str]) -> None:
     import fire
 
+    found = find_command(words)
+    if found is None:
+        raise ConfigError(_no_command(words))
+    command, rest = found
+    flags, files = _collect(command, parse_flags(command, rest))
+
+    def call(**given: Any) -> None:
+        _call(command, {**files, **given})
+
+    # repr: fire reads values as Python literals, and the functions want the very values.
+    fire.Fire(call, command=[f"--{name}={value!r}" for name, value in flags.items()], name="dino-ds")
+
+
+def _no_command(words: list[str]) -> str:
+    there = f"there is {', '.join(COMMANDS)}"
     if not words or words[0].startswith("-"):
-        raise ConfigError(f"no command is given: {', '.join(COMMANDS)} (dino-ds --help)")
-    if words[0] not in COMMANDS:
-        near = did_you_mean(words[0], COMMANDS)
-        raise ConfigError(f"{words[0]!r} is not a command: there is {', '.join(COMMANDS)}.{near}")
-    flags = parse_flags(words[1:])
-    values: dict[str, Any] = {**flags.fixed, "recipe": flags.recipe, "ds": flags.ds}
-    # repr: fire reads values as Python literals, and the functions want the raw text.
-    fire.Fire(COMMANDS, command=[words[0], *(f"--{name}={value!r}" for name, value in values.items())], name="dino-ds")
+        return f"no command is given: {there} (dino-ds --help)"
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if group:
+        given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
+        return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
+    return f"{words[0]!r} is not a command: {there}.{did_you_mean(words[0], COMMANDS)}"
 
 
-def _train(
-    *,
-    ds_config: str = TRAIN_FLAGS[0].default,
-    config: str | None = None,
-    run_dir: str | None = None,
-    max_steps: str | None = None,
-    resume: str = "false",
-    debug: str = "false",
-    recipe: dict[str, str],
-    ds: dict[str, str],
-) -> None:
-    """Check everything that can be checked without torch, then train."""
-    check_hostfile()
-    learned, problems = None, []
-    try:
-        learned = load_recipe(config, recipe)
-        if learned.data.source == "folder" and learned.data.root is None:
-            problems.append(
-                "no images are given: --data.root FOLDER, --data.source NAME, "
-                "or --config quickstart for the embedded photos"
-            )
-    except ConfigError as error:
-        problems.append(str(error))
-    try:
-        settings = load_ds_config(ds_config, ds)
-    except ConfigError as error:
-        problems.append(str(error))
-    if problems or learned is None:
+def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The command's own flags, and what it reads from files, everything checked. Raises ConfigError."""
+    if command is TRAIN:
+        check_hostfile()
+    fixed: dict[str, Any] = {flag.name: flags.fixed.get(flag.name, flag.default) for flag in command.all_flags}
+    config, ds_config, _ = fixed.pop("config", None), fixed.pop("ds_config", None), fixed.pop("debug")
+    files: dict[str, Any] = {}
+    problems: list[str] = []
+    if command.takes_recipe:
+        try:
+            files["recipe"] = load_recipe(config, flags.recipe)
+            if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
+                problems.append(
+                    "no images are given: --data.root FOLDER, --data.source NAME, "
+                    "or --config quickstart for the embedded photos"
+                )
+        except ConfigError as error:
+            problems.append(str(error))
+    if command.takes_ds:
+        try:
+            files["ds"] = load_ds_config(ds_config, flags.ds)
+            files["ds_path"] = find_ds_config(ds_config)
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
         raise ConfigError("\n".join(problems))
-    resolve_ds_config(settings, ds_config, learned.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    if command is TRAIN:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        resolve_ds_config(files["ds"], ds_config, files["recipe"].data.global_batch, world_size)
+        fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
+    return fixed, files
+
+
+def _call(command: Command, values: dict[str, Any]) -> None:
     check_torchvision()
-
+    module, _, function = command.runs.partition(":")
+    getattr(importlib.import_module(module), function)(**values)
     from dino_ds.distributed import leave
-    from dino_ds.train import train
 
-    train(
-        learned,
-        settings,
-        find_ds_config(ds_config),
-        run_dir=run_dir or f"runs/{Path(config).stem if config else 'vits16'}",
-        max_steps=int(max_steps) if max_steps else None,
-        resume=resume.lower() == "true",
-    )
     leave()
-
-
-COMMANDS = {"train": _train}
 
 
 def _say_error(message: str, pause: bool = True) -> None:

@@ -20,7 +20,7 @@ from dino_ds.names import RECIPE_HOMES, did_you_mean, ds_home, missing_file
 from dino_ds.recipe import Length, Recipe, Section
 
 __all__ = [
-    "Length", "Option", "Recipe", "dump_recipe", "load_recipe", "recipe_names", "recipe_options",
+    "Length", "Option", "Recipe", "change_recipe", "dump_recipe", "load_recipe", "recipe_names", "recipe_options",
 ]  # fmt: skip
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -42,6 +42,16 @@ def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
     Raises ConfigError with one line per problem.
     """
     return _validate(_collect(config, overrides))
+
+
+def change_recipe(recipe: Recipe, overrides: Mapping[str, str]) -> Recipe:
+    """`recipe` with `overrides` (dotted key -> text). Raises ConfigError with one line per problem."""
+    problems: list[str] = []
+    given = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", problems)}
+    given.update(_read_overrides(overrides, problems))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _validate(given)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -80,16 +90,21 @@ def _collect(config: str | None, overrides: Mapping[str, str]) -> dict[str, tupl
         path = _find_recipe(config)
         for name, value in _flatten(_read_yaml(path), "", path, problems):
             given[name] = (value, path)
+    given.update(_read_overrides(overrides, problems))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return given
+
+
+def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """As `_collect` has them; unknown names are added to `problems`."""
     fields = dict(_fields())
     for name, text in overrides.items():
         if name not in fields:
             problems.append(f"--{name}: {unknown_key(name)}")
             continue
         none = text.strip().lower() in NONE_WORDS and type(None) in _members(fields[name])
-        given[name] = (None if none else text, "command line")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return given
+        yield name, (None if none else text, "command line")
 
 
 def unknown_key(name: str) -> str:

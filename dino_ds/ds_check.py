@@ -122,6 +122,7 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
         )
     if not config.get("bf16", {}).get("check_grad_overflow", True):
         yield "bf16.check_grad_overflow", "it must be true: else NaN gradients are written into the weights"
+    yield from _check_levers(config.get("dino_ds", {}), zero["stage"], low)
     accumulated = config.get("data_types", {}).get("grad_accum_dtype", "fp32")
     if accumulated not in ("fp32", low[0] if low else "fp32"):
         wanted = "fp32" if not low else f"fp32 or {low[0]}"
@@ -130,6 +131,22 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
             f'"{accumulated}" does not go with training in {low[0] if low else "fp32"}: use {wanted}',
         )
     yield from _check_offload(config, zero)
+
+
+def _check_levers(levers: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
+    if levers.get("compile") and stage == 3:
+        yield (
+            "dino_ds.compile",
+            "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces: use stage 1 or 2, "
+            "or remove it",
+        )
+    attention = levers.get("attention", "sdpa")
+    if attention == "varlen" and not low:
+        yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
+    if attention != "sdpa" and levers.get("attention_backend", "auto") != "auto":
+        yield "dino_ds.attention_backend", f'it chooses among the kernels of "sdpa", and attention is "{attention}"'
+    if levers.get("teacher_copy") and not low:
+        yield "dino_ds.teacher_copy", "in fp32 the copy would be the teacher itself: remove it"
 
 
 def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Problem]:

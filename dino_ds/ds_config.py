@@ -25,6 +25,18 @@ BUCKET_ELEMENTS = 50_000_000
 
 
 @dataclass(frozen=True)
+class Levers:
+    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
+
+    attention: str = "sdpa"
+    attention_backend: str = "auto"
+    packed: bool = True
+    cls_only_last_block: bool = True
+    compile: bool = False
+    teacher_copy: bool = False
+
+
+@dataclass(frozen=True)
 class DsConfig:
     """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
 
@@ -41,6 +53,7 @@ class DsConfig:
     clipping: float
     checkpoint_blocks: int | str
     checkpoint_on_cpu: bool
+    levers: Levers
     notes: list[str] = field(default_factory=list)
 
 
@@ -60,8 +73,12 @@ def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
 
     Raises ConfigError with one line per problem.
     """
-    config = _read(find_ds_config(path))
-    problems: list[str] = []
+    return change_ds_config(_read(find_ds_config(path)), path, overrides)
+
+
+def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
+    config, problems = copy.deepcopy(config), list[str]()
     for name, text in overrides.items():
         problem = _override(config, name, text)
         if problem:
@@ -106,6 +123,7 @@ def resolve_ds_config(
         clipping=float(raw["gradient_clipping"]),
         checkpoint_blocks=blocks,
         checkpoint_on_cpu=on_cpu,
+        levers=Levers(**raw.get("dino_ds", {})),
         notes=notes,
     )
 

@@ -63,6 +63,7 @@ TOP: dict[str, Key] = {
     "comms_logger": Key("section", "log collectives"),
     "flops_profiler": Key("section", "DeepSpeed's profile of one step"),
     "aio": Key("section", "NVMe offload: asynchronous reads and writes"),
+    "dino_ds": Key("section", "speed of dino_ds's own parts; DeepSpeed does not read it"),
     "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
     "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
     "dump_state": Key("bool", "print DeepSpeed's state after initialisation"),
@@ -137,6 +138,22 @@ _ZERO = {
     "leaf_module": Key("section", "modules whose parameters are gathered together", stages=_3),
 }
 
+_DINO_DS = {
+    "attention": Key(
+        "text", "sdpa, the plain formula, or one kernel for all sizes (CUDA)", choices=("sdpa", "naive", "varlen")
+    ),
+    "attention_backend": Key(
+        "text",
+        "kernel that sdpa takes; auto = torch's choice",
+        choices=("cudnn", "flash", "efficient", "math"),
+        auto=True,
+    ),
+    "packed": Key("bool", "crops of all sizes in one pass (default true); exact"),
+    "cls_only_last_block": Key("bool", "the last block for the CLS token alone (default true); exact"),
+    "compile": Key("bool", "torch.compile each block; same results beyond rounding", stages=(0, 1, 2)),
+    "teacher_copy": Key("bool", "keep the teacher's matrices in the engine's precision too, cast once a step; exact"),
+}
+
 # Dotted name of a section -> its keys; "" is the top level.
 SECTIONS: dict[str, Mapping[str, Key]] = {
     "": TOP,
@@ -150,6 +167,7 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
         "names": Key("list", "module names"),
         "name_suffixes": Key("list", "ends of module names"),
     },
+    "dino_ds": _DINO_DS,
     "data_types": {"grad_accum_dtype": Key("text", "dtype in which gradients are accumulated", choices=_DTYPES)},
     "activation_checkpointing": {
         "number_checkpoints": Key("int", "how many blocks are recomputed; auto or absent = all", low=0, auto=True),
@@ -202,7 +220,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
     "torch_autocast": _AUTOCAST,
     "checkpoint": _CHECKPOINTS,
-    "compile": "DeepCompile is not supported",
+    "compile": "DeepCompile is not supported; dino_ds.compile compiles block by block",
     "autotuning": "it is not supported: it starts many full jobs",
     "hybrid_engine": "it cannot act here: it is for generating text",
     "data_efficiency": "it cannot act: dino_ds loads its data itself",
@@ -248,7 +266,7 @@ REFUSED: dict[str, str] = {
 }  # fmt: skip
 
 # Sections whose unknown keys make DeepSpeed stop; in all others it ignores them.
-STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger")
+STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
 
 
 def key_names() -> list[str]:

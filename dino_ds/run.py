@@ -44,24 +44,12 @@ class Run:
                 folder.check_same(state)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.step = self._build_step()
+        self.step = build_step(recipe, config, self.epoch_steps)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
         if found is not None and state is not None:
             self._load(found, state)
-
-    def _build_step(self) -> DinoStep:
-        recipe, optimizer = self.recipe, self.recipe.optimizer
-        network = build_network(recipe)
-        # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
-        copied = copy.deepcopy(network).to(device())
-        engine = Engine(network, self.config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-        teacher = Teacher(copied, engine.masters(), DTYPES[self.config.precision])
-        objective = DinoLoss(
-            recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
-        )
-        return DinoStep(engine, teacher, objective, build_schedules(recipe, self.epoch_steps))
 
     def build_loader(self) -> Loader:
         """Batches from `position` on."""
@@ -112,6 +100,20 @@ class Run:
         if self.watch and state["knn"]:
             self.watch.load_state_dict(state["knn"])
         self.step.restore(state["step"])
+
+
+def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
+    """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
+    optimizer = recipe.optimizer
+    network = build_network(recipe, config.levers)
+    # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
+    copied = copy.deepcopy(network).to(device())
+    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
+    teacher = Teacher(copied, engine.masters(), DTYPES[config.precision])
+    objective = DinoLoss(
+        recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
+    )
+    return DinoStep(engine, teacher, objective, build_schedules(recipe, epoch_steps))
 
 
 def _check_same_images(source: Source) -> None:

@@ -78,7 +78,7 @@ class RunFolder:
             "stage": self.config.stage,
             "precision": self.config.precision,
             "gradient_clipping": self.config.clipping,
-            "versions": _versions(),
+            "versions": versions(),
         }
 
     def check_same(self, state: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class RunFolder:
             "step": step,
             "images": step * self.recipe.data.global_batch,
             "architecture": dataclasses.asdict(arch),
-            "versions": _versions(),
+            "versions": versions(),
         }
 
 
@@ -139,7 +139,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that results depend on."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -156,7 +157,7 @@ def _environment() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "platform": platform.platform(),
         "ranks": distributed.world_size(),
         "devices": torch.cuda.get_device_name() if cuda else "cpu",

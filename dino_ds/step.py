@@ -15,6 +15,7 @@ from dino_ds.distributed import LaggedScalar, sum_across_ranks
 from dino_ds.engine import Engine, Progress
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
 from dino_ds.optim import PROTOTYPES, group_settings
+from dino_ds.ranges import named_range
 from dino_ds.schedules import Knobs, Schedules
 from dino_ds.teacher import Teacher
 
@@ -45,11 +46,16 @@ class DinoStep:
     def micro_batch(self, views: list[Tensor], drop_keys: Tensor | None) -> MicroStep:
         """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth."""
         knobs = self.knobs
-        teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
-        student_logits = self.engine(views, drop_keys)
-        loss, entropy = self.objective(student_logits, teacher_logits, knobs.teacher_temp)
-        self.engine.backward(loss)
-        progress = self.engine.step()
+        with named_range("teacher"):
+            teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
+        with named_range("student"):
+            student_logits = self.engine(views, drop_keys)
+        with named_range("loss"):
+            loss, entropy = self.objective(student_logits, teacher_logits, knobs.teacher_temp)
+        with named_range("backward"):
+            self.engine.backward(loss)
+        with named_range("optimizer"):
+            progress = self.engine.step()
         if progress is Progress.STEPPED:
             self._commit(knobs)
         elif progress is Progress.SKIPPED:
@@ -58,12 +64,14 @@ class DinoStep:
 
     def _commit(self, knobs: Knobs) -> None:
         center = self.objective.center
-        pending = center.pending()
-        vote = pending.new_full((1,), float(self.stop_requested))
-        total = sum_across_ranks(torch.cat((pending, vote)))
-        center.commit(total[:-1])
-        self._stop_votes.push(total[-1])
-        self.teacher.update(knobs.teacher_momentum)
+        with named_range("center"):
+            pending = center.pending()
+            vote = pending.new_full((1,), float(self.stop_requested))
+            total = sum_across_ranks(torch.cat((pending, vote)))
+            center.commit(total[:-1])
+            self._stop_votes.push(total[-1])
+        with named_range("ema"):
+            self.teacher.update(knobs.teacher_momentum)
         self.applied_steps += 1
         self._set_knobs()
 

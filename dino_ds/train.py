@@ -39,7 +39,7 @@ EXIT_STOPPED = 75
 
 
 def train(
-    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, *, run_dir: str, max_steps: int | None, resume: bool
+    *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str, run_dir: str, max_steps: int | None, resume: bool
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a signal; every rank calls it.
 

@@ -11,6 +11,7 @@ import pytest
 
 from dino_ds.config import load_recipe
 from dino_ds.ds_config import load_ds_config
+from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.flags import parse_flags
 
 REPOSITORY = Path(__file__).parent.parent
@@ -19,27 +20,32 @@ PAGES.append(REPOSITORY / "ds_configs/README.md")
 SCRIPTS = sorted((REPOSITORY / "launch").glob("*.sh"))
 
 
+_CALLS = "|".join(name for name in COMMANDS)
+
+
 def _commands(text):
-    """Training commands in code blocks and in backquotes, continuation lines joined."""
+    """Commands in code blocks and in backquotes, continuation lines joined."""
     text = text.replace("\\\n", " ")
     blocks = "\n".join(re.findall(r"```[a-z]*\n(.*?)```", text, re.S)).splitlines()
     spans = re.findall(r"`([^`\n]+)`", text)
-    return [line for line in (*blocks, *spans) if re.search(r"dino_ds/train\.py |dino-ds train ", line)]
+    return [line for line in (*blocks, *spans) if re.search(rf"dino_ds/train\.py |dino-ds ({_CALLS})( |$)", line)]
 
 
 PAGE_COMMANDS = [(page.name, command) for page in PAGES for command in _commands(page.read_text())]
 
 
-@pytest.mark.parametrize(("page", "command"), PAGE_COMMANDS)
-def test_documented_training_commands_are_accepted(page, command):
-    words = shlex.split(command.replace("…", ""), comments=True)
-    start = next(i for i, word in enumerate(words) if word.endswith("train.py") or word == "train")
+@pytest.mark.parametrize(("page", "line"), PAGE_COMMANDS)
+def test_documented_commands_are_accepted(page, line):
+    words = shlex.split(line.replace("…", "").partition(" > ")[0], comments=True)
     if "--help" in words:
         return
-    flags = parse_flags(words[start + 1 :])
-    load_recipe(flags.fixed.get("config"), flags.recipe)
-    if "ds_config" in flags.fixed:
-        load_ds_config(str(REPOSITORY / flags.fixed["ds_config"]), flags.ds)
+    script = next((i for i, word in enumerate(words) if word.endswith("train.py")), None)
+    command, rest = (
+        (TRAIN, words[script + 1 :]) if script is not None else find_command(words[words.index("dino-ds") + 1 :])
+    )
+    flags = parse_flags(command, rest)
+    load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
+    load_ds_config(str(REPOSITORY / flags.fixed.get("ds_config", command.ds_config)), flags.ds)
 
 
 def test_there_are_commands_to_check():
@@ -63,7 +69,7 @@ def test_launch_scripts_are_shell_and_name_files_that_exist(script):
     call = text.replace("\\\n", " ").split("train.py")[1].replace('"$@"', "")
     for name, value in settings.items():
         call = call.replace(f'"${name}"', value)
-    parse_flags(shlex.split(call))
+    parse_flags(TRAIN, shlex.split(call))
 
 
 def test_the_tree_in_the_readme_is_the_tree():

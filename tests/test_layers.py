@@ -7,14 +7,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
+    {"__init__", "errors", "names", "architectures", "ranges"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "costs"},
     {"data", "models", "objective", "schedules", "optim", "masters"},
     {"teacher", "engine", "checkpoint", "metrics", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
-    {"train"},
-    {"tools"},
+    {"train", "measure"},
+    {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
 ]

@@ -1,4 +1,4 @@
-"""Reads the command line of `train` and refuses what it does not know, before anything starts.
+"""Reads a command line and refuses what it does not know, before anything starts.
 
 fire runs a command before it complains about a bad flag: a mistyped one would train for days with defaults.
 """
@@ -8,54 +8,35 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from dino_ds.config import nearest_knobs, recipe_options, unknown_key
 from dino_ds.ds_check import wrong_key
 from dino_ds.ds_schema import SECTIONS, key_names
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home
+from dino_ds.options.commands import Command, Flag
 
-
-@dataclass(frozen=True)
-class Flag:
-    """kind: text, int or switch (needs no value)."""
-
-    name: str
-    kind: str
-    default: str
-    description: str
-
-
-TRAIN_FLAGS = (
-    Flag("ds_config", "text", "ds_configs/zero0_fp32.json", "DeepSpeed's JSON: how fast and on what hardware"),
-    Flag(
-        "config", "text", "the ViT-S/16 of the DINO paper", "the recipe: a shipped name or a YAML file: what is learned"
-    ),
-    Flag("run_dir", "text", "runs/RECIPE", "folder of this run: metrics, checkpoints, teacher"),
-    Flag("max_steps", "int", "the recipe's length", "stop after N optimizer steps; the schedules stay as they are"),
-    Flag("resume", "switch", "false", "continue the run in --run_dir from its last checkpoint"),
-    Flag("debug", "switch", "false", "show tracebacks of errors"),
-)
 ALIASES = {"deepspeed_config": "ds_config"}
 _SWITCH_WORDS = {"true": True, "false": False}
 
 
 @dataclass
 class Flags:
-    """What was given: fixed options (text), recipe overrides and ds JSON overrides (dotted key -> text)."""
+    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text)."""
 
-    fixed: dict[str, str] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, str] = field(default_factory=dict)
     ds: dict[str, str] = field(default_factory=dict)
 
 
-def parse_flags(argv: Sequence[str]) -> Flags:
-    """The words after `train`. Raises ConfigError with one line per problem."""
+def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
+    """The words after the command's name. Raises ConfigError with one line per problem."""
     flags, problems = Flags(), list[str]()
-    switches = {flag.name for flag in TRAIN_FLAGS if flag.kind == "switch"}
+    switches = {flag.name for flag in command.all_flags if flag.kind == "switch"}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
-    for name, value in _pairs(list(argv), switches, problems):
-        _store(flags, name, value, problems)
+    for name, value in _pairs(command, list(argv), switches, problems):
+        _store(command, flags, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
@@ -74,7 +55,7 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _pairs(words: list[str], switches: set[str], problems: list[str]) -> Iterator[tuple[str, str]]:
+def _pairs(command: Command, words: list[str], switches: set[str], problems: list[str]) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches."""
     while words:
         word = words.pop(0)
@@ -85,7 +66,7 @@ def _pairs(words: list[str], switches: set[str], problems: list[str]) -> Iterato
         if not word.startswith("--"):
             if not equals and words and not _is_flag(words[0]):
                 words.pop(0)
-            long = next((f"; write --{flag.name}" for flag in TRAIN_FLAGS if flag.name.startswith(name)), "")
+            long = next((f"; write --{flag.name}" for flag in command.all_flags if flag.name.startswith(name)), "")
             problems.append(f"{word}: one-letter options are not accepted{long}")
         elif equals:
             yield name, value
@@ -101,45 +82,68 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and not re.fullmatch(r"-[0-9.].*|-", word)
 
 
-def _store(flags: Flags, name: str, value: str, problems: list[str]) -> None:
+def _store(command: Command, flags: Flags, name: str, value: str, problems: list[str]) -> None:
     name = ALIASES.get(name, name)
-    fixed = next((flag for flag in TRAIN_FLAGS if flag.name == name), None)
+    fixed = next((flag for flag in command.all_flags if flag.name == name), None)
+    target: dict[str, Any]
     if fixed is not None:
         target, key, unknown = flags.fixed, name, None
-    elif name.startswith("ds."):
+    elif command.takes_ds and name.startswith("ds."):
         section, _, leaf = (key := name[3:]).rpartition(".")
         target = flags.ds
         unknown = None if leaf in SECTIONS.get(section, {}) else wrong_key(section, leaf)
     else:
         target, key = flags.recipe, name
-        unknown = None if any(option.name == name for option in recipe_options()) else _unknown(name)
+        known = command.takes_recipe and any(option.name == name for option in recipe_options())
+        unknown = None if known else _unknown(command, name)
     if unknown is not None:
         problems.append(f"--{name}: {unknown}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
     elif key in target:
-        problems.append(f"--{name} is given twice: {target[key]!r} and {value!r}")
-    else:
+        problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
+    elif fixed is None:
         target[key] = value
-        if fixed is not None:
-            problems += _check_fixed(fixed, value)
+    else:
+        try:
+            target[key] = _convert(fixed, value)
+        except ValueError as error:
+            problems.append(f"--{fixed.name} {value!r} is not {error}")
 
 
-def _check_fixed(flag: Flag, value: str) -> list[str]:
-    if flag.kind == "int" and not (value.isdecimal() and int(value) > 0):
-        return [f"--{flag.name} {value!r} is not a whole number > 0"]
-    if flag.kind == "switch" and value.lower() not in _SWITCH_WORDS:
-        return [f"--{flag.name} {value!r} is not true or false"]
-    return []
+def _convert(flag: Flag, value: str) -> Any:
+    """Raises ValueError that says what is wanted."""
+    if flag.kind == "text":
+        return value
+    if flag.kind == "switch":
+        if value.lower() not in _SWITCH_WORDS:
+            raise ValueError("true or false")
+        return _SWITCH_WORDS[value.lower()]
+    wanted = f"a {'whole number' if flag.kind == 'int' else 'number'} {'>= 0' if flag.zero else '> 0'}"
+    try:
+        number = int(value) if flag.kind == "int" else float(value)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not (0 < number < float("inf") or (flag.zero and number == 0)):
+        raise ValueError(wanted)
+    return number
 
 
-def _unknown(name: str) -> str:
+def _unknown(command: Command, name: str) -> str:
     """The sentence for a flag that nothing knows."""
+    own = [flag.name for flag in command.all_flags]
+    if not command.takes_recipe:
+        there_are = f" There are {', '.join(f'--{flag}' for flag in own)}"
+        return f"unknown option.{_dashed(did_you_mean(name, own)) or there_are}"
     home = ds_home(name)
-    if home:
+    if home and command.takes_ds:
         return f"unknown option: {home}"
     if any(option.name.startswith(f"{name}.") for option in recipe_options()):
         return unknown_key(name)
-    near = nearest_knobs(name, [flag.name for flag in TRAIN_FLAGS] + [*ALIASES])
-    near = near or did_you_mean(name, [f"ds.{key}" for key in key_names()])
-    return f"unknown option.{near.replace(' mean ', ' mean --').replace(', ', ', --').replace(' or ', ' or --')}"
+    near = nearest_knobs(name, [*own, *(ALIASES if command.takes_ds else ())])
+    near = near or did_you_mean(name, [f"ds.{key}" for key in key_names()] if command.takes_ds else [])
+    return f"unknown option.{_dashed(near)}"
+
+
+def _dashed(near: str) -> str:
+    return near.replace(" mean ", " mean --").replace(", ", ", --").replace(" or ", " or --")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config import recipe_names, recipe_options
 from dino_ds.ds_schema import REFUSED, SECTIONS
-from dino_ds.options.flags import TRAIN_FLAGS
+from dino_ds.options.commands import COMMANDS, TRAIN, Command, Flag, find_command
 
 _EXAMPLES = """\
 examples
@@ -36,46 +36,51 @@ This file is made from the schemas: `python -m dino_ds.options.help_text > docs/
 """
 
 
-def help_text() -> str:
-    """The page of `dino-ds --help`."""
-    fixed = [
-        (f"--{f.name}{'' if f.kind == 'switch' else ' N' if f.kind == 'int' else ' X'}", f.default, f.description)
-        for f in TRAIN_FLAGS
-    ]
-    options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
-    parts = [
-        "usage: dino-ds train [--ds_config FILE.json] [--config RECIPE] [--section.key value ...]",
-        "       deepspeed [--num_gpus N] dino_ds/train.py [the same options]",
-        "",
-        f"recipes: {', '.join(recipe_names())}",
-        "",
-        "options (default)",
-        *_rows(fixed),
-        "",
-        "overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'",
-        *_rows(options),
-        "",
-        "overrides of the ds JSON",
-        *_rows(
-            [
-                (
-                    "--ds.KEY",
-                    "the file's",
-                    "any key of the JSON, for example --ds.zero_optimization.stage 2; docs/configs.md lists them",
-                )
-            ]
-        ),
-        "",
-        _EXAMPLES,
-    ]
-    return "\n".join(parts)
+def help_text(words: list[str]) -> str:
+    """The page of `dino-ds [COMMAND] --help`."""
+    found = find_command([word for word in words if not word.startswith("-")])
+    return _command_page(found[0]) if found else _overview()
+
+
+def _overview() -> str:
+    rows = [(name, "", command.summary) for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: dino-ds COMMAND [--option value ...]", "", *_rows(rows), "", "dino-ds COMMAND --help", ""]
+    )
+
+
+def _command_page(command: Command) -> str:
+    ds = " [--ds_config FILE.json]" if command.takes_ds else ""
+    recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
+    parts = [f"usage: dino-ds {command.name}{ds}{recipe}"]
+    if command is TRAIN:
+        parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
+    parts += ["", command.summary, ""]
+    if command.takes_recipe:
+        parts += [f"recipes: {', '.join(recipe_names())}", ""]
+    parts += ["options (default)", *_rows([_flag_row(flag) for flag in command.all_flags]), ""]
+    if command.takes_recipe:
+        options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
+        parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
+        parts += [*_rows(options), ""]
+    if command.takes_ds:
+        text = "any key of the JSON, for example --ds.zero_optimization.stage 2; docs/configs.md lists them"
+        parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)]), ""]
+    return "\n".join([*parts, _EXAMPLES] if command is TRAIN else parts)
+
+
+def _flag_row(flag: Flag) -> tuple[str, str, str]:
+    value = {"switch": "", "int": " N", "number": " N"}.get(flag.kind, " X")
+    return f"--{flag.name}{value}", flag.default_text, flag.description
 
 
 def configs_markdown() -> str:
     """The whole of docs/configs.md."""
     parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
-        (f"`--{f.name}`", f.default, f.description) for f in TRAIN_FLAGS
-    )), "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
+        (f"`--{f.name}`", f.default_text, f.description) for f in TRAIN.all_flags
+    )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(
+        f"`{name}`" for name in COMMANDS if name != TRAIN.name
+    ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
     ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in ARCHITECTURES) + ".", "\n## ds JSON\n",
@@ -105,7 +110,7 @@ def _rows(rows: list[tuple[str, str, str]], width: int = 110) -> list[str]:
     left = max(len(name) for name, _, _ in rows) + 2
     lines = []
     for name, default, description in rows:
-        text = textwrap.wrap(f"{description} ({default})", width - left - 2)
+        text = textwrap.wrap(f"{description} ({default})" if default else description, width - left - 2)
         lines += [f"  {name:<{left}}{text[0]}", *(" " * (left + 2) + line for line in text[1:])]
     return lines
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 import types
@@ -15,7 +17,8 @@ import dino_ds.cli as cli
 from dino_ds.config import recipe_options
 from dino_ds.ds_schema import key_names
 from dino_ds.errors import CheckpointError
-from dino_ds.options.flags import TRAIN_FLAGS, drop_local_rank, parse_flags
+from dino_ds.options.commands import COMMANDS, TRAIN, Command
+from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import configs_markdown, help_text
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What reaches `train`, which is replaced: nothing is trained here."""
     found: list[tuple[Any, ...]] = []
     stub = types.ModuleType("dino_ds.train")
-    stub.train = lambda *args, **options: found.append((*args, options))  # type: ignore[attr-defined]
+    stub.train = lambda recipe, ds, ds_path, **options: found.append((recipe, ds, ds_path, options))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "dino_ds.train", stub)
     monkeypatch.setattr(cli, "check_torchvision", lambda: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -147,7 +150,7 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
-            "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16; "
+            "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16, vitti16; "
             "a file of your own ends in .yaml. Did you mean vits16?",
         ),
         (["--ds_config", "ds_configs/zero2_fp61.json"], None),
@@ -165,9 +168,9 @@ def test_wrong_flags_stop_before_anything_starts(argv: list[str], says: str | No
 
 
 def test_wrong_commands(errors: Callable[..., list[str]]):
-    assert errors() == ["no command is given: train (dino-ds --help)"]
+    assert errors() == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
     assert errors("trian") == ["'trian' is not a command: there is train. Did you mean train?"]
-    assert errors("--config", "x") == ["no command is given: train (dino-ds --help)"]
+    assert errors("--config", "x") == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
 
 
 def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[..., list[str]]):
@@ -246,7 +249,7 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(argv: list[str]):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
     assert out.endswith("heavy []\n")
     if {"-h", "--help"} & set(argv):
-        assert out.startswith("usage: dino-ds train") and "exit" not in out.splitlines()[-2]
+        assert out.startswith("usage: dino-ds ") and "exit" not in out.splitlines()[-2]
     elif argv == ["--version"]:
         assert out.startswith("dino_ds ")
     else:
@@ -254,9 +257,21 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed(argv: list[str]):
 
 
 def test_help_lists_every_option():
-    text = help_text()
-    assert all(f"--{option.name} " in text for option in (*TRAIN_FLAGS, *recipe_options()))
-    assert max(map(len, text.splitlines())) <= 120
+    text = help_text(["train", "--help"])
+    assert all(f"--{option.name} " in text for option in (*TRAIN.all_flags, *recipe_options()))
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
+def test_every_command_has_a_page_and_a_function(command: Command):
+    text = help_text([*command.name.split(), "--help"])
+    assert text.startswith(f"usage: dino-ds {command.name}") and max(map(len, text.splitlines())) <= 120
+    assert all(f"--{flag.name}" in text for flag in command.all_flags)
+    assert ("--crops.num_local" in text) == command.takes_recipe and ("--ds.KEY" in text) == command.takes_ds
+    assert command.name in help_text(["--help"])
+    module, _, function = command.runs.partition(":")
+    parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
+    files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
+    assert set(parameters) == {*(flag.name for flag in command.flags), *files}
 
 
 def test_docs_are_current():
@@ -282,7 +297,7 @@ def test_local_rank_of_the_launcher_is_dropped():
 
 def test_flags_are_sorted_by_their_home():
     flags = parse_flags(
-        ["--run_dir", "r", "--data.download", "--ds.fp16.enabled", "true", "--optimizer.min_lr", "-0.1"]
+        TRAIN, ["--run_dir", "r", "--data.download", "--ds.fp16.enabled", "true", "--optimizer.min_lr", "-0.1"]
     )
     assert flags.fixed == {"run_dir": "r"}
     assert flags.recipe == {"data.download": "true", "optimizer.min_lr": "-0.1"}

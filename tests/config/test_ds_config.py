@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dino_ds.ds_config import DsConfig, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.ds_config import DsConfig, Levers, find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.ds_schema import REFUSED, SECTIONS, key_names
 from dino_ds.errors import ConfigError
 
@@ -254,3 +254,26 @@ def test_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.Monk
 def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert Path(find_ds_config("ds_configs/zero0_fp32.json")) == FOLDER / "zero0_fp32.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
+        ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
+        ({"dino_ds": {"attention": "naive", "attention_backend": "flash"}}, "dino_ds.attention_backend: it chooses"),
+        ({"dino_ds": {"teacher_copy": True}}, "dino_ds.teacher_copy: in fp32 the copy"),
+        ({"dino_ds": {"compiled": True}}, "dino_ds.compiled: unknown key. Did you mean dino_ds.compile?"),
+        ({"dino_ds": {"packed": "no"}}, 'dino_ds.packed: "no" is not true or false'),
+    ],
+)
+def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], says: str):
+    (line,) = problems(content)
+    assert line.startswith(says)
+
+
+def test_levers_have_defaults_and_are_read():
+    assert _resolve({}).levers == Levers()
+    section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": True}
+    assert _resolve({"dino_ds": section}).levers == Levers(**section)
+    assert _resolve({"dino_ds": {"attention_backend": "auto"}}).levers.attention_backend == "auto"

@@ -69,9 +69,9 @@ def train_tiny(
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             train(
-                load_recipe(None, overrides),
-                load_ds_config(path, ds_changes or {}),
-                path,
+                recipe=load_recipe(None, overrides),
+                ds=load_ds_config(path, ds_changes or {}),
+                ds_path=path,
                 run_dir=str(run_dir),
                 max_steps=max_steps,
                 resume=resume,

@@ -16,7 +16,7 @@ def _start(recipe, run, overrides):
 
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
     learned = load_recipe(recipe, {"log_every": "1", "data.workers": "0", **overrides})
-    train(learned, load_ds_config(path, {}), path, run_dir=str(run), max_steps=4, resume=False)
+    train(recipe=learned, ds=load_ds_config(path, {}), ds_path=path, run_dir=str(run), max_steps=4, resume=False)
 
 
 def test_quickstart_trains_on_the_embedded_photographs(tmp_path):

@@ -1,0 +1,1 @@
+"""Instruments: real steps to try, clocks, memory of fresh processes, tables. What bench and tools measure with."""

@@ -1,0 +1,27 @@
+"""What a measurement prints: a Markdown table for people, or one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dino_ds import distributed
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns padded to one width; all but the first to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = []
+    for row in (header, *rows):
+        cells = [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append(f"| {' | '.join(cells)} |")
+    rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
+    lines.insert(1, f"| {' | '.join(rules)} |")
+    return "\n".join(lines)
+
+
+def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
+    """On rank 0: `page`, or `result` as one JSON object and nothing else."""
+    if distributed.rank() == 0:
+        print(json.dumps(result, indent=1) if as_json else page, flush=True)

@@ -1,0 +1,99 @@
+"""How long things take, beside each other in one process: what disturbs one then disturbs all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each run. cpu: of all threads of this process; clock: which of the two is the result.
+
+    CPU time counts where one thread computes, since the load of others doesn't lengthen it; else wall time.
+    """
+
+    cpu: tuple[float, ...]
+    wall: tuple[float, ...]
+    clock: str
+
+    @property
+    def all_seconds(self) -> tuple[float, ...]:
+        return self.cpu if self.clock == "cpu" else self.wall
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return median(self.all_seconds)
+
+    @property
+    def spread(self) -> float:
+        """(largest - smallest) / median."""
+        return (max(self.all_seconds) - min(self.all_seconds)) / self.seconds
+
+
+def clock_of(device: torch.device, ranks: int = 1) -> str:
+    """ "cpu" for one process that computes with one thread on the CPU, else "wall"."""
+    return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and ranks == 1 else "wall"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done everything."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, ranks: int = 1
+) -> dict[str, Timing]:
+    """Each of `runs` `repeats` times after `warmup` times, by turns and in turned order every second round."""
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    wall: dict[str, list[float]] = {name: [] for name in runs}
+    for i in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=None):
+        for name in list(runs)[:: -1 if i % 2 else 1]:
+            synchronize(device)
+            begin_cpu, begin_wall = time.process_time(), time.perf_counter()
+            runs[name]()
+            synchronize(device)
+            if i >= warmup:
+                cpu[name].append(time.process_time() - begin_cpu)
+                wall[name].append(time.perf_counter() - begin_wall)
+    clock = clock_of(device, ranks)
+    return {name: Timing(tuple(cpu[name]), tuple(wall[name]), clock) for name in runs}
+
+
+class PartTimes:
+    """A listener of `dino_ds.ranges`: seconds of each named range, summed; on a GPU by events, without a wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._clock = device, clock_of(device)
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        if self._device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+            return
+        now = time.process_time if self._clock == "cpu" else time.perf_counter
+        start = now()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + now() - start
+
+    def read(self) -> dict[str, float]:
+        """Seconds by part so far; waits for the device."""
+        synchronize(self._device)
+        for name, begin, end in self._events:
+            self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(self._seconds)

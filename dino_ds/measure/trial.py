@@ -1,0 +1,91 @@
+"""A real training step of a recipe on crops that are already there, to be timed, profiled or filled with memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.config import Recipe, change_recipe
+from dino_ds.ds_config import DsConfig, resolve_ds_config
+from dino_ds.engine import fp16_supported, init_distributed
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.run import build_step
+from dino_ds.step import DinoStep
+
+EPOCH_STEPS = 1000
+"""Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
+
+
+@dataclass
+class Trial:
+    """A step and one micro-batch for it: views v x (b, 3, h, w) on the device, keys (b,) for stochastic depth.
+
+    Several may live in one process.
+    """
+
+    step: DinoStep
+    accumulation: int
+    views: list[Tensor]
+    keys: Tensor
+
+    def run(self) -> Tensor:
+        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
+        losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
+        return torch.stack(losses).mean()
+
+
+def join(threads: int | None = None) -> None:
+    """Join the process group; `threads` for the operators of the CPU (None: as `init_distributed` decides)."""
+    init_distributed()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:
+    """Recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
+    ranks = distributed.world_size()
+    recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
+    config = resolve_ds_config(dict(ds), ds_path, batch * ranks, ranks, fp16_supported=fp16_supported())
+    return recipe, config
+
+
+def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
+    """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
+    step = build_step(recipe, config, EPOCH_STEPS)
+    begin_training(step)
+    views = synthetic_crops(recipe, config.micro_batch, step.engine.device)
+    return Trial(step, config.accumulation, views, synthetic_keys(recipe, config.micro_batch, step.engine.device))
+
+
+def begin_training(step: DinoStep) -> None:
+    """Set the clock to where all weights move with the full learning rate, as in nearly all steps of a run."""
+    schedules = step.schedules
+    step.restore(max(schedules.warmup_steps, schedules.freeze_steps + 1))
+
+
+def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> list[Tensor]:
+    """Normal noise as the recipe's views v x (images, 3, h, w) FP32, global ones first; other images on each rank."""
+    generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
+    crops = recipe.crops
+    sizes = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
+    return [torch.randn(images, 3, size, size, device=device, generator=generator) for size in sizes]
+
+
+def synthetic_keys(recipe: Recipe, images: int, device: torch.device) -> Tensor:
+    """Keys (images,) int64 for stochastic depth."""
+    first = distributed.rank() * images
+    return sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
+
+
+def free_memory() -> None:
+    """Collect what dropped trials held: DeepSpeed's hooks make cycles that wait for the collector."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,67 @@
+"""The clocks and tables that results are made of."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dino_ds.measure.host import describe_host, host_line, matmul_tflops
+from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.ranges import listen, named_range
+
+CPU = torch.device("cpu")
+
+
+def test_runs_are_interleaved_in_turned_order_and_warm_up_is_not_counted():
+    order = []
+    timings = time_interleaved(
+        {name: (lambda name=name: order.append(name)) for name in "ab"}, repeats=2, warmup=1, device=CPU
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert {name: len(t.wall) for name, t in timings.items()} == {"a": 2, "b": 2}
+
+
+def test_median_and_spread():
+    timing = Timing(cpu=(1.0, 2.0, 4.0), wall=(9.0, 9.0, 9.0), clock="cpu")
+    assert (timing.seconds, timing.spread) == (2.0, 1.5)
+    assert Timing((1.0,), (9.0,), "wall").seconds == 9.0
+
+
+def test_part_times_add_up_by_name():
+    parts = PartTimes(CPU)
+    with listen(parts):
+        for _ in range(2):
+            with named_range("teacher"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+    with named_range("student"):
+        pass
+    assert set(parts.read()) == {"teacher"}
+    assert parts.read()["teacher"] > 0
+
+
+def test_host_and_peak():
+    host = describe_host()
+    assert host["versions"]["torch"] in host_line(host)
+    assert json.dumps(host)
+    assert matmul_tflops(CPU, torch.float32, repeats=1) > 0
+
+
+def test_tables(capsys):
+    table = markdown_table(("name", "s"), [("a", "1.25")])
+    assert table == "| name |    s |\n| ---- | ---: |\n| a    | 1.25 |"
+    print_result(table, {"a": 1}, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+    print_result(table, {"a": 1}, as_json=False)
+    assert capsys.readouterr().out == table + "\n"
+
+
+@pytest.mark.gpu
+def test_part_times_of_a_gpu_see_the_kernel():
+    device = torch.device("cuda", 0)
+    parts, a = PartTimes(device), torch.ones(4096, 4096, device=device)
+    with listen(parts), named_range("teacher"):
+        a @ a
+    assert parts.read()["teacher"] > 1e-5

@@ -1,0 +1,119 @@
+"""A trial is the step that training makes; it stands where the weights move, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+
+from dino_ds.engine import init_distributed
+from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child
+from dino_ds.measure.trial import build_trial, free_memory, resolve
+from dino_ds.ranges import PARTS, listen
+from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.ranks import run_on_ranks
+
+
+@pytest.fixture(autouse=True)
+def _process_group():
+    init_distributed()
+
+
+def _trial(stage=0, batch=4, **sections):
+    return build_trial(*resolve(tiny_recipe(), tiny_ds(stage, **sections), "test.json", batch))
+
+
+def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
+    trial = _trial()
+    assert [tuple(view.shape) for view in trial.views] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
+    knobs = trial.step.knobs
+    assert not knobs.prototypes_frozen and not knobs.release_prototypes
+    assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
+    before = trial.step.teacher.state_dict()
+    first = trial.run()
+    assert math.isfinite(float(first))
+    assert trial.step.applied_steps == 10001
+    assert any(not torch.equal(before[name], value) for name, value in trial.step.teacher.state_dict().items())
+
+
+def test_the_batch_is_of_a_step_and_accumulation_divides_it():
+    trial = _trial(2, batch=8, gradient_accumulation_steps=4)
+    assert trial.views[0].shape[0] == 2 and trial.accumulation == 4
+    trial.run()
+    assert trial.step.applied_steps == 10001
+
+
+def test_two_trials_in_one_process_do_not_disturb_each_other():
+    alone = _trial(1)
+    losses = [float(alone.run()) for _ in range(3)]
+    one, two = _trial(1), _trial(1)
+    both = [(float(one.run()), float(two.run())) for _ in range(3)]
+    assert both == [(loss, loss) for loss in losses]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dropped_trial_leaves_no_weights(stage):
+    trial = _trial(stage)
+    trial.run()
+    kept = [weakref.ref(p) for p in (*trial.step.teacher.network.parameters(), trial.views[0])]
+    del trial
+    free_memory()
+    assert not [ref for ref in kept if ref() is not None]
+
+
+def test_named_ranges_cover_the_step_in_order():
+    seen = []
+
+    class Listener:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            seen.append(self.name)
+
+        def __exit__(self, *_):
+            pass
+
+    trial = _trial()
+    with listen(Listener):
+        trial.run()
+    trial.run()
+    assert tuple(seen) == PARTS[1:]
+
+
+def _shapes_and_crops(stage):
+    trial = _trial(stage)
+    trial.run()
+    return trial.views[0]
+
+
+def test_ranks_have_other_images():
+    first, second = run_on_ranks(_shapes_and_crops, 2)
+    assert first.shape == second.shape and not torch.equal(first, second)
+
+
+def take_memory(mib):
+    block = torch.ones(mib * 2**18)
+    return float(block.sum())
+
+
+def fail():
+    raise RuntimeError("on purpose")
+
+
+def test_a_child_tells_its_own_peak_memory():
+    """However large this process is: 300 MiB of work are seen as that, to 20 MiB of allocator and threads."""
+    ballast = torch.ones(2**28)
+    result = run_in_child("tests.measure.test_trial:take_memory", threads=1, mib=300)
+    assert result.value == 300 * 2**18
+    assert result.peak_mib - result.imports_mib == pytest.approx(300, abs=20)
+    assert result.peak_mib < resident_mib() and ballast.numel()
+    gc.collect()
+
+
+def test_a_failing_child_says_why():
+    with pytest.raises(ChildFailed, match="on purpose"):
+        run_in_child("tests.measure.test_trial:fail")

@@ -1,0 +1,29 @@
+"""A step small enough for tests, made from a recipe as the commands get it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dino_ds.config import Recipe, load_recipe
+
+TINY = {
+    "crops.global_size": "32",
+    "crops.local_size": "16",
+    "crops.num_local": "2",
+    "model.patch_size": "8",
+    "model.width": "32",
+    "model.heads": "2",
+    "model.depth": "3",
+    "head.prototypes": "64",
+    "head.hidden": "48",
+    "head.bottleneck": "16",
+}
+DS: dict[str, Any] = {"gradient_clipping": 3.0, "zero_optimization": {"stage": 0}}
+
+
+def tiny_recipe(**changes: str) -> Recipe:
+    return load_recipe("vitti16", TINY | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def tiny_ds(stage: int, **sections: Any) -> dict[str, Any]:
+    return DS | {"zero_optimization": {"stage": stage}} | sections
