@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from dino_ds.data.decode import decode_rgb, pixels
 from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
@@ -24,6 +25,8 @@ ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, 
 """Edges of the histogram, width / height."""
 _SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
+_NO_FORMAT = "none"
+"""Of images that do not come from files."""
 _EXIF_ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 
@@ -45,10 +48,10 @@ class Facts:
     problem: str | None = None
 
 
-def look_at(source: Source, indices: Sequence[int], workers: int | None) -> Iterator[Facts]:
+def look_at(source: Source, indices: Sequence[int], workers: int | None, max_pixels: int) -> Iterator[Facts]:
     """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`."""
     loader: DataLoader[Facts] = DataLoader(
-        _FactsOf(source), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
+        _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
     )
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
@@ -57,22 +60,29 @@ def look_at(source: Source, indices: Sequence[int], workers: int | None) -> Iter
 
 
 class _FactsOf(Dataset[Facts]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, max_pixels: int) -> None:
+        self._source, self._max_pixels = source, max_pixels
 
     def __getitem__(self, index: int) -> Facts:
+        read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         try:
-            image = self._source.load(index)
-            read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
             if read is None:
-                return Facts(index, *image.size, image.mode, "none", hash=difference_hash(image))
+                return self._of_pixels(index)
             data = read(index)
+            found = difference_hash(Image.fromarray(decode_rgb(data, self._source.name(index), self._max_pixels)))
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
         with Image.open(io.BytesIO(data)) as header:
             turned = header.getexif().get(_EXIF_ORIENTATION) in _TURNED
             width, height = reversed(header.size) if turned else header.size
-            return Facts(index, width, height, header.mode, header.format or "none", len(data), difference_hash(image))
+            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), found)
+
+    def _of_pixels(self, index: int) -> Facts:
+        array = pixels(self._source, index, self._max_pixels)
+        height, width, channels = array.shape
+        mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
+        grey = Image.fromarray(array if channels == 3 else array.mean(2).astype(np.uint8))
+        return Facts(index, width, height, mode, _NO_FORMAT, hash=difference_hash(grey))
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:

@@ -29,10 +29,10 @@ def duplicates_sentence(found: dict[str, Any]) -> str:
     near = found["near_duplicates"]
     if not near["groups"]:
         return "none" + _within(found)
+    groups = "1 group" if near["groups"] == 1 else f"{near['groups']:,} groups"
     return (
-        f"{near['groups']:,} groups of images that look the same, {near['images']:,} images in all: "
-        f"{near['surplus']:,} ({near['surplus'] / found['looked_at']:.2%}) would go if one of each group stayed"
-        + _within(found)
+        f"{groups} of images that look the same, {near['images']:,} images; keeping one of each would remove "
+        f"{near['surplus']:,} ({near['surplus'] / found['looked_at']:.2%})" + _within(found)
     )
 
 

@@ -16,8 +16,11 @@ from PIL import Image
 from tqdm import tqdm
 
 from dino_ds.config import Recipe
-from dino_ds.data.loader import MultiCropDataset, Position, ResumableSampler
-from dino_ds.data.multicrop import MEAN, STD, MultiCrop, crop_seed
+from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.decode import pixels
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.loader import Position, ResumableSampler
+from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.statistics import Facts, look_at, summarise
 from dino_ds.errors import ConfigError, DataError
@@ -25,7 +28,6 @@ from dino_ds.tools.data_report import report
 from dino_ds.tools.sheet import Seen, draw_sheet
 from dino_ds.tools.sheet_page import build_page
 
-_NUM_GLOBAL = 2
 _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
 
@@ -43,6 +45,8 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
     facts = _look(source, sample, recipe)
     found = _describe(facts, source, recipe)
     rows = list(islice(_seen(source, recipe), images))
+    if not rows:
+        raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
     if len(rows) < images:
         print(f"note: {len(rows)} images on the sheet, {images} were asked for: there are no more", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe))
@@ -51,6 +55,10 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
     _replace(html, lambda path: path.write_text(build_page(rows, found, _title(recipe)), encoding="utf-8"))
     found["sheet"], found["page"] = str(png), str(html)
     print(json_module.dumps(found) if json else report(found))
+
+
+def _modes(found: dict[str, Any]) -> str:
+    return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
 
 
 def _check(images: int, sample: int, out: str) -> Path:
@@ -69,7 +77,7 @@ def _check(images: int, sample: int, out: str) -> Path:
 def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
     count = min(sample or len(source), len(source))
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
-    facts = look_at(source, chosen, recipe.data.workers)
+    facts = look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels)
     return list(tqdm(facts, total=count, unit="image", desc="looking", disable=not sys.stderr.isatty()))
 
 
@@ -96,7 +104,7 @@ def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]
         views = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
         for number, view in enumerate(views):
             left, top, right, bottom = view.box
-            kind, side = ("global", multicrop.global_size) if number < _NUM_GLOBAL else ("local", multicrop.local_size)
+            kind, side = ("global", multicrop.global_size) if number < NUM_GLOBAL else ("local", multicrop.local_size)
             small[kind].append((right - left) * (bottom - top) < side * side)
     sizes = {"global": multicrop.global_size, "local": multicrop.local_size}
     return {
@@ -105,31 +113,48 @@ def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
-    """Readable images in the order of a run's first epoch."""
-    multicrop = MultiCrop(**recipe.crops.model_dump())
-    dataset = MultiCropDataset(source, multicrop, recipe.seed)
-    order = ResumableSampler(len(source), recipe.seed, 1, 1, 0, 1, Position())
-    for [(epoch, index)] in islice(order, len(source)):
-        sample = dataset[epoch, index]
-        if sample.bad:
+    """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
+    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    dataset = MultiCropDataset(
+        source,
+        multicrop,
+        recipe.seed,
+        augment=data.augment,
+        max_pixels=data.max_pixels,
+        channels=channels,
+        device=torch.device("cpu"),
+    )
+    for keys in islice(ResumableSampler(len(source), recipe.seed, 1, 1, 0, 1, Position()), len(source)):
+        [(epoch, index)] = keys
+        try:
+            array = pixels(source, index, data.max_pixels)
+        except UnreadableImage:
             continue
-        original = source.load(index)
+        if array.shape[2] != channels:
+            continue
+        batch = dataset.__getitems__(keys)
+        assert not isinstance(batch, DataError)
+        original = _picture(array)
         views = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        yield Seen(
-            sample.name, original, views, [Image.fromarray(_pixels(crop).numpy()) for crop in sample.crops], _NUM_GLOBAL
-        )
+        crops = [_picture(_levels(view[0]).numpy()) for view in augmented_views(batch)]
+        yield Seen(batch.names[0], original, views, crops, NUM_GLOBAL)
 
 
-def _pixels(crop: torch.Tensor) -> torch.Tensor:
-    """A normalised crop (3, h, w) -> (h, w, 3) uint8, as before it was normalised."""
-    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+def _levels(crop: torch.Tensor) -> torch.Tensor:
+    """A normalised crop (c, h, w) -> (h, w, c) uint8, as before it was normalised."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(crop)))
     return ((crop * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+
+
+def _picture(array: np.ndarray) -> Image.Image:
+    """uint8 (h, w, c) as RGB; the mean of the channels in grey where they are not RGB."""
+    return Image.fromarray(array if array.shape[2] == 3 else array.mean(2).astype(np.uint8)).convert("RGB")
 
 
 def _title(recipe: Recipe) -> str:
     crops = recipe.crops
     local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
-    return f"What the network sees: {_NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
+    return f"What the network sees: {NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
 
 
 def _few_colours(sheet: Image.Image) -> Image.Image:

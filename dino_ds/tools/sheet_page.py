@@ -15,6 +15,8 @@ from dino_ds.tools.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
 
 _ORIGINAL_SIDE = 480
 """Longer side in the page, pixels."""
+_ORIGINAL_HEIGHT = 330
+"""At most, as shown."""
 _LISTED = 200
 
 
@@ -36,7 +38,8 @@ def _card(number: int, row: Seen) -> str:
     small = row.original.copy()
     small.thumbnail((_ORIGINAL_SIDE, _ORIGINAL_SIDE))
     line = max(width, height) / 160
-    boxes, crops = [], []
+    boxes: list[str] = []
+    crops: dict[str, list[str]] = {"global": [], "local": []}
     for view, (parameters, crop) in enumerate(zip(row.views, row.crops, strict=True)):
         kind = "global" if view < row.num_global else "local"
         left, top, right, bottom = parameters.box
@@ -45,14 +48,17 @@ def _card(number: int, row: Seen) -> str:
             f'height="{bottom - top}" stroke-width="{line:.2f}"/>'
         )
         words = escape(f"{kind} crop {view + 1}: {describe(parameters)}")
-        crops.append(
+        crops[kind].append(
             f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{_embedded(crop)}" '
             f'width="{crop.width}" height="{crop.height}">'
         )
     return (
-        f'<section><div class="original"><img src="{_embedded(small)}" alt="">'
+        f'<section><div class="original" style="max-width:{_ORIGINAL_HEIGHT * width / height:.0f}px">'
+        f'<img src="{_embedded(small)}" alt="">'
         f'<svg viewBox="0 0 {width} {height}">{"".join(boxes)}</svg></div>'
-        f'<div class="crops">{"".join(crops)}</div><p>{escape(row.name)} · {width} x {height}</p></section>'
+        f'<div><div class="crops">{"".join(crops["global"])}</div>'
+        f'<div class="crops">{"".join(crops["local"])}</div></div>'
+        f"<p>{escape(row.name)} · {width} x {height}</p></section>"
     )
 
 
@@ -112,7 +118,7 @@ section p { grid-column: 1 / 3; margin: 0; opacity: .65; font-size: .85rem; over
 .original { position: relative; align-self: start } .original img { width: 100%; display: block }
 svg { position: absolute; inset: 0; width: 100%; height: 100% }
 rect { fill: transparent } rect.global { stroke: GLOBAL } rect.local { stroke: LOCAL }
-.crops { display: flex; flex-wrap: wrap; gap: 6px; align-content: start }
+.crops { display: flex; flex-wrap: wrap; gap: 6px; margin-bottom: 6px }
 .crops img { border-top: 4px solid } img.global { border-color: GLOBAL } img.local { border-color: LOCAL }
 .original:has(.on) rect:not(.on) { opacity: .12 } img.on { outline: 3px solid #fab005 }
 .tables { display: flex; flex-wrap: wrap; gap: 1.5rem 3rem; align-items: start }
