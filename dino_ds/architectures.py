@@ -22,6 +22,7 @@ class Architecture:
     swiglu: bool = False
     layer_scale: float | None = None
     registers: int = 0
+    in_chans: int = 3
 
 
 _S16 = Architecture(16, 384, 12, 6)

@@ -6,6 +6,7 @@ import torch
 
 from dino_ds.config import Recipe
 from dino_ds.ds_config import Levers
+from dino_ds.errors import ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
@@ -13,7 +14,15 @@ from dino_ds.schedules import Schedules
 
 
 def build_network(recipe: Recipe, levers: Levers) -> DinoNetwork:
-    """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers."""
+    """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers.
+
+    Raises ConfigError for batched stochastic depth in compiled blocks.
+    """
+    if levers.compile and recipe.model.stochastic_depth == "batched":
+        raise ConfigError(
+            "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
+            "and would be compiled anew; remove one of the two"
+        )
     torch.manual_seed(recipe.seed)
     arch = recipe.model.architecture()
     model, head = recipe.model, recipe.head
@@ -22,7 +31,9 @@ def build_network(recipe: Recipe, levers: Levers) -> DinoNetwork:
         recipe.crops.global_size,
         model.drop_path,
         model.pos_embed_interpolation,
+        model.stochastic_depth,
         attention=levers.attention,
+        attention_backend=levers.attention_backend,
         packed=levers.packed,
         cls_only_last_block=levers.cls_only_last_block,
     )

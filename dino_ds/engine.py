@@ -12,6 +12,7 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,18 +97,26 @@ class Engine:
         import deepspeed
 
         self.config = config
+        if config.levers.attention == "varlen" and not torch.cuda.is_available():
+            raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
+        if config.precision != "fp32":
+            # The prototypes are FP32 in every engine; TF32 rounds their products less than the engine's own precision.
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.checkpoint_activations(blocks, config.checkpoint_on_cpu)
         network.train()
         # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
         optimizer = torch.optim.AdamW(parameter_groups(network), lr=0.0, betas=betas, eps=eps, fused=True)
+        # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms: done here at once.
+        raw = config.raw | {"gradient_clipping": 0.0} if config.stage == 0 else config.raw
         try:
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=network, optimizer=optimizer, config=config.raw, dist_init_required=False
+                model=network, optimizer=optimizer, config=raw, dist_init_required=False
             )
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+        _read_finiteness_once(self._optimizer)
         self._stage0_norm: float | None = None
 
     @property
@@ -136,12 +145,9 @@ class Engine:
         Raises NumericError when an fp16 loss scale is at its minimum and the gradient still overflows.
         """
         boundary = self._engine.is_gradient_accumulation_boundary()
-        skip = boundary and self.config.stage == 0 and not self._stage0_gradient_is_finite()
+        skip = boundary and self.config.stage == 0 and not self._stage0_clip()
         try:
-            if skip:
-                self._end_window_without_step()
-            else:
-                self._engine.step()
+            self._engine.step()
         except Exception as error:
             if "loss scale already at minimum" in str(error):
                 raise NumericError(
@@ -153,20 +159,21 @@ class Engine:
             return Progress.ACCUMULATING
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
 
-    def _end_window_without_step(self) -> None:
-        """Stage 0 only: plain AdamW would write NaN into the weights, without gradients it leaves them alone."""
-        for parameter in self._engine.module.parameters():
-            parameter.grad = None
-        settings = self._engine._config
-        settings.gradient_clipping, clipping = 0.0, settings.gradient_clipping  # there is no gradient to clip
-        self._engine.step()
-        settings.gradient_clipping = clipping
+    def _stage0_clip(self) -> bool:
+        """Whether the gradient is finite; it is then clipped, else removed: AdamW would write NaN into the weights.
 
-    def _stage0_gradient_is_finite(self) -> bool:
-        """DeepSpeed checks gradients from stage 1 on, and sums them over ranks before this at stage 0."""
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        self._stage0_norm = float(torch.nn.utils.get_total_norm(gradients))
-        return math.isfinite(self._stage0_norm)
+        DeepSpeed sums gradients over ranks before this at stage 0, and checks them itself from stage 1 on.
+        """
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._stage0_norm = float(norm)
+        finite = math.isfinite(self._stage0_norm)
+        if not finite:
+            for parameter in parameters:
+                parameter.grad = None
+        elif self.config.clipping:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clipping, norm)
+        return finite
 
     @property
     def grad_norm(self) -> float | None:
@@ -256,6 +263,27 @@ class Engine:
         """Read what `save` wrote, with the same stage, precision and number of ranks."""
         path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
         assert path is not None, f"DeepSpeed found nothing at {folder / tag}"
+
+
+def _read_finiteness_once(optimizer: Any) -> None:
+    """Whether a step is applied is the one thing that the host must know in it: read it from the device once.
+
+    DeepSpeed 0.19 reads it up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
+    each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
+    """
+    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
+    from deepspeed.runtime.utils import is_invalid_grad_norm
+
+    if hasattr(optimizer, "check_overflow") and not getattr(optimizer, "cpu_offload", False):
+        optimizer.check_overflow = lambda partition_gradients=True: None
+    last: list[Any] = [None, False]
+
+    def ask(norm: Any) -> bool:
+        if norm is not last[0]:
+            last[:] = norm, is_invalid_grad_norm(norm)
+        return last[1]
+
+    stage_1_and_2.is_invalid_grad_norm = ask
 
 
 def _quiet_deepspeed() -> None:

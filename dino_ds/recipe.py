@@ -13,11 +13,20 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import ConfigError
-from dino_ds.names import nearest
+from dino_ds.names import did_you_mean, nearest
 
 UNITS = ("steps", "epochs", "images")
 
@@ -98,22 +107,42 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-Source = Literal[
-    "folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat"
-]
+SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
+
+
+def _check_source(source: str) -> str:
+    if source not in SOURCES and not re.fullmatch(r"\w+(\.\w+)*:\w+", source):
+        near = did_you_mean(source, SOURCES)
+        raise ValueError(f"{source!r} is not one of {', '.join(SOURCES)}, nor a class of yours as module:Class.{near}")
+    return source
 
 
 class DataSection(Section):
-    source: Source = _field("folder", "a folder of images, the embedded photos, or a torchvision data set")
-    root: str | None = _field(None, "folder of the images (any tree), or where torchvision keeps its data")
+    source: Annotated[str, AfterValidator(_check_source)] = _field(
+        "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
+    )
+    root: str | None = _field(
+        None, "a folder of images, .txt list, .tar or .parquet files (patterns too), or torchvision's data folder"
+    )
     download: bool = _field(False, "let torchvision download its data set into data.root")
     global_batch: Count = _field(512, "images per optimizer step over all ranks and micro-batches")
     workers: CountOrZero | None = _field(None, "data loading processes per rank; none = by the cores")
-    max_bad_images: CountOrZero = _field(100, "unreadable images that are skipped before the run stops")
+    augment: Literal["device", "worker"] = _field(
+        "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+    )
+    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
+    max_bad_fraction: Fraction01 = _field(
+        0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
+    )
+
+    @property
+    def own_files(self) -> bool:
+        """Whether data.root says which images: others may then be named for tests. Else the source has its own."""
+        return self.source == "folder" or ":" in self.source
 
     @model_validator(mode="after")
     def _check(self) -> DataSection:
-        if self.download and self.source in ("folder", "photos"):
+        if self.download and (self.source == "photos" or self.own_files):
             raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
         return self
 
@@ -137,7 +166,11 @@ class ModelSection(Section):
     width: Count | None = _field(None, "embedding dimension; none = the backbone's")
     depth: Count | None = _field(None, "blocks; none = the backbone's")
     heads: Count | None = _field(None, "attention heads; none = the backbone's")
+    in_chans: Count = _field(3, "channels of the images; the data source must give as many")
     drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
+    stochastic_depth: Literal["per_image", "batched"] = _field(
+        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
         "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
     )
@@ -159,7 +192,7 @@ class ModelSection(Section):
 
     def architecture(self) -> Architecture:
         """The backbone's architecture with the overrides of this section."""
-        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads")}
+        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
 
@@ -198,7 +231,7 @@ class TeacherSection(Section):
 
 class EvalSection(Section):
     every: LengthField = _field(Length(5, "epochs"), "how often the teacher is evaluated with k-NN; 0 steps = never")
-    root: str | None = _field(None, "labelled test images for data.source folder; class folders as in data.root")
+    root: str | None = _field(None, "labelled test images in a form that data.root may have, with the same classes")
     k: Count = _field(20, "neighbours")
     temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
     bank_images: Count = _field(10000, "training images among which neighbours are sought, at most")

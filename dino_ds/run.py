@@ -12,14 +12,18 @@ from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules
 from dino_ds.checkpoint import Checkpoints, save_teacher
 from dino_ds.config import Recipe
-from dino_ds.data.loader import Loader, Position, build_loader, steps_per_epoch
+from dino_ds.data.batches import batch_bytes
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
+from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
 from dino_ds.engine import DTYPES, Engine, device
 from dino_ds.errors import DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
+from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.run_folder import RunFolder
 from dino_ds.step import DinoStep
@@ -51,24 +55,52 @@ class Run:
         if found is not None and state is not None:
             self._load(found, state)
 
-    def build_loader(self) -> Loader:
-        """Batches from `position` on."""
-        return build_loader(
+    def attention_kernels(self) -> str:
+        """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+        levers, arch, crops = self.config.levers, self.recipe.model.architecture(), self.recipe.crops
+        if levers.attention != "sdpa":
+            return levers.attention
+        sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
+        kernels: dict[str, list[str]] = {}
+        for tokens in [(size // arch.patch_size) ** 2 + 1 + arch.registers for size in sizes]:
+            kernel = levers.attention_backend
+            if kernel == "auto":
+                where, dtype = self.step.engine.device, DTYPES[self.config.precision]
+                kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, dtype, where)
+            kernels.setdefault(kernel, []).append(str(tokens))
+        return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
+
+    def build_feed(self) -> Feed:
+        """Batches on the device, from `position` on. Raises DataError where shared memory is too small for them."""
+        data, where, channels = self.recipe.data, self.step.engine.device, self.recipe.model.in_chans
+        with distributed.together():
+            check_shared_memory(batch_bytes(self.crops, self.config.micro_batch, channels, data.augment), data.workers)
+        loader = build_loader(
             self.source,
             self.crops,
             self.recipe.seed,
-            self.recipe.data.global_batch,
+            data.global_batch,
             self.config.micro_batch,
             distributed.rank(),
             distributed.world_size(),
-            self.recipe.data.workers,
+            data.workers,
             self.position,
+            augment=data.augment,
+            max_pixels=data.max_pixels,
+            channels=channels,
+            device=where,
         )
+        return Feed(loader, where)
 
     def advance(self) -> None:
         """One micro-batch of every rank has been used."""
         consumed = self.config.micro_batch * distributed.world_size()
         self.position = self.position.advance(consumed, self.epoch_steps * self.recipe.data.global_batch)
+
+    @property
+    def images_drawn(self) -> int:
+        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        return len(self.source) if self.position.epoch else self.position.samples
 
     def save(self) -> None:
         """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""
@@ -108,8 +140,17 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     network = build_network(recipe, config.levers)
     # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
     copied = copy.deepcopy(network).to(device())
+    if config.levers.compile:
+        # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
+        network.backbone.compile_blocks()
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-    teacher = Teacher(copied, engine.masters(), DTYPES[config.precision])
+    teacher = Teacher(
+        copied,
+        engine.masters(),
+        DTYPES[config.precision],
+        keep_copy=config.levers.teacher_copy,
+        compiled=config.levers.compile,
+    )
     objective = DinoLoss(
         recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
     )

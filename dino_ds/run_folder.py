@@ -28,7 +28,7 @@ _FREE = (
     "data.workers",
     "data.root",
     "data.download",
-    "data.max_bad_images",
+    "data.max_bad_fraction",
 )
 _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 
@@ -108,6 +108,7 @@ class RunFolder:
             "embed_dim": arch.width,
             "depth": arch.depth,
             "num_heads": arch.heads,
+            "in_chans": arch.in_chans,
             "num_classes": 0,
         }
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())

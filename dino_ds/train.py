@@ -23,7 +23,8 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config import Recipe
-from dino_ds.data.loader import Batch
+from dino_ds.data.bad_images import allowed_bad_images
+from dino_ds.data.feed import Views
 from dino_ds.data.sources import build_source
 from dino_ds.ds_config import resolve_ds_config
 from dino_ds.engine import Progress, fp16_supported, init_distributed, memory_gib
@@ -77,9 +78,10 @@ def _announce(run: Run, log: RunLog, last_step: int) -> None:
     epochs = steps / run.epoch_steps
     log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
     log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
+    log.say(f"attention {run.attention_kernels()}{', compiled blocks' if config.levers.compile else ''}")
     for line in _changes_of(run.recipe):
         log.say(line)
-    for note in config.notes:
+    for note in (*config.notes, *getattr(run.source, "notes", ())):
         log.say(f"note     {note}")
     if run.folder.resume:
         where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"
@@ -103,7 +105,7 @@ class _Loop:
         if step.applied_steps == 0:
             self._evaluate()
         signals = StopRequests(step)
-        batches = iter(run.build_loader())
+        batches = run.build_feed()
         self._clock.read()
         while step.applied_steps < self._last_step:
             with self._clock.waiting():
@@ -115,17 +117,15 @@ class _Loop:
                 self._after_step(out, batch, signals)
         self._finish()
 
-    def _train(self, batch: Batch) -> MicroStep:
-        run, where = self._run, self._run.step.engine.device
-        views = [view.to(where, non_blocking=True) for view in batch.crops]
-        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices.to(where, non_blocking=True))
-        out = run.step.micro_batch(views, keys)
+    def _train(self, batch: Views) -> MicroStep:
+        run = self._run
+        out = run.step.micro_batch(batch.views, sample_keys(run.recipe.seed, batch.epoch, batch.indices))
         self._window.append((out, batch.names))
         self._bad_images.update(batch.bad)
         run.advance()
         return out
 
-    def _after_step(self, out: MicroStep, batch: Batch, signals: StopRequests) -> None:
+    def _after_step(self, out: MicroStep, batch: Views, signals: StopRequests) -> None:
         run, done = self._run, self._run.step.applied_steps
         for micro, _ in self._window:
             self._meter.add(micro.loss, micro.teacher_entropy)
@@ -136,11 +136,13 @@ class _Loop:
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
             self._write(out)
+        elif done == 1:
+            self._collect_bad_images()  # rubbish is noticed at once
         evaluate = run.watch is not None and (last or run.watch.due(done))
         if evaluate:
             self._evaluate()
         if evaluate or done == 1:
-            self._log.picture("crops", run.crops.picture(batch.crops), done)
+            self._log.picture("crops", run.crops.picture(batch.views), done)
         stop = run.step.stop_agreed() and not last
         if last or stop or (self._save_every and done % self._save_every == 0):
             with self._clock.paused():
@@ -208,11 +210,12 @@ class _Loop:
             run.bad_images.add(name)
             self._log.say(f"unreadable image skipped: {name}")
         self._bad_images.clear()
-        limit = run.recipe.data.max_bad_images
+        drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, len(run.source))
         if len(run.bad_images) > limit:
             raise DataError(
-                f"{len(run.bad_images)} unreadable images, data.max_bad_images allows {limit}; their names are in "
-                f"{run.folder.path / 'log.txt'}: mend or remove them, or raise the limit"
+                f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
+                f"{limit}; their names are in {run.folder.path / 'log.txt'}: mend or remove them, or raise the fraction"
             )
 
     def _say(self, record: dict[str, Any]) -> None:

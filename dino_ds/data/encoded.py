@@ -9,10 +9,14 @@ from typing import Any
 
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage, decode_image
+from dino_ds.data.decode import MAX_PIXELS, decode_rgb
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Labels, Listing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+MAX_BYTES = 1 << 30
+"""A larger file is no image."""
 
 
 class EncodedImages(ABC):
@@ -32,7 +36,7 @@ class EncodedImages(ABC):
 
     def load(self, index: int) -> Image.Image:
         """RGB. Raises UnreadableImage."""
-        return decode_image(self.read(index), self.name(index))
+        return Image.fromarray(decode_rgb(self.read(index), self.name(index), MAX_PIXELS))
 
 
 class ListedImages(EncodedImages):
@@ -66,6 +70,8 @@ def read_file(path: str, name: str) -> bytes:
         with open(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise UnreadableImage(name, "not a regular file")
+            if os.fstat(handle).st_size > MAX_BYTES:
+                raise UnreadableImage(name, f"{os.fstat(handle).st_size} bytes are no image")
             data = file.read()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UnreadableImage(name, getattr(error, "strerror", None) or str(error)) from None

@@ -182,14 +182,14 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 def _describe_missing(root: Path) -> str:
     if root.exists():
-        return f"{root} is a file; --data.root wants a folder of images"
+        return f"{root} is neither a folder nor a file; --data.root wants a folder of images"
     parent = root.parent
     names = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if parent.is_dir() else []
     near = difflib.get_close_matches(root.name, names, n=1)
     if near:
         return f"{root} does not exist. Did you mean {parent / near[0]}?"
     existing = next((folder for folder in root.parents if folder.is_dir()), Path("/"))
-    return f"{root} does not exist ({existing} does); give --data.root an existing folder of images"
+    return f"{root} does not exist ({existing} does); give --data.root your images"
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from PIL import Image
 
-from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import UnreadableImage
+from dino_ds.data.own_files import open_files
+from dino_ds.data.own_source import build_own_source
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.torchvision_sets import TORCHVISION_SETS, TorchvisionImages
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.names import did_you_mean
 
 __all__ = ["SOURCES", "Source", "UnreadableImage", "build_source"]
 
@@ -20,7 +21,10 @@ SOURCES = ("folder", "photos", *TORCHVISION_SETS)
 
 
 class Source(Protocol):
-    """Images by index, always in the same order; picklable, since loader processes get a copy."""
+    """Images by index, always in the same order; picklable, since loader processes get a copy.
+
+    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder.
+    """
 
     @property
     def labels(self) -> Sequence[int] | None:
@@ -32,30 +36,33 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, index: int) -> Image.Image:
-        """RGB. Raises UnreadableImage."""
+    def load(self, index: int) -> Image.Image | Any:
+        """RGB, or a uint8 array (h, w, c) where c is not 3. Raises UnreadableImage."""
         ...
 
     def name(self, index: int) -> str:
-        """The file's path, or such as cifar10/train/17."""
+        """One printable line: the file's path, or such as cifar10/train/17."""
         ...
 
 
 def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:
     """The images of one split.
 
-    A folder is taken whole, whatever the split: name another folder for tests. Raises DataError where nothing can be
-    read, ConfigError for an unknown source.
+    A user's own files or class are taken whole, whatever the split: name another root for tests. Raises DataError where
+    nothing can be read, ConfigError for an unknown source or a class that is none.
     """
+    if ":" in source:
+        return build_own_source(source, root)
     if source == "photos":
         return PhotoPatches(split)
     if source not in SOURCES:
-        near = difflib.get_close_matches(source, SOURCES, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}.{hint}")
+        near = did_you_mean(source, SOURCES)
+        raise ConfigError(
+            f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}, or a class as module:Class.{near}"
+        )
     if root is None:
         what = "holds the images" if source == "folder" else f"keeps {source}"
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {what}")
     if source == "folder":
-        return ImageFolder(root)
+        return open_files(root)
     return TorchvisionImages(source, root, split, download)

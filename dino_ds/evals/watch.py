@@ -55,20 +55,20 @@ class KnnWatch:
         """
         settings = recipe.eval
         every = settings.every.in_steps(recipe.data.global_batch, epoch_steps)
-        folder = recipe.data.source == "folder"
-        if every == 0 or (folder and settings.root is None):
+        own = recipe.data.own_files
+        if every == 0 or (own and settings.root is None):
             return None
         if train.labels is None:
             raise DataError(
-                f"eval.root is given, but the images under {recipe.data.root} have no class folders to compare with; "
+                f"eval.root is given, but the images of {recipe.data.root} have no classes to compare with; "
                 "sort both into class folders, or leave eval.root out"
             )
-        root = settings.root if folder else recipe.data.root
+        root = settings.root if own else recipe.data.root
         test = build_source(recipe.data.source, root, "test", recipe.data.download)
         if test.labels is None or test.classes != train.classes:
             raise DataError(
                 f"eval.root {root} has the classes {_few(test.classes)}, data.root {_few(train.classes)}; "
-                "they must be the same class folders"
+                "they must be the same classes"
             )
         return cls(
             train,

@@ -71,8 +71,8 @@ def time_interleaved(
 class PartTimes:
     """A listener of `dino_ds.ranges`: seconds of each named range, summed; on a GPU by events, without a wait."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._clock = device, clock_of(device)
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        self._device, self._clock = device, clock_of(device, ranks)
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

@@ -7,8 +7,12 @@ Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from dino_ds.models.packing import Packing
 
 # splitmix64 (Steele, Lea, Flood 2014), its constants written as signed 64-bit numbers: torch has no arithmetic shift
 # for unsigned ones.
@@ -31,21 +35,63 @@ def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
     return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
 
 
-def drop_path_scales(keys: Tensor, views: int, blocks: int, last_rate: float) -> Tensor:
-    """keys (b,) -> (blocks, 2, views * b) FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
+def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
+    """keys (b,) -> (blocks, 2, views * b) FP64 in [0, 1): a hash of (key, view, block, branch)."""
+    view = torch.arange(views, device=keys.device).repeat_interleave(keys.shape[0])
+    branch = torch.arange(2 * blocks, device=keys.device)
+    rows = mix(keys.repeat(views) + view)
+    hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
+    return (_shift(hashed, 11).to(torch.float64) * 2.0**-53).view(blocks, 2, -1)
+
+
+def drop_path_scales(draws: Tensor, last_rate: float) -> Tensor:
+    """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
 
     Rates grow linearly from 0 in the first block to `last_rate` in the last.
     """
-    device = keys.device
-    view = torch.arange(views, device=device).repeat_interleave(keys.shape[0])
-    branch = torch.arange(2 * blocks, device=device)
-    rows = mix(keys.repeat(views) + view)
-    hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
-    uniform = _shift(hashed, 11).to(torch.float64) * 2.0**-53
     # Made on the device: a list of rates would be a copy from the host in every step.
-    rate = torch.arange(blocks, device=device, dtype=torch.float64) * (last_rate / max(blocks - 1, 1))
-    rate = rate.repeat_interleave(2).unsqueeze(1)
-    return ((uniform >= rate) / (1 - rate)).float().view(blocks, 2, -1)
+    blocks = len(draws)
+    rate = torch.arange(blocks, device=draws.device, dtype=torch.float64) * (last_rate / max(blocks - 1, 1))
+    rate = rate.view(-1, 1, 1)
+    return ((draws >= rate) / (1 - rate)).float()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The sequences whose branch is computed at all.
+
+    sequences (k,) in the whole batch; rows: all their tokens there; packing: of those rows; scales (k,): sequences
+    of a size / kept ones, so that the sum over a batch stays what it was.
+    """
+
+    sequences: Tensor
+    rows: Tensor
+    packing: Packing
+    scales: Tensor
+
+
+def kept_sequences(draws: Tensor, last_rate: float, packing: Packing) -> list[list[Kept]]:
+    """Batched stochastic depth: for each block and branch an exact part of the sequences of each size, 1 - rate.
+
+    The others are not computed: the student's blocks cost (1 - mean rate). Not what `drop_path_scales` does: the number
+    no longer varies, and who is kept depends on the micro-batch.
+    Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with linear rates.
+    """
+    rates = [block * last_rate / max(len(draws) - 1, 1) for block in range(len(draws))]
+    return [[_keep(branch, rate, packing) for branch in block] for block, rate in zip(draws, rates, strict=True)]
+
+
+def _keep(draws: Tensor, rate: float, packing: Packing) -> Kept:
+    """draws (sequences,): those with the largest of each size are kept."""
+    chosen, whole, scales, groups, offset = [], [], [], [], 0
+    for sequences, tokens in packing.groups:
+        count = max(1, round(sequences * (1 - rate)))
+        chosen.append(draws[offset : offset + sequences].topk(count).indices)
+        whole.append(chosen[-1] + offset)
+        scales.append(draws.new_full((count,), sequences / count, dtype=torch.float32))
+        groups.append((count, tokens))
+        offset += sequences
+    return Kept(torch.cat(whole), packing.rows_of(chosen), Packing.of(groups, draws.device), torch.cat(scales))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

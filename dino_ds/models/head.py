@@ -7,10 +7,15 @@ weight_norm can't be deep-copied and sees no weights under ZeRO 3.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Prototypes whose gradient is made at a time: 16 MiB at a bottleneck of 256.
+_BLOCK = 16384
 
 
 class Prototypes(nn.Module):
@@ -32,11 +37,42 @@ class Prototypes(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         """z (b, bottleneck) of any length -> cosines (b, k), FP32."""
         with torch.autocast(z.device.type, enabled=False):
-            weight = self.weight.float()
-            if self.frozen:
-                weight = weight.detach()
-            out = F.linear(F.normalize(z.float(), dim=-1), F.normalize(weight, dim=-1))
-            return out + 0.0 * self.weight.float().sum() if self.frozen and self.training else out
+            return _Cosines.apply(F.normalize(z.float(), dim=-1), self.weight, self.frozen)
+
+
+class _Cosines(torch.autograd.Function):
+    """Unit rows z (b, c) and prototypes of any length (k, c) -> cosines (b, k).
+
+    The lengths divide the product, not the weights: no normalised copy of (k, c) is made, kept or differentiated
+    through. With g' = g / |w|:  dz = g' w,  dw = g'^T z - w (w . g'^T z) / |w|^2, a block of prototypes at a time, so
+    that there is no second (b, k) either.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, weight: Tensor, frozen: bool) -> Tensor:
+        w = weight.float()
+        inverse = torch.linalg.vector_norm(w, dim=-1).clamp_min(1e-12).reciprocal()
+        ctx.save_for_backward(z, weight, inverse)
+        ctx.frozen = frozen
+        return (z @ w.t()).mul_(inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+        z, weight, inverse = ctx.saved_tensors
+        grad_z = torch.zeros_like(z)
+        make = torch.zeros if ctx.frozen else torch.empty
+        grad_weight = make(weight.shape, dtype=torch.float32, device=weight.device)
+        for start in range(0, len(weight), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            w = weight[block].float()
+            grad = grad_outputs[0][:, block] * inverse[block]
+            grad_z.addmm_(grad, w)
+            if not ctx.frozen:
+                product = torch.mm(grad.t(), z, out=grad_weight[block])
+                along = (product * w).sum(dim=-1, keepdim=True) * inverse[block].square().unsqueeze(-1)
+                product.addcmul_(w, along, value=-1)
+        return grad_z, grad_weight.to(weight.dtype), None
 
 
 class DinoHead(nn.Module):

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_ds.architectures import Architecture
-from dino_ds.models.blocks import Block, Packing, PatchEmbed
-from dino_ds.models.drop_path import drop_path_scales
+from dino_ds.models.blocks import Block, PatchEmbed
+from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
+from dino_ds.models.packing import Packing
 
 
 class VisionTransformer(nn.Module):
@@ -26,8 +27,9 @@ class VisionTransformer(nn.Module):
 
     Args: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size;
     `drop_path` rate of the last block, growing linearly from 0 at the first; `pos_embed_interpolation` "dino" or
-    "antialias", for other sizes than the native; `attention` "sdpa" or "naive"; `packed` False runs one pass a size;
-    `cls_only_last_block` False computes the last block for all tokens. The last three change speed, not results.
+    "antialias", for other sizes than the native; `stochastic_depth` "per_image", or "batched": see `kept_sequences`.
+    The rest changes speed, not results: `attention` and `attention_backend` as in `Attention`; `packed` False runs one
+    pass a size; `cls_only_last_block` False computes the last block for all tokens.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class VisionTransformer(nn.Module):
         image_size: int,
         drop_path: float = 0.0,
         pos_embed_interpolation: str = "dino",
+        stochastic_depth: str = "per_image",
         attention: str = "sdpa",
+        attention_backend: str = "auto",
         packed: bool = True,
         cls_only_last_block: bool = True,
     ) -> None:
@@ -45,14 +49,15 @@ class VisionTransformer(nn.Module):
         self.grid = image_size // arch.patch_size
         self.pos_embed_interpolation = pos_embed_interpolation
         self.drop_path = drop_path
+        self.stochastic_depth = stochastic_depth
         self.checkpoint_blocks = 0
         self.checkpoint_on_cpu = False
-        self.patch_embed = PatchEmbed(arch.patch_size, arch.width)
+        self.patch_embed = PatchEmbed(arch.in_chans, arch.patch_size, arch.width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
         positions = self.grid**2 + (0 if arch.registers else 1)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
-        self.blocks = nn.ModuleList(Block(arch, attention) for _ in range(arch.depth))
+        self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
         self.norm = nn.LayerNorm(arch.width, eps=1e-6)
         self._initialise()
 
@@ -67,33 +72,38 @@ class VisionTransformer(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, views: list[Tensor], drop_keys: Tensor | None = None) -> Tensor:
-        """Views (b, 3, h, w), equal sizes adjacent -> CLS features (v * b, d), view-major.
+        """Views (b, c, h, w), equal sizes adjacent -> CLS features (v * b, d), view-major.
 
         drop_keys (b,) int64: one key per image, from which the stochastic-depth decisions of its crops follow;
         None for no stochastic depth (teacher, evaluation).
         """
-        drop = None
+        draws = None
         if drop_keys is not None and self.drop_path > 0:
-            drop = drop_path_scales(drop_keys, len(views), self.arch.depth, self.drop_path)
+            draws = drop_path_draws(drop_keys, len(views), self.arch.depth)
         sizes = _adjacent_sizes(views)
         groups = [views[start:stop] for start, stop in sizes]
         if self.packed:
-            return self._features(groups, drop, self.cls_only_last_block)
+            return self._features(groups, draws, self.cls_only_last_block)
         images = views[0].shape[0]
         outputs = []
         for group, (start, stop) in zip(groups, sizes, strict=True):
-            own = None if drop is None else drop[:, :, start * images : stop * images]
+            own = None if draws is None else draws[:, :, start * images : stop * images]
             outputs.append(self._features([group], own, self.cls_only_last_block))
         return torch.cat(outputs)
 
+    def compile_blocks(self, backend: str = "inductor") -> None:
+        """torch.compile every block: one program for all of them, per number of crops and kind of block."""
+        for block in self.blocks:
+            block.compile(dynamic=False, backend=backend)
+
     def tokens(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
+        """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
         x = self._features([[images]], None, cls_only=False, all_tokens=True)
         return x.view(images.shape[0], -1, self.arch.width)
 
     @torch.no_grad()
     def last_attention(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1."""
+        """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1."""
         x = self._embed(images)
         packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
         flat = x.flatten(0, 1)
@@ -109,21 +119,29 @@ class VisionTransformer(nn.Module):
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
     def _features(
-        self, groups: list[list[Tensor]], drop: Tensor | None, cls_only: bool, all_tokens: bool = False
+        self, groups: list[list[Tensor]], draws: Tensor | None, cls_only: bool, all_tokens: bool = False
     ) -> Tensor:
         sequences = [self._embed(torch.cat(group)) for group in groups]
         packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
         x = torch.cat([s.flatten(0, 1) for s in sequences])
+        drop = self._drop(draws, packing)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            scales = None if drop is None else drop[i]
-            x = self._run_block(i, block, x, packing, scales, cls_only and i == last)
+            x = self._run_block(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
         if not cls_only and not all_tokens:
-            x = x[packing.cls]
+            x = x.index_select(0, packing.cls)
         return self.norm(x)
 
+    def _drop(self, draws: Tensor | None, packing: Packing) -> Tensor | list[list[Kept]] | None:
+        """What each block drops: `draws` as of `drop_path_draws`."""
+        if draws is None:
+            return None
+        if self.stochastic_depth == "batched":
+            return kept_sequences(draws, self.drop_path, packing)
+        return drop_path_scales(draws, self.drop_path)
+
     def _run_block(
-        self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | None, cls_only: bool
+        self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool
     ) -> Tensor:
         if i >= self.checkpoint_blocks or not torch.is_grad_enabled():
             return block(x, packing, drop, cls_only)
@@ -134,7 +152,7 @@ class VisionTransformer(nn.Module):
             return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
 
     def _embed(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w) -> tokens with positions (b, n, d)."""
+        """Images (b, c, h, w) -> tokens with positions (b, n, d)."""
         patches = self.patch_embed(images)
         size = self.arch.patch_size
         positions = self._positions(images.shape[-2] // size, images.shape[-1] // size)

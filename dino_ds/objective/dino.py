@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dino_ds.objective.center import Center
 
@@ -64,7 +65,8 @@ def multicrop_cross_entropy(logits: Tensor, targets: Tensor, temperature: float)
 
     A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
     sum of its pairs = w lse(l) - <T, l>, T = the sum of the targets it is compared with, w = their number.
-    Each crop's logits are visited once, one crop's FP32 copy at a time.
+    Each crop's logits are visited once, one crop's FP32 copy at a time, and the backward pass writes the gradient in
+    place of the logits: never is there a second (v, b, k). So one backward pass, and no use of the logits after it.
     """
     return _MultiCropCrossEntropy.apply(logits, targets, temperature)
 
@@ -75,33 +77,34 @@ class _MultiCropCrossEntropy(torch.autograd.Function):
         views, images, _ = logits.shape
         lse = torch.empty(views, images, dtype=torch.float32, device=logits.device)
         total = torch.zeros((), dtype=torch.float32, device=logits.device)
-        for s in range(views):
+        for s, (target, weight) in enumerate(_summed_targets(targets, views)):
             scaled = logits[s].float() / temperature
-            target, weight = _summed_target(targets, s)
             lse[s] = torch.logsumexp(scaled, dim=-1)
-            total += (weight * lse[s] - (target * scaled).sum(dim=-1)).sum()
+            total += (weight * lse[s] - scaled.mul_(target).sum(dim=-1)).sum()
         ctx.save_for_backward(logits, targets, lse)
         ctx.temperature = temperature
         return total / _terms(views, images)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        assert ctx.temperature is not None, "the first backward pass has overwritten the logits"
         logits, targets, lse = ctx.saved_tensors
         views, images, _ = logits.shape
         scale = grad_outputs[0] / (_terms(views, images) * ctx.temperature)
-        grad = torch.empty_like(logits)
-        for s in range(views):
-            target, weight = _summed_target(targets, s)
-            probs = (logits[s].float() / ctx.temperature - lse[s].unsqueeze(-1)).exp_()
+        grad = logits.detach()
+        for s, (target, weight) in enumerate(_summed_targets(targets, views)):
+            probs = grad[s].float()  # FP32 logits: the very memory
+            probs.div_(ctx.temperature).sub_(lse[s].unsqueeze(-1)).exp_()
             grad[s] = probs.mul_(weight).sub_(target).mul_(scale)
+        ctx.temperature = None
         return grad, None, None
 
 
-def _summed_target(targets: Tensor, view: int) -> tuple[Tensor, int]:
-    """The sum (b, k) of the targets that student crop `view` is compared with, and how many they are."""
-    if view < GLOBAL_VIEWS:
-        return targets[1 - view], 1
-    return targets[0] + targets[1], GLOBAL_VIEWS
+def _summed_targets(targets: Tensor, views: int) -> list[tuple[Tensor, int]]:
+    """For each student crop the sum (b, k) of the targets that it is compared with, and how many they are."""
+    both = targets[0] + targets[1]
+    return [(targets[1], 1), (targets[0], 1), *[(both, GLOBAL_VIEWS)] * (views - GLOBAL_VIEWS)]
 
 
 def _terms(views: int, images: int) -> int:

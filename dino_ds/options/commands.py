@@ -75,7 +75,44 @@ TRAIN = Command(
     needs_images=True,
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN,)}
+
+def _bench_flags(steps: int, warmup: int = 2) -> tuple[Flag, ...]:
+    """Of every bench."""
+    return (
+        Flag("batch", "int", None, "images per process; sets data.global_batch", shown="64 on a GPU, 8 without"),
+        Flag("steps", "int", steps, "steps that are measured"),
+        Flag("warmup", "int", warmup, "steps before them", zero=True),
+        Flag("threads", "int", 1, "threads of the CPU's operators; with 1 CPU time is measured, else wall time"),
+        Flag("json", "switch", False, "print one JSON object"),
+    )
+
+
+BENCHES = (
+    Command(
+        "bench step",
+        "images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step",
+        "dino_ds.bench.step:run",
+        (
+            Flag("compare", "text", None, "KEY=A,B: two values of a recipe or ds.KEY, by turns in one process", "none"),
+            Flag("data", "switch", False, "real images through the loader, so that waiting for data is real"),
+            *_bench_flags(steps=10),
+        ),
+        recipe="vitti16",
+    ),
+    Command(
+        "bench ladder",
+        "from the plain DINO step upwards, one lever at a time: speed and memory of each",
+        "dino_ds.bench.ladder:run",
+        (
+            Flag("out", "text", None, "folder for ladder.md, ladder.json and ladder.png", shown="none"),
+            *_bench_flags(steps=7),
+        ),
+        recipe="vitti16",
+        takes_ds=False,
+    ),
+)
+
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES)}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

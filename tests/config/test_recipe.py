@@ -142,7 +142,7 @@ def test_all_problems_are_reported_together():
         "--crops.num_local: 'x' is not a whole number",
         "--data.download: 'maybe' is not true or false",
         "--data.source: 'cifar' is not one of folder, photos, cifar10, cifar100, stl10, imagenette, food101, "
-        "flowers102, pets, eurosat. Did you mean cifar10 or cifar100?",
+        "flowers102, pets, eurosat, nor a class of yours as module:Class. Did you mean cifar10 or cifar100?",
         "--length: '3 weeks' is not a length: write '100 epochs', '5000 steps' or '1e6 images'",
         "--optimizer.lr: -1 must be > 0",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -19,16 +20,20 @@ def test_logits_are_cosines():
     torch.testing.assert_close(head(features), expected)
 
 
-def test_equals_torch_s_weight_norm_with_unit_gain():
-    """Forward and gradient of the reference's last layer, whose weight_g is fixed at 1."""
+@pytest.mark.parametrize("block", [4, 15, 16384])
+def test_equals_torch_s_weight_norm_with_unit_gain(block, monkeypatch):
+    """Forward and gradient of the reference's last layer, whose weight_g is fixed at 1; in blocks or at once."""
+    monkeypatch.setattr("dino_ds.models.head._BLOCK", block)
     head, features = _head(), torch.randn(6, 12)
     last = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 15, bias=False))
     with torch.no_grad():
         last.parametrizations.weight.original1.copy_(head.prototypes.weight)
         last.parametrizations.weight.original0.fill_(1)
-    head(features).sin().sum().backward()
-    last(F.normalize(head.mlp(features), dim=-1)).sin().sum().backward()
+    ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
+    head(ours).sin().sum().backward()
+    last(F.normalize(head.mlp(theirs), dim=-1)).sin().sum().backward()
     torch.testing.assert_close(head.prototypes.weight.grad, last.parametrizations.weight.original1.grad)
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_frozen_prototypes_pass_gradients_on_and_get_zeros():

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.models.drop_path import drop_path_scales, sample_keys
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
 from dino_ds.models.vit import VisionTransformer
 
 NAMES = [
@@ -23,19 +23,19 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_timm_forward_and_gradient(name):
+@pytest.mark.parametrize(("name", "channels"), [*((name, 3) for name in NAMES), (NAMES[0], 5)])
+def test_equals_timm_forward_and_gradient(name, channels):
     """Two blocks of each kind at full width: same weights, same tokens, same gradients; FP32, other kernels: 1e-4."""
-    arch = dataclasses.replace(ARCHITECTURES[name], depth=2)
+    arch = dataclasses.replace(ARCHITECTURES[name], depth=2, in_chans=channels)
     size = 4 * arch.patch_size
     torch.manual_seed(0)
-    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0).train()
+    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0, in_chans=channels).train()
     ours = VisionTransformer(arch, size).train()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     missing = ours.load_state_dict(theirs.state_dict(), strict=True)
     assert not missing.missing_keys and not missing.unexpected_keys
-    images = torch.randn(2, 3, size, size)
+    images = torch.randn(2, channels, size, size)
     expected = theirs.forward_features(images)
     torch.testing.assert_close(ours.tokens(images), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours([images]), expected[:, 0], rtol=1e-4, atol=1e-4)
@@ -107,28 +107,32 @@ def test_position_interpolation_is_a_choice():
     assert (dino(views[2:3]) - antialias(views[2:3])).abs().max() > 1e-4
 
 
+def _scales(keys, views, blocks, last_rate):
+    return drop_path_scales(drop_path_draws(keys, views, blocks), last_rate)
+
+
 class TestStochasticDepth:
     def test_rates_grow_linearly_and_keep_the_mean(self):
         rates = [0.0, 0.15, 0.3, 0.45]
-        scales = drop_path_scales(sample_keys(0, 0, torch.arange(4000)), 4, 4, 0.45)
+        scales = _scales(sample_keys(0, 0, torch.arange(4000)), 4, 4, 0.45)
         dropped = (scales == 0).double().mean(dim=(1, 2))
         # 32,000 decisions a block: three standard errors are below 0.009.
         torch.testing.assert_close(dropped, torch.tensor(rates).double(), atol=0.009, rtol=0)
         torch.testing.assert_close(scales.mean(dim=(1, 2)), torch.ones(4), atol=0.03, rtol=0)
 
     def test_decisions_follow_the_image_not_the_batch(self):
-        whole = drop_path_scales(sample_keys(5, 2, torch.arange(8)), 3, 2, 0.4).view(2, 2, 3, 8)
-        part = drop_path_scales(sample_keys(5, 2, torch.arange(3, 6)), 3, 2, 0.4).view(2, 2, 3, 3)
+        whole = _scales(sample_keys(5, 2, torch.arange(8)), 3, 2, 0.4).view(2, 2, 3, 8)
+        part = _scales(sample_keys(5, 2, torch.arange(3, 6)), 3, 2, 0.4).view(2, 2, 3, 3)
         assert torch.equal(whole[..., 3:6], part)
 
     def test_blocks_branches_views_epochs_and_seeds_differ(self):
-        base = drop_path_scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
+        base = _scales(sample_keys(0, 0, torch.arange(256)), 2, 3, 0.5)[1:] != 0
         flat = base.view(2 * 2 * 2, 256)[4:]
         for i in range(4):
             for j in range(i):
                 assert 0.3 < (flat[i] == flat[j]).double().mean() < 0.7
         for keys in (sample_keys(1, 0, torch.arange(256)), sample_keys(0, 1, torch.arange(256))):
-            other = drop_path_scales(keys, 2, 3, 0.5)[1:] != 0
+            other = _scales(keys, 2, 3, 0.5)[1:] != 0
             assert 0.4 < (other[1] == base[1]).double().mean() < 0.6
 
     def test_none_in_evaluation(self):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.objective.center import Center
 from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
@@ -24,7 +25,7 @@ def test_loss_and_gradient_equal_the_double_loop(views):
     targets, _ = teacher_targets(teacher, torch.zeros(33), 0.07)
     targets = targets.view(2, 3, 33)
     ours = student.clone().requires_grad_()
-    loss = multicrop_cross_entropy(ours, targets, 0.1)
+    loss = multicrop_cross_entropy(ours.clone(), targets, 0.1)
     (3 * loss).backward()
     theirs = student.double().requires_grad_()
     expected = dino_loss_by_pairs(theirs, targets.double(), 0.1)
@@ -43,6 +44,31 @@ def test_arithmetic_is_fp32_for_half_precision_logits(dtype):
     assert loss.dtype == torch.float32
     expected = dino_loss_by_pairs(student.double(), targets.double(), 0.1)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_the_gradient_takes_the_place_of_the_logits():
+    """Never two copies of (v, b, k); a second backward pass would read overwritten logits and is refused."""
+    student, teacher = _logits(6, images=4, k=512)
+    targets = teacher_targets(teacher.repeat(4, 16)[:8, :512], torch.zeros(512), 0.07)[0].view(2, 4, 512)
+    leaf = student.requires_grad_()
+    logits = leaf.clone()
+    biggest: list[int] = []
+
+    class _Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+                biggest.append(out.untyped_storage().nbytes() // 4)
+            return out
+
+    with _Watch():
+        loss = multicrop_cross_entropy(logits, targets, 0.1)
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert gradient.data_ptr() == logits.data_ptr()
+    assert max(biggest) <= 4 * 512  # one crop at a time
+    with pytest.raises(AssertionError, match="overwritten"):
+        torch.autograd.grad(loss, logits)
 
 
 def test_entropy_and_kl():

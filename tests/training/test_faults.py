@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import tarfile
 import threading
 
 import pytest
@@ -17,7 +19,7 @@ def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
     (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
     (root / "011.png").write_bytes(b"")
     # Ten passes over the images: each is named and counted once, whichever rank meets it.
-    changes = {"length": "20 steps", "data.max_bad_images": "2"}
+    changes = {"length": "20 steps", "data.max_bad_fraction": "0.1"}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
     named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
     assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
@@ -28,8 +30,9 @@ def test_too_many_unreadable_images_stop_the_run(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for i in range(0, 20, 2):
         (root / f"{i:03d}.png").write_bytes(b"not an image")
-    for message in run_on_ranks(train_tiny, root, run, max_steps=9, changes={"data.max_bad_images": "3"}):
-        assert "data.max_bad_images allows 3" in message and "log.txt" in message
+    for message in run_on_ranks(train_tiny, root, run, max_steps=9, changes={"data.max_bad_fraction": "0.05"}):
+        assert "data.max_bad_fraction 0.05 allows" in message and "log.txt" in message
+    assert len(losses_of(run)) <= 2
 
 
 def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
@@ -49,7 +52,7 @@ def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
     [
         ({"data.global_batch": "64"}, ["20 images", "64"]),
         ({"data.root": "/nowhere/images"}, ["/nowhere/images"]),
-        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["class folders"]),
+        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["no classes"]),
     ],
 )
 def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
@@ -107,3 +110,45 @@ def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, rank_to_signal):
     last = losses_of(run)[-1][0]
     assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
     assert "--resume" in (run / "log.txt").read_text()
+
+
+def _shards(root, images):
+    """Two shards of ten images; the second has lost its end, the first holds a text with an image's name."""
+    root.mkdir()
+    for number, part in enumerate((images[:10], images[10:])):
+        with tarfile.open(root / f"{number}.tar", "w") as archive:
+            for image in part:
+                archive.add(image, f"../{image.name}")
+            if number == 0:
+                info = tarfile.TarInfo("broken.png")
+                info.size = 12
+                archive.addfile(info, io.BytesIO(b"not an image"))
+    whole = (root / "1.tar").read_bytes()
+    (root / "1.tar").write_bytes(whole[: len(whole) * 3 // 4 + 2200])
+    return root
+
+
+def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
+    images = sorted(image_folder(tmp_path / "images").iterdir())
+    root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
+    changes = {"length": "12 steps", "data.max_bad_fraction": "0.1", "data.workers": "1"}
+    assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
+    log = (run / "log.txt").read_text()
+    assert f"note     {root}/1.tar: cut off in ../0" in log
+    assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
+    assert read_metrics(run)[-1]["bad_images"] == 1
+    assert not list(tmp_path.glob("*.png"))
+
+
+def _train_while_a_shard_is_lost(root, run):
+    if os.environ["RANK"] == "0":
+        threading.Timer(1.0, os.truncate, (root / "1.tar", 0)).start()
+    changes = {"length": "4000 steps", "data.max_bad_fraction": "0.2", "log_every": "1"}
+    return train_tiny(root, run, changes=changes)
+
+
+def test_a_shard_that_is_lost_in_the_run_stops_it_with_a_clear_line(tmp_path):
+    images = sorted(image_folder(tmp_path / "images").iterdir())
+    root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
+    for message in run_on_ranks(_train_while_a_shard_is_lost, root, run):
+        assert "are unreadable, data.max_bad_fraction 0.2 allows" in message

@@ -1,0 +1,1 @@
+"""`dino-ds bench ...`: what a step, its levers and its parts cost on this host."""

@@ -1,0 +1,186 @@
+"""`dino-ds bench step`: images/s, TFLOP/s, MFU, memory and the share of each part of the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dino_ds import distributed
+from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
+from dino_ds.config import Recipe, change_recipe
+from dino_ds.data.loader import Batch, Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.ds_config import DsConfig, change_ds_config
+from dino_ds.engine import DTYPES, device, memory_gib
+from dino_ds.errors import ConfigError
+from dino_ds.measure.host import matmul_tflops
+from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.ranges import PARTS, listen, named_range
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the things that are compared."""
+
+    name: str
+    recipe: Recipe
+    ds: dict[str, Any]
+
+
+def run(
+    *,
+    recipe: Recipe,
+    ds: dict[str, Any],
+    ds_path: str,
+    batch: int | None,
+    steps: int,
+    warmup: int,
+    threads: int,
+    compare: str | None,
+    data: bool,
+    json: bool,
+) -> None:
+    """Measure the step of `recipe` and `ds`, or two settings that `compare` ("key=a,b") tells apart.
+
+    Raises ConfigError for a setting that does not exist.
+    """
+    settings = _settings(recipe, ds, ds_path, compare)
+    if data and compare:
+        raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
+    if data and recipe.data.source == "folder" and not recipe.data.root:
+        raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
+    batch = begin(batch, threads)
+    memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
+    steppers = {s.name: _Stepper(*resolve(s.recipe, s.ds, ds_path, batch), warmup, data) for s in settings}
+    timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
+    result = about(recipe, batch) | {
+        "settings": [_summary(name, timings[name], steppers[name]) | memory[name] for name in steppers],
+        "gflop_per_image": sum(recipe_flops(recipe).values()) / 1e9,
+    }
+    if compare:
+        first, second = result["settings"]
+        result["ratio"] = second["images_per_second"] / first["images_per_second"]
+    print_result(_page(result), result, json)
+
+
+def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> list[Setting]:
+    if compare is None:
+        return [Setting("step", recipe, ds)]
+    key, _, text = compare.partition("=")
+    values = text.split(",")
+    if len(values) != 2 or not all(values) or values[0] == values[1]:
+        raise ConfigError(
+            f"--compare {compare!r} is not a key and two values: write --compare ds.dino_ds.packed=false,true"
+        )
+    if key == "data.global_batch":
+        raise ConfigError("--compare data.global_batch: the batch is given with --batch; run the bench twice")
+    settings = []
+    for value in values:
+        name = f"{key}={value}"
+        if key.startswith("ds."):
+            settings.append(Setting(name, recipe, change_ds_config(ds, ds_path, {key[3:]: value})))
+        else:
+            settings.append(Setting(name, change_recipe(recipe, {key: value}), ds))
+    return settings
+
+
+def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> dict[str, float]:
+    """From a process of its own; with several ranks from this one, later."""
+    if distributed.world_size() > 1:
+        return {}
+    child = memory_of_step(setting.recipe, setting.ds, ds_path, batch, threads)
+    return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
+
+
+class _Stepper:
+    """The step of one setting; its parts are timed after the warm-up."""
+
+    def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool) -> None:
+        self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
+        self._batches = _real_batches(recipe, config) if data else None
+        self._left = warmup
+        self.parts = PartTimes(self.trial.step.engine.device, distributed.world_size())
+
+    def __call__(self) -> None:
+        if self._left:
+            self._left -= 1
+            self._step()
+        else:
+            with listen(self.parts):
+                self._step()
+
+    def _step(self) -> None:
+        if self._batches is None:
+            self.trial.run()
+            return
+        for _ in range(self.trial.accumulation):
+            with named_range("data"):
+                batch = next(self._batches)
+                views = [view.to(device(), non_blocking=True) for view in batch.crops]
+            keys = sample_keys(self.recipe.seed, batch.epoch, batch.indices.to(device(), non_blocking=True))
+            self.trial.step.micro_batch(views, keys)
+
+
+def _real_batches(recipe: Recipe, config: DsConfig) -> Iterator[Batch]:
+    data = recipe.data
+    source = build_source(data.source, data.root, "train", data.download)
+    crops = MultiCrop(**recipe.crops.model_dump())
+    rank, ranks = distributed.rank(), distributed.world_size()
+    return build_loader(
+        source, crops, recipe.seed, data.global_batch, config.micro_batch, rank, ranks, data.workers, Position()
+    )
+
+
+def _summary(name: str, timing: Timing, stepper: _Stepper) -> dict[str, Any]:
+    config = stepper.config
+    images = config.micro_batch * config.accumulation
+    tflops = sum(recipe_flops(stepper.recipe).values()) * images / timing.seconds / 1e12
+    peak = matmul_tflops(device(), DTYPES[config.precision])
+    spent, whole = stepper.parts.read(), sum(timing.all_seconds)
+    shares = {part: spent.get(part, 0.0) / whole for part in PARTS}
+    return {
+        "name": name,
+        "precision": config.precision,
+        "stage": config.stage,
+        "images_per_second": images * distributed.world_size() / timing.seconds,
+        "step_seconds": timing.seconds,
+        "spread": timing.spread,
+        "clock": timing.clock,
+        "tflops": tflops,
+        "matmul_tflops": peak,
+        "mfu": tflops / peak,
+        "parts": {**shares, "other": 1 - sum(shares.values())},
+        "peak_memory_mib": memory_gib() * 1024,
+    }
+
+
+def _page(result: dict[str, Any]) -> str:
+    settings = result["settings"]
+    rows: list[tuple[str, Any]] = [
+        ("images/s", lambda s: f"{s['images_per_second']:.3g}"),
+        ("step, s", lambda s: f"{s['step_seconds']:.4g}"),
+        ("spread", lambda s: f"{100 * s['spread']:.0f} %"),
+        ("TFLOP/s", lambda s: f"{s['tflops']:.3g}"),
+        ("matmul peak, TFLOP/s", lambda s: f"{s['matmul_tflops']:.3g}"),
+        ("MFU", lambda s: f"{100 * s['mfu']:.1f} %"),
+        ("peak memory, MiB", lambda s: f"{s['peak_memory_mib']:.0f}"),
+    ]
+    if "imports_mib" in settings[0] and not torch.cuda.is_available():
+        rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))
+    for part in (*PARTS, "other"):
+        rows.append((f"part: {part}", lambda s, part=part: f"{100 * s['parts'][part]:.1f} %"))
+    table = markdown_table(
+        ["", *(s["name"] for s in settings)], [(name, *(show(s) for s in settings)) for name, show in rows]
+    )
+    clock = "CPU time of one thread" if settings[0]["clock"] == "cpu" else "wall time"
+    lines = [heading("bench step", result), table, "", f"{clock}; median of the steps; FLOPs of the whole model"]
+    if "ratio" in result:
+        lines.append(f"ratio of images/s, second to first: {result['ratio']:.3f}")
+    return "\n".join(lines)

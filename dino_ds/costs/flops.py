@@ -1,0 +1,77 @@
+"""Floating-point operations that one image costs in a training step.
+
+A multiply-add is 2; matrix products and convolutions count, norms, activations and softmax don't, and nothing that is
+computed twice (activation checkpointing, flash attention's backward pass). The backward pass is twice the forward pass,
+but for the patch embedding, whose images need no gradient: once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dino_ds.architectures import Architecture
+
+TEACHER_VIEWS = 2
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """The projection head: `layers` linear layers to `bottleneck`, then the prototypes."""
+
+    prototypes: int
+    hidden: int
+    bottleneck: int
+    layers: int
+
+
+def step_flops(
+    arch: Architecture, head: HeadSizes, sides: Sequence[int], cls_only_last_block: bool = False
+) -> dict[str, int]:
+    """Per image, by part; `sides`: pixels of the side of each crop, global ones first: those the teacher sees too.
+
+    With `cls_only_last_block` what is done then, else the whole model's, the usual base of MFU.
+    """
+    patch, linear, attention = zip(*(_forward(arch, side, cls_only_last_block) for side in sides), strict=True)
+    row = head_flops(arch.width, head)
+    return {
+        "student_patch": 2 * sum(patch),
+        "student_linear": 3 * sum(linear),
+        "student_attention": 3 * sum(attention),
+        "student_head": 3 * len(sides) * row,
+        "teacher_patch": sum(patch[:TEACHER_VIEWS]),
+        "teacher_linear": sum(linear[:TEACHER_VIEWS]),
+        "teacher_attention": sum(attention[:TEACHER_VIEWS]),
+        "teacher_head": TEACHER_VIEWS * row,
+    }
+
+
+def head_flops(width: int, head: HeadSizes) -> int:
+    """Of one feature vector, forward."""
+    sizes = [width, *[head.hidden] * (head.layers - 1), head.bottleneck, head.prototypes]
+    return 2 * sum(a * b for a, b in itertools.pairwise(sizes))
+
+
+def tokens_of(arch: Architecture, side: int) -> int:
+    """Tokens of a square crop of `side` pixels."""
+    return (side // arch.patch_size) ** 2 + 1 + arch.registers
+
+
+def ffn_weights(arch: Architecture) -> int:
+    """Elements of the matrices of one block's MLP."""
+    hidden = int(arch.width * arch.mlp_ratio)
+    return arch.width * (hidden + (hidden // 2 if arch.swiglu else hidden))
+
+
+def _forward(arch: Architecture, side: int, cls_only_last_block: bool) -> tuple[int, int, int]:
+    """Of one crop: patch embedding, linear layers of all blocks, attention of all blocks."""
+    n, d = tokens_of(arch, side), arch.width
+    patch = 2 * (side // arch.patch_size) ** 2 * 3 * arch.patch_size**2 * d
+    linear, attention = 2 * n * (4 * d * d + ffn_weights(arch)), 4 * n * n * d
+    last_linear, last_attention = linear, attention
+    if cls_only_last_block:
+        # Keys and values of all tokens; query, projection and MLP of one.
+        last_linear = 2 * n * 2 * d * d + 2 * (2 * d * d + ffn_weights(arch))
+        last_attention = 4 * n * d
+    return patch, (arch.depth - 1) * linear + last_linear, (arch.depth - 1) * attention + last_attention

@@ -1,0 +1,113 @@
+"""The user's own images, in whatever form data.root names them: a folder, a list, tar shards or Parquet files."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.list_file import ListFile
+from dino_ds.data.listing import printable
+from dino_ds.data.parquet import ParquetImages
+from dino_ds.data.shards import TarShards
+from dino_ds.errors import DataError
+
+_MAX_FILES = 1_000_000
+_FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
+
+
+def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
+    """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
+
+    A folder of .tar or .parquet files, without images or folders beside them, is read as these. Raises DataError.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]*://|pipe:", root):
+        raise DataError(f"data.root {root} is no local path: mount or copy it, then give {_FORMS}")
+    path = os.path.expanduser(root)
+    if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
+        return _open_all(expand(path), root)
+    if os.path.isfile(path):
+        return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root)
+    inside = _archives_in(path) if os.path.isdir(path) else []
+    return _open_all(inside, root) if inside else ImageFolder(root)
+
+
+def expand(pattern: str) -> list[str]:
+    """The files of a pattern, each once: braces in their order, what a * finds sorted.
+
+    Raises DataError where a name without a * does not exist, a * finds nothing, or the braces make too many.
+    """
+    found: dict[str, None] = {}
+    missing: list[str] = []
+    for number, path in enumerate(_braces(pattern)):
+        if number >= _MAX_FILES:
+            raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
+        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
+        if not matches or not os.path.isfile(matches[0]):
+            missing.append(path)
+        found.update(dict.fromkeys(matches))
+    if missing:
+        raise DataError(
+            f"data.root {pattern}: {len(missing)} of its files are not there, such as {printable(missing[0])}; "
+            "mend the pattern or fetch them"
+        )
+    return list(found)
+
+
+def _braces(pattern: str) -> Iterator[str]:
+    """Every text that the braces stand for, as in a shell; braces without a comma or dots are themselves."""
+    for match in re.finditer(r"\{([^{}]*)\}", pattern):
+        options = _options(match[1])
+        if options is not None:
+            before, after = pattern[: match.start()], pattern[match.end() :]
+            for option in options:
+                yield from _braces(f"{before}{option}{after}")
+            return
+    yield pattern
+
+
+def _options(inner: str) -> Iterator[str] | None:
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+    if numbers:
+        first, last = int(numbers[1]), int(numbers[2])
+        padded = any(text.startswith("0") and len(text) > 1 for text in numbers.groups())
+        width = max(map(len, numbers.groups())) if padded else 0
+        step = 1 if last >= first else -1
+        return (f"{n:0{width}d}" for n in itertools.chain(range(first, last + step, step)))
+    return iter(inner.split(",")) if "," in inner else None
+
+
+def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
+    endings = {Path(path).suffix.lower() for path in paths}
+    if endings == {".tar"}:
+        return TarShards(paths)
+    if endings == {".parquet"}:
+        return ParquetImages(paths)
+    if endings == {".tar", ".parquet"}:
+        raise DataError(f"data.root {root} holds both .tar and .parquet files: give one kind, as a pattern")
+    other = next(path for path in paths if not path.lower().endswith((".tar", ".parquet")))
+    if other.lower().endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
+        raise DataError(f"{printable(other)} is compressed: unpack it to .tar, images are read at their places")
+    raise DataError(f"{printable(other)} (data.root {root}) is a file of no known kind; data.root wants {_FORMS}")
+
+
+def _archives_in(folder: str) -> list[str]:
+    """The .tar or .parquet files right in `folder`, if neither images nor folders are beside them."""
+    archives = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
+                    return []
+                if entry.name.lower().endswith((".tar", ".parquet")):
+                    archives.append(entry.path)
+    except OSError:
+        return []  # the folder source says why
+    return sorted(archives)

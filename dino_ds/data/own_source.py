@@ -1,0 +1,75 @@
+"""A source that a user has written: data.source module:Class."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import pickle
+import sys
+from typing import Any
+
+from dino_ds.errors import ConfigError, DataError, UserError
+from dino_ds.names import did_you_mean
+
+_METHODS = ("__len__", "load", "name")
+
+
+def build_own_source(path: str, root: str | None) -> Any:
+    """`Class(root)` of `module:Class`, a module on Python's path or in the current folder; checked for the contract.
+
+    `labels` and `classes` are None where the class has none. Raises ConfigError for a class that can't be found or is
+    no source, DataError for one that can't be built from `root`, can't be pickled or has no images.
+    """
+    found = _find_class(path)
+    try:
+        source = found(root)
+        for name in ("labels", "classes"):
+            if not hasattr(source, name):
+                setattr(source, name, None)
+        images = len(source)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} can't be built from data.root {root}: {_one_line(error)}") from error
+    if images < 1:
+        raise DataError(f"{path} has no images with data.root {root}")
+    if source.labels is not None and (source.classes is None or len(source.labels) != images):
+        raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
+    try:
+        pickle.dumps(source)
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be sent to loader processes ({_one_line(error)}): open files and connections in load, not "
+            "in __init__"
+        ) from error
+    return source
+
+
+def _find_class(path: str) -> type:
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        why = f"it needs {missing}, which is not installed"
+        if f"{module_name}.".startswith(f"{missing}."):
+            why = f"there is no {missing} on Python's path or in {os.getcwd()}"
+        raise ConfigError(f"data.source {path}: {why}; set PYTHONPATH, or start where {module_name} lies") from None
+    except Exception as error:
+        raise ConfigError(f"data.source {path}: importing {module_name} fails: {_one_line(error)}") from error
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        known = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(f"data.source {path}: {module_name} has no class {name}.{did_you_mean(name, known)}")
+    missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing_methods:
+        # Looked at before it is called: a recipe must not be able to start any class of the library.
+        raise ConfigError(f"data.source {path} is no source of images: it lacks {', '.join(missing_methods)}")
+    return found
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")

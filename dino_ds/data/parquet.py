@@ -1,0 +1,154 @@
+"""Images in a column of Parquet files, as Hugging Face keeps them; needs pyarrow only."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.listing import Labels, printable
+from dino_ds.errors import ConfigError, DataError
+
+_IMAGE_NAMES = ("image", "img", "jpg", "png")
+_LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
+_GROUPS_KEPT = 4
+"""Row groups a process keeps decoded: neighbouring rows cost one read."""
+
+
+class ParquetImages(EncodedImages):
+    """The rows of Parquet files, file after file in the order given.
+
+    The image column is of type binary or struct with `bytes`; a label column of whole numbers or texts gives classes,
+    with the names that Hugging Face stores beside the schema. Raises ConfigError without pyarrow, DataError where a
+    file can't be read or has no such column.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        parquet = import_parquet()
+        self._files = [os.path.abspath(file) for file in files]
+        first, groups, labels = 0, [], list[Any]()
+        for number, file in enumerate(self._files):
+            try:
+                opened = parquet.ParquetFile(file)
+                if number == 0:
+                    schema = opened.schema_arrow
+                    self._column, label = _image_column(schema, file), _label_column(schema)
+                for group in range(opened.num_row_groups):
+                    groups.append((first, number, group))
+                    first += opened.metadata.row_group(group).num_rows
+                if label is not None:
+                    labels += opened.read([label], use_threads=False).column(0).to_pylist()
+            except DataError:
+                raise
+            except Exception as error:  # pyarrow has its own family of errors beside Python's
+                raise DataError(f"{printable(file)} cannot be read as Parquet: {_one_line(error)}") from None
+        if not first:
+            raise DataError(f"no rows in {printable(self._files[0])}; mend data.root")
+        self._rows, self._groups = first, np.array(groups, np.int64)
+        self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, index: int) -> bytes:
+        file, group, row = self._find(index)
+        try:
+            data = _read_group(self._files[file], group, self._column)[row].as_py()
+        except Exception as error:  # as above
+            raise UnreadableImage(self.name(index), f"Parquet: {_one_line(error)}") from None
+        if isinstance(data, dict):
+            data = data["bytes"]
+        if not data:
+            raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
+        return data
+
+    def name(self, index: int) -> str:
+        return printable(f"{self._files[self._find(index)[0]]}/{self._row_of_file(index)}")
+
+    def member(self, index: int) -> str:
+        stem = os.path.splitext(os.path.basename(self._files[self._find(index)[0]]))[0]
+        return f"{stem}/{self._row_of_file(index):09d}"
+
+    def _find(self, index: int) -> tuple[int, int, int]:
+        """File, row group of the file, row of the group."""
+        place = int(np.searchsorted(self._groups[:, 0], range(self._rows)[index], side="right")) - 1
+        first, file, group = self._groups[place].tolist()
+        return file, group, index - first
+
+    def _row_of_file(self, index: int) -> int:
+        file = self._find(index)[0]
+        return index - int(self._groups[np.searchsorted(self._groups[:, 1], file), 0])
+
+
+def import_parquet() -> Any:
+    """pyarrow.parquet, or a ConfigError with the command that installs it."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError("Parquet files need pyarrow: pip install 'dino_ds[parquet]'") from None
+    return pyarrow.parquet
+
+
+@lru_cache(maxsize=_GROUPS_KEPT)
+def _read_group(file: str, group: int, column: str) -> Any:
+    # One thread: loader processes share out the cores, and threads of a library do not survive a fork.
+    opened = import_parquet().ParquetFile(file)
+    return opened.read_row_group(group, [column], use_threads=False).column(0)
+
+
+def _image_column(schema: Any, file: str) -> str:
+    from pyarrow import types
+
+    def holds_images(kind: Any) -> bool:
+        if types.is_struct(kind):
+            return kind.get_field_index("bytes") >= 0 and holds_images(kind.field("bytes").type)
+        return types.is_binary(kind) or types.is_large_binary(kind)
+
+    found = [field.name for field in schema if holds_images(field.type)]
+    named = [name for name in _IMAGE_NAMES if name in found]
+    if named or len(found) == 1:
+        return (named or found)[0]
+    what = f"several columns of bytes ({', '.join(found)}), none called image" if found else "no column of image files"
+    columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
+    raise DataError(f"{printable(file)} has {what}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}")
+
+
+def _label_column(schema: Any) -> str | None:
+    from pyarrow import types
+
+    for name in _LABEL_NAMES:
+        place = schema.get_field_index(name)
+        if place >= 0 and (types.is_integer(schema.field(place).type) or types.is_string(schema.field(place).type)):
+            return name
+    return None
+
+
+def _class_names(schema: Any, label: str) -> list[str]:
+    """Hugging Face's, or none."""
+    try:
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        return [str(name) for name in features[label]["names"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def _number(values: list[Any], names: list[str]) -> tuple[Labels | None, list[str] | None]:
+    """Values of the label column (None = none) -> class numbers and their names; all of `names`, where it fits."""
+    present = sorted({value for value in values if value is not None and value != -1})
+    if not present:
+        return None, None
+    if names and isinstance(present[-1], int) and present[0] >= 0 and present[-1] < len(names):
+        present = list(range(len(names)))
+    else:
+        names = [str(value) for value in present]
+    numbers = {value: number for number, value in enumerate(present)}
+    return Labels(np.array([numbers.get(value, -1) for value in values], np.int32)), names
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

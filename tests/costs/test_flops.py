@@ -1,0 +1,61 @@
+"""The FLOP model against torch's count of the operators that really run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.engine import init_distributed
+from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.objective.dino import GLOBAL_VIEWS
+from tests.measure.tiny import tiny_ds, tiny_recipe
+
+HEAD = HeadSizes(prototypes=64, hidden=48, bottleneck=16, layers=3)
+ARCHS = {
+    "plain": Architecture(8, 32, 3, 2),
+    "swiglu": Architecture(8, 48, 2, 3, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
+    "registers": Architecture(8, 32, 2, 2, registers=4),
+}
+
+
+@pytest.mark.parametrize("cls_only", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
+    """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
+    backbone = VisionTransformer(arch, 32, attention="naive", packed=packed, cls_only_last_block=cls_only)
+    network = DinoNetwork(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
+    sides = [32, 32, 16, 16, 16]
+    views = [torch.randn(2, 3, side, side) for side in sides]
+    with FlopCounterMode(display=False) as counted:
+        with torch.no_grad():
+            network(views[:GLOBAL_VIEWS])
+        network(views).sum().backward()
+    assert counted.get_total_flops() == 2 * sum(step_flops(arch, HEAD, sides, cls_only).values())
+
+
+def test_a_whole_training_step_costs_what_the_model_says():
+    """Engine, loss, optimizer and teacher add no matrix product."""
+    init_distributed()
+    recipe = tiny_recipe(head__layers="2")
+    ds = tiny_ds(0, dino_ds={"attention": "naive"})
+    trial = build_trial(*resolve(recipe, ds, "test.json", 4))
+    with FlopCounterMode(display=False) as counted:
+        trial.run()
+    head = HeadSizes(**recipe.head.model_dump())
+    expected = step_flops(recipe.model.architecture(), head, [32, 32, 16, 16], cls_only_last_block=True)
+    assert counted.get_total_flops() == 4 * sum(expected.values())
+
+
+def test_known_models():
+    """ViT-S/16 and ViT-L/16 with DINO's head and 2x224 + 8x96: 113.4 and 1526 GFLOP an image."""
+    head = HeadSizes(65536, 2048, 256, 3)
+    for name, expected in (("vit_small_patch16_224", 113.4e9), ("vit_large_patch16_224", 1526.2e9)):
+        total = sum(step_flops(ARCHITECTURES[name], head, [224] * 2 + [96] * 8).values())
+        assert total == pytest.approx(expected, rel=1e-3)

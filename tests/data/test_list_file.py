@@ -1,0 +1,69 @@
+"""A text file of paths."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import build_source
+from dino_ds.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    for number, name in enumerate(("a.png", "b b.png", "deep/#c.png", "é.png")):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
+    return tmp_path / "images"
+
+
+def read(path: Path, text: str | bytes):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return build_source("folder", str(path), "train", False)
+
+
+def reds(source) -> list[int]:
+    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
+
+
+def test_paths_are_relative_to_the_list_or_absolute(root, tmp_path):
+    text = f"﻿deep/#c.png\r\n\n# a note\nb b.png\n{root}/a.png\n../images/é.png\na.png"
+    source = read(root / "list.txt", text)
+    assert reds(source) == [2, 1, 0, 3, 0]
+    assert source.labels is None and source.classes is None
+    assert source.name(2) == f"{root}/a.png" and source.name(1) == f"{root}/b b.png"
+    assert reds(pickle.loads(pickle.dumps(source))) == reds(source)
+
+
+def test_a_tab_and_a_class_give_labels(root):
+    source = read(root / "list.TXT", "a.png\tdog\nb b.png\tcat \né.png\na.png\tdog\n")
+    assert source.labels == [1, 0, -1, 1] and source.classes == ["cat", "dog"]
+    assert read(root / "list.txt", "a.png\t10\nb b.png\t9\n").classes == ["9", "10"]
+
+
+def test_a_changed_list_is_read_anew(root):
+    assert len(read(root / "list.txt", "a.png\n")) == 1
+    os.utime(root / "list.txt", (1, 1))
+    assert len(read(root / "list.txt", "a.png\nb b.png\n")) == 2
+
+
+def test_lines_that_are_no_images_are_unreadable_one_by_one(root):
+    source = read(root / "list.txt", b"a.png\nmissing.png\ndeep\n\xff.png\nnul\0.png\n")
+    assert source.load(0)
+    for index, reason in ((1, "No such file"), (2, "Is a directory"), (3, "No such file"), (4, "null byte")):
+        with pytest.raises(UnreadableImage, match=reason) as caught:
+            source.load(index)
+        assert str(caught.value).isprintable()
+
+
+def test_lists_of_nothing_are_an_error(root, tmp_path):
+    with pytest.raises(DataError, match="lists no images"):
+        read(root / "list.txt", "# only a note\n")
+    with pytest.raises(DataError, match=r"none of 2 lines .* is a file, such as .*/elsewhere/a\.png; paths must be"):
+        read(root / "list.txt", "elsewhere/a.png\nelsewhere/b.png\n")

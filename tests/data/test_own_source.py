@@ -1,0 +1,95 @@
+"""data.source module:Class: the example of the docs, and what is said of a class that is none."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from dino_ds.config import load_recipe
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError, UserError
+
+DOCS = Path(__file__).parent.parent.parent / "docs/sources.md"
+GOOD = "def __len__(self): return 3\n    def load(self, i): pass\n    def name(self, i): return str(i)\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Write a module into the current folder, which is not on Python's path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+
+    def write_module(name: str, text: str) -> None:
+        sys.modules.pop(name, None)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    return write_module
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_example_of_the_docs_runs(write, workers):
+    (code,) = re.findall(r"```python\n# (?:my_module\.py)\n(.*?)```", DOCS.read_text(), re.S)
+    assert sum(bool(line) for line in code.splitlines()) <= 15
+    write("my_module", code)
+    recipe = load_recipe(None, {"data.source": "my_module:MySource", "data.root": "8"})
+    source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
+    assert len(source) == 8 and source.labels is None and source.classes is None
+    crops = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
+    loader = build_loader(source, crops, 0, 4, 4, 0, 1, workers, Position())
+    try:
+        batches = list(itertools.islice(loader, 2))
+    finally:
+        loader.close()
+    drawn = sorted(i for batch in batches for i in batch.indices.tolist())
+    assert drawn == list(range(8))
+    assert all("3" in text for batch in batches for text in batch.bad) and sum(len(b.bad) for b in batches) >= 1
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "message"),
+    [
+        ("absent_module:A", None, r"there is no absent_module on Python's path or in .*set PYTHONPATH"),
+        ("mod:A", "import absent_thing", r"it needs absent_thing, which is not installed"),
+        ("mod:A", "1 / 0", r"importing mod fails: ZeroDivisionError: division by zero"),
+        ("mod:A", "def f(: pass", r"importing mod fails: SyntaxError"),
+        ("mod:Imagse", "class Images: pass", r"has no class Imagse\. Did you mean Images\?"),
+        ("mod:A", "class A:\n    def load(self, i): pass", r"it lacks __len__, name"),
+        ("os:system", None, r"os has no class system"),
+        ("subprocess:Popen", None, r"Popen is no source of images: it lacks __len__, load, name"),
+        (
+            "mod:A",
+            f"class A:\n    def __init__(self): pass\n    {GOOD}",
+            r"can't be built from data\.root R: TypeError",
+        ),
+        ("mod:A", f"class A:\n    def __init__(self, r): open('nowhere')\n    {GOOD}", r"FileNotFoundError"),
+        (
+            "mod:A",
+            f"class A:\n    def __init__(self, r): pass\n    {GOOD}".replace("return 3", "return 0"),
+            "no images",
+        ),
+        (
+            "mod:A",
+            f"class A:\n    def __init__(self, r): self.f = open(__file__)\n    {GOOD}",
+            r"open files .* in load",
+        ),
+        ("mod:A", f"class A:\n    labels = [0]\n    def __init__(self, r): pass\n    {GOOD}", r"3 images and 1 labels"),
+    ],
+)
+def test_what_is_wrong_with_a_class_is_one_line(write, source, text, message):
+    if text is not None:
+        write("mod", text)
+    with pytest.raises(UserError, match=message) as caught:
+        build_source(source, "R", "train", False)
+    assert "\n" not in str(caught.value) and isinstance(caught.value, ConfigError | DataError)
+
+
+@pytest.mark.parametrize("source", ["mod:", ":A", "mod:A:B", "a b:C", "mod.A", "../mod:A", "mod:A()"])
+def test_the_recipe_refuses_what_is_no_name(source):
+    with pytest.raises(ConfigError, match="nor a class of yours as module:Class"):
+        load_recipe(None, {"data.source": source})

@@ -1,0 +1,104 @@
+"""Parquet files with a column of images."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+
+
+def png(value: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4), (value, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def write(path: Path, columns: dict, names: list[str] | None = None, rows: int = 3) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table(columns)
+    if names:
+        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table, path, row_group_size=rows)
+    return path
+
+
+def read(root):
+    return build_source("folder", str(root), "train", False)
+
+
+def struct(values) -> list[dict]:
+    return [{"bytes": png(value), "path": f"{value}.png"} for value in values]
+
+
+def reds(source) -> list[int]:
+    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
+
+
+def test_hugging_face_files_by_pattern_and_as_a_folder(tmp_path):
+    names = ["owl", "cat", "dog"]
+    write(tmp_path / "d/train-0.parquet", {"image": struct(range(7)), "label": [2, 0, 2, 0, 2, 0, -1]}, names)
+    write(tmp_path / "d/train-1.parquet", {"image": struct([7, 8]), "label": [0, None]}, names)
+    for root in (tmp_path / "d", tmp_path / "d/train-*.parquet"):
+        source = read(root)
+        assert reds(source) == list(range(9))
+        assert source.labels == [2, 0, 2, 0, 2, 0, -1, 0, -1] and source.classes == names
+    assert source.name(8) == f"{tmp_path}/d/train-1.parquet/1"
+    assert source.member(8) == "train-1/000000001"
+    assert source.read(3) == png(3)
+    assert reds(pickle.loads(pickle.dumps(source))) == list(range(9))
+
+
+def test_plain_bytes_and_texts_as_labels(tmp_path):
+    source = read(write(tmp_path / "a.parquet", {"x": [1, 2], "jpeg": [png(5), png(6)], "label": ["dog", "cat"]}))
+    assert reds(source) == [5, 6] and source.labels == [1, 0] and source.classes == ["cat", "dog"]
+
+
+def test_rows_without_an_image_are_unreadable_one_by_one(tmp_path):
+    images = [{"bytes": None, "path": "x.png"}, None, {"bytes": b"", "path": None}, *struct([4])]
+    source = read(write(tmp_path / "a.parquet", {"image": images}))
+    for index, reason in enumerate(("no bytes in this row", "no bytes in this row", "empty file")):
+        with pytest.raises(UnreadableImage, match=reason):
+            source.load(index)
+    assert source.load(3)
+
+
+def test_files_that_vanish_or_are_none_are_named(tmp_path):
+    path = write(tmp_path / "a.parquet", {"image": struct(range(2))})
+    source = read(path)
+    path.unlink()
+    with pytest.raises(UnreadableImage, match=r"a\.parquet/1 \(Parquet: "):
+        source.load(1)
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match=r"b\.parquet cannot be read as Parquet"):
+        read(tmp_path / "b.parquet")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"x": [1], "text": ["a"]}, r"no column of image files.*x: int64, text: string"),
+        ({"left": [b"1"], "right": [b"2"]}, r"several columns of bytes \(left, right\), none called image"),
+    ],
+)
+def test_unclear_columns_are_listed(tmp_path, columns, message):
+    with pytest.raises(DataError, match=message):
+        read(write(tmp_path / "a.parquet", columns))
+
+
+def test_without_pyarrow_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"pip install 'dino_ds\[parquet\]'"):
+        read(tmp_path / "a.parquet")

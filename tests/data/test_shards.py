@@ -1,0 +1,344 @@
+"""Tar shards: the images of a folder under another roof; hostile and damaged archives cost only what is damaged."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dino_ds.data import shards as shards_module
+from dino_ds.data import tar_index
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.own_files import expand
+from dino_ds.data.shards import TarShards
+from dino_ds.data.sources import build_source
+from dino_ds.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    yield
+    shards_module._open_shard.cache_clear()
+
+
+def png(value: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (4, 4), (value, 0, 0)).save(stream, "PNG")
+    return stream.getvalue()
+
+
+def pack(path: Path, members: dict[str, bytes] | list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as archive:
+        for name, data in members.items() if isinstance(members, dict) else members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def members(source) -> list[str]:
+    return [source.member(i) for i in range(len(source))]
+
+
+def reds(source) -> list[int]:
+    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
+
+
+def read(root: Path | str) -> TarShards:
+    return build_source("folder", str(root), "train", False)
+
+
+LONG = "a-long-folder-name-" * 9 + "/ü.png"
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_every_tar_dialect_gives_the_same_bytes(tmp_path, form):
+    files = {"cat/1.png": png(1), "cat/1.json": b"{}", "dog/2.PNG": png(2), "dog/readme.txt": b"x"}
+    files |= {} if form == tarfile.USTAR_FORMAT else {LONG: png(3)}
+    path = pack(tmp_path / "a.tar", files, form)
+    source = read(path)
+    assert members(source) == [name for name in files if name.lower().endswith("png")]
+    assert [source.read(i) for i in range(len(source))] == [files[name] for name in members(source)]
+    assert source.name(0) == f"{path}/cat/1.png"
+    assert source.notes == []
+
+
+def test_a_folder_a_star_and_braces_are_the_same_shards(tmp_path):
+    for number in range(12):
+        pack(tmp_path / "set" / f"{number:03d}.tar", {f"{number}.png": png(number)})
+    for root in ("set", "set/*.tar", "set/{000..011}.tar", "{set}/0{0?,1?}.tar", "set/{00[0-9],01?}.tar"):
+        if root.startswith("{set}"):
+            (tmp_path / "{set}").symlink_to("set")  # braces without a comma are themselves
+        assert reds(read(tmp_path / root)) == list(range(12)), root
+    assert reds(read(tmp_path / "set/00{3,1}.tar")) == [3, 1]
+    assert expand(str(tmp_path / "set/{11..9}.tar").replace("{11", "{011").replace("9}", "009}")) == [
+        str(tmp_path / f"set/0{n}.tar") for n in ("11", "10", "09")
+    ]
+
+
+def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
+    pack(tmp_path / "0.tar", {"a.png": png(1)})
+    with pytest.raises(DataError, match=r"2 of its files are not there, such as .*1\.tar"):
+        read(tmp_path / "{0..2}.tar")
+    with pytest.raises(DataError, match="1 of its files are not there"):
+        read(tmp_path / "*.tarr")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match="more than 1000000 files"):
+        read("/nowhere/{0..99999}{0..99999}.tar")
+    assert time.monotonic() - begin < 20
+    for root in ("https://host/a.tar", "s3://bucket/{0..9}.tar", "pipe:cat a.tar"):
+        with pytest.raises(DataError, match="no local path"):
+            read(root)
+
+
+# labels
+
+
+def test_labels_come_from_cls_members(tmp_path):
+    files = {"x/a.png": png(1), "x/a.cls": b"10", "x/b.png": png(2), "x/b.cls": b"9\n", "x/c.png": png(3)}
+    source = read(pack(tmp_path / "a.tar", files))
+    assert source.labels == [1, 0, -1] and source.classes == ["9", "10"]
+    (tmp_path / "named").mkdir()
+    (tmp_path / "named/classes.txt").write_text("".join(f"class {n}\n" for n in range(11)))
+    pack(tmp_path / "named/a.tar", files)
+    assert read(tmp_path / "named").classes == ["class 9", "class 10"]
+
+
+def test_labels_come_from_folders_where_there_is_no_cls(tmp_path):
+    pack(tmp_path / "s/0.tar", {"./dog/1.png": png(1)})
+    pack(tmp_path / "s/1.tar", {"cat/1.png": png(2), "dog/2.png": png(3)})
+    source = read(tmp_path / "s")
+    assert source.labels == [1, 0, 1] and source.classes == ["cat", "dog"]
+    assert read(pack(tmp_path / "flat.tar", {"1.png": png(1), "2.png": png(2)})).labels is None
+
+
+# the index
+
+
+def count_walks(monkeypatch) -> list[str]:
+    walked: list[str] = []
+    find = tar_index._find_members
+    monkeypatch.setattr(tar_index, "_find_members", lambda path: walked.append(path) or find(path))
+    return walked
+
+
+def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
+    walked = count_walks(monkeypatch)
+    path = pack(tmp_path / "s/0.tar", {"a.png": png(1)})
+    for _ in range(3):
+        assert reds(read(tmp_path / "s")) == [1]
+    assert len(walked) == 1
+    os.utime(path, (5, 5))  # a copy: other time, same bytes
+    assert reds(read(tmp_path / "s")) == [1] and len(walked) == 1
+    pack(path, {"b.png": png(2)})  # the same size, even the same time
+    os.utime(path, (6, 6))
+    assert members(read(tmp_path / "s")) == ["b.png"] and len(walked) == 2
+    pack(tmp_path / "s/1.tar", {"c.png": png(3)})
+    assert members(read(tmp_path / "s")) == ["b.png", "c.png"] and len(walked) == 4
+
+
+def test_pickled_source_is_a_path_and_reads_alone(tmp_path):
+    pack(tmp_path / "0.tar", {f"{i:04d}.png": png(i % 256) for i in range(400)})
+    source = read(tmp_path / "0.tar")
+    source.load(0)
+    sent = pickle.dumps(source)
+    assert len(sent) < 1500
+    copy = pickle.loads(sent)
+    assert copy.read(399) == source.read(399) and copy.labels is None and len(copy) == 400
+
+
+def _read_all(source: TarShards) -> list[int]:
+    return reds(source)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_handles_are_safe_in_other_processes(tmp_path, method):
+    """The parent's handle is open and in use when the children read through it."""
+    pack(tmp_path / "0.tar", {f"{i:03d}.png": png(i) for i in range(100)})
+    source = read(tmp_path / "0.tar")
+    source.load(0)
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        results = pool.map_async(_read_all, [source] * 4, chunksize=1)
+        mine = reds(source)
+        assert results.get(timeout=100) == [mine] * 4
+    assert mine == list(range(100))
+
+
+def test_threads_and_more_shards_than_handles(tmp_path, monkeypatch):
+    for number in range(shards_module._OPEN_SHARDS + 30):
+        pack(tmp_path / f"s/{number:03d}.tar", {"a.png": png(number)})
+    source = read(tmp_path / "s")
+    with ThreadPoolExecutor(8) as pool:
+        order = [*range(len(source)), *reversed(range(len(source)))] * 2
+        got = list(pool.map(lambda i: source.load(i).getpixel((0, 0))[0], order))
+    assert got == order
+    held = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
+    assert sum(str(tmp_path) in path and path.endswith(".tar") for path in held) <= shards_module._OPEN_SHARDS
+
+
+# bad input
+
+
+def test_names_are_only_names(tmp_path):
+    """Absolute, with .., with odd bytes: read, shown, never a path."""
+    evil = ["/etc/passwd.png", "../../up.png", "a/../../b.png", "new\nline.png", "..png/x.png"]
+    before = sorted(p for p in tmp_path.rglob("*") if "cache" not in p.parts)
+    source = read(pack(tmp_path / "s/evil.tar", {name: png(i) for i, name in enumerate(evil)}))
+    assert members(source) == evil and reds(source) == [0, 1, 2, 3, 4]
+    assert all("\n" not in source.name(i) for i in range(5))
+    after = sorted(p for p in tmp_path.rglob("*") if "cache" not in p.parts)
+    assert [p for p in after if p not in before] == [tmp_path / "s", tmp_path / "s/evil.tar"]
+
+
+def test_links_devices_and_hidden_members_are_no_images(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name, kind in (("l.png", tarfile.SYMTYPE), ("h.png", tarfile.LNKTYPE), ("f.png", tarfile.FIFOTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            archive.addfile(info)
+        for name in ("._real.png", "real.png"):
+            info = tarfile.TarInfo(name)
+            info.size = len(png(7))
+            archive.addfile(info, io.BytesIO(png(7)))
+    assert members(read(path)) == ["real.png"]
+
+
+def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):
+    source = read(pack(tmp_path / "a.tar", {"0.png": b"", "1.png": b"<html>", "2.png": png(2)[:45], "3.png": png(3)}))
+    reasons = []
+    for index in range(3):
+        with pytest.raises(UnreadableImage) as caught:
+            source.load(index)
+        reasons.append(caught.value.reason)
+        assert caught.value.name == f"{tmp_path}/a.tar/{index}.png"
+    assert reasons[:2] == ["empty file", "not an image"]
+    assert source.load(3).getpixel((0, 0)) == (3, 0, 0)
+
+
+def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
+    source = read(pack(tmp_path / "a.tar", [("a.png", png(1)), ("b.png", png(2)), ("a.png", png(3))]))
+    assert reds(source) == [1, 2]
+    assert "1 members have the name of an earlier one and are left out: a.png" in source.notes[0]
+    pack(tmp_path / "s/0.tar", {"a.png": png(1)})
+    pack(tmp_path / "s/1.tar", {"a.png": png(2)})
+    source = read(tmp_path / "s")
+    assert reds(source) == [1, 2] and source.notes == []  # the same key in another shard is another image
+
+
+@pytest.mark.parametrize("where", range(0, 6 * 1024, 100))
+def test_a_cut_shard_gives_what_is_whole_and_says_so(tmp_path, where):
+    whole = pack(tmp_path / "whole.tar", {f"{i}.png": png(i) for i in range(5)}, tarfile.USTAR_FORMAT).read_bytes()
+    pack(tmp_path / "s/1.tar", {"good.png": png(9)})
+    (tmp_path / "s/0.tar").write_bytes(whole[:where])
+    source = read(tmp_path / "s")
+    full = min(5, sum(512 + i * 1024 + len(png(i)) <= where for i in range(5)))
+    assert reds(source) == [*range(full), 9]
+    assert bool(source.notes) == (where < 5 * 1024 + 512)
+    assert all(f"{full} images of it are used" in note and "0.tar" in note for note in source.notes)
+
+
+def test_a_damaged_header_ends_a_shard_with_a_word(tmp_path):
+    path = pack(tmp_path / "s/0.tar", {f"{i}.png": png(i) for i in range(5)}, tarfile.USTAR_FORMAT)
+    pack(tmp_path / "s/1.tar", {"good.png": png(9)})
+    data = bytearray(path.read_bytes())
+    data[2 * 1024 + 130] ^= 1
+    path.write_bytes(data)
+    source = read(tmp_path / "s")
+    assert reds(source) == [0, 1, 9]
+    assert source.notes == [f"{path}: damaged at byte 2048; 2 images of it are used"]
+
+
+def header(name: str, size: bytes, kind: bytes = b"0") -> bytes:
+    """A tar header with any bytes for its size, and a right checksum."""
+    block = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    block[124:136], block[156:157] = size.ljust(12, b"\0"), kind
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return bytes(block)
+
+
+HOSTILE = {
+    "negative size": header("x.png", b"\xff" * 11 + b"\x00"),
+    "negative size of -512": header("x.png", b"\xff" * 10 + b"\xfe\x00"),
+    "huge size": header("x.png", b"\x80" + b"\x7f" * 11),
+    "negative long name": header("x.png", b"\xff" * 12, b"L"),
+    "huge long name": header("x.png", b"77777777777\0", b"L"),
+    "negative pax": header("x.png", b"\xff" * 10 + b"\xfe\x00", b"x"),
+    "bad pax": header("x.png", b"00000000010\0", b"x") + b"9999999 ".ljust(512, b"\0"),
+    "pax of nothing": header("x.png", b"00000000010\0", b"x") + b"0 path=a".ljust(512, b"\0"),
+    "pax size": header("x", b"00000000014\0", b"x")
+    + b"12 size=-512\n".ljust(512, b"\0")
+    + header("y.png", b"0" * 11 + b"\0"),
+    "global pax": header("x.png", b"00000000020\0", b"g") + b"16 path=../../a\n".ljust(512, b"\0"),
+    "no digits": header("x.png", b"notanumber!\0"),
+    "noise": bytes(range(256)) * 8,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("first", [True, False])
+def test_hostile_headers_neither_hang_nor_break(tmp_path, kind, first):
+    good = pack(tmp_path / "good.tar", {"good.png": png(9)}, tarfile.USTAR_FORMAT).read_bytes()[:1024]
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s/0.tar").write_bytes((b"" if first else good) + HOSTILE[kind] + bytes(1024))
+    pack(tmp_path / "s/1.tar", {"last.png": png(7)})
+    begin = time.monotonic()
+    source = read(tmp_path / "s")
+    assert time.monotonic() - begin < 5
+    assert "last.png" in members(source) and ("good.png" in members(source)) == (not first)
+    for index in range(len(source)):
+        if source.member(index) in ("good.png", "last.png"):
+            source.load(index)
+        else:
+            with pytest.raises(UnreadableImage):
+                source.load(index)
+
+
+def test_what_is_no_tar_at_all(tmp_path):
+    (tmp_path / "a.tar").write_bytes(b"PK" + bytes(2000))
+    with pytest.raises(DataError, match=r"no images in .*a\.tar; .*a\.tar: cut off or damaged.*; mend data\.root"):
+        read(tmp_path / "a.tar")
+    with tarfile.open(tmp_path / "z.tar", "w:gz") as archive:
+        archive.add(tmp_path / "a.tar")
+    with pytest.raises(DataError, match="compressed: unpack it"):
+        read(tmp_path / "z.tar")
+    (tmp_path / "b.tar.gz").write_bytes(b"")
+    with pytest.raises(DataError, match="is compressed: unpack it"):
+        read(tmp_path / "b.tar.gz")
+
+
+@pytest.mark.parametrize("how", ["vanished", "changed", "cut"])
+def test_a_shard_lost_in_the_middle_of_a_run_is_unreadable_images(tmp_path, how):
+    first, second = (pack(tmp_path / f"s/{n}.tar", {"a.png": png(n), "b.png": png(n)}) for n in (1, 2))
+    source = read(tmp_path / "s")
+    if how == "vanished":
+        second.unlink()
+    elif how == "changed":
+        pack(second, {"other.png": png(9), "b.png": png(9)})
+    else:
+        second.write_bytes(second.read_bytes()[:700])
+    assert source.load(0).getpixel((0, 0)) == (1, 0, 0)
+    for index in (2, 3):
+        with pytest.raises(UnreadableImage, match=r"2\.tar/[ab]\.png \(shard: (No such file|changed since)"):
+            source.load(index)
+    assert first.exists()
+
+
+def test_an_open_shard_that_is_cut_is_noticed(tmp_path):
+    path = pack(tmp_path / "0.tar", {"a.png": png(1), "b.png": png(2)})
+    source = read(path)
+    source.load(0)
+    os.truncate(path, 1024)
+    with pytest.raises(UnreadableImage, match="cut off since"):
+        source.load(1)

@@ -1,0 +1,146 @@
+"""What makes the network faster changes nothing in its results; batched stochastic depth does what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+import dino_ds.models.attention as attention
+from dino_ds.architectures import Architecture
+from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys
+from dino_ds.models.packing import Packing
+from dino_ds.models.vit import VisionTransformer
+
+_ARCH = Architecture(8, 32, 4, 2)
+
+
+def _model(arch=_ARCH, **options):
+    torch.manual_seed(0)
+    return VisionTransformer(arch, 32, **options)
+
+
+def _views(images=5):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(images, 3, size, size, generator=generator) for size in (32, 32, 16, 16, 16)]
+
+
+def _outputs_and_gradients(model, keys=None):
+    out = model(_views(), keys)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return [out.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_kernels_of_sdpa_give_the_same(backend):
+    """FP32 sums in another order: 1e-5 relative."""
+    torch.testing.assert_close(
+        _outputs_and_gradients(_model(attention_backend=backend)),
+        _outputs_and_gradients(_model(attention="naive")),
+        rtol=1e-5,
+        atol=2e-5,
+    )
+
+
+def test_the_kernel_that_runs_has_a_name():
+    def name():
+        return attention.chosen_kernel(2, 16, 17, torch.float32, torch.device("cpu"))
+
+    assert name() == "flash"  # torch's CPU flash attention
+    with attention._kernel("math"):
+        assert name() == "math"
+
+
+@pytest.mark.parametrize("cls_only", [True, False])
+def test_varlen_hands_over_the_right_sequences(monkeypatch, cls_only):
+    """The CUDA kernel is replaced by a loop over its sequences: what it is given must mean the same attention."""
+
+    def loop(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+        out = torch.empty_like(q)
+        for s in range(len(bounds_k) - 1):
+            rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
+            assert bounds_q[s + 1] - bounds_q[s] <= longest_q and bounds_k[s + 1] - bounds_k[s] <= longest_k
+            weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
+            out[rows] = torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys])
+        return out
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop)
+    ours = _model(attention="varlen", cls_only_last_block=cls_only)(_views())
+    torch.testing.assert_close(ours, _model()(_views()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
+def test_varlen_equals_sdpa_on_a_gpu(implementation):
+    """bf16 has 8 bits: 2 % of the largest feature."""
+    arch = dataclasses.replace(_ARCH, width=128)
+    views = [view.cuda().bfloat16() for view in _views()]
+    ours = _model(arch, attention=implementation).cuda().bfloat16()(views).float()
+    exact = _model(arch, attention="naive").cuda()([view.float() for view in views])
+    assert (ours - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+class TestBatchedStochasticDepth:
+    @pytest.mark.parametrize("packed", [True, False])
+    @pytest.mark.parametrize("layer_scale", [None, 0.5])
+    @pytest.mark.parametrize("cls_only", [True, False])
+    def test_equals_masks_over_all_sequences(self, packed, layer_scale, cls_only, monkeypatch):
+        """Skipping the work equals multiplying it by 0, and the kept by sequences / kept ones. FP32: 1e-5."""
+        arch = dataclasses.replace(_ARCH, layer_scale=layer_scale)
+        keys = sample_keys(0, 0, torch.arange(5))
+        options = {"drop_path": 0.6, "packed": packed, "cls_only_last_block": cls_only}
+        ours = _outputs_and_gradients(_model(arch, stochastic_depth="batched", **options), keys)
+
+        def masks(draws, last_rate):
+            """(blocks, 2, sequences) scales of the same decisions, for the groups that these sequences form."""
+            images, scales = 5, torch.zeros(draws.shape)
+            sizes = [2 * images, 3 * images] if packed else [draws.shape[-1]]
+            for block in range(len(draws)):
+                for branch in range(2):
+                    at = 0
+                    for size in sizes:
+                        kept = max(1, round(size * (1 - block * last_rate / 3)))
+                        order = draws[block, branch, at : at + size].argsort(descending=True)[:kept] + at
+                        scales[block, branch, order] = size / kept
+                        at += size
+            return scales
+
+        monkeypatch.setattr("dino_ds.models.vit.drop_path_scales", masks)
+        theirs = _outputs_and_gradients(_model(arch, **options), keys)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+
+    def test_computes_an_exact_part_of_each_size(self):
+        packing = Packing.of([(8, 17), (24, 5)], torch.device("cpu"))
+        kept = kept_sequences(drop_path_draws(sample_keys(0, 0, torch.arange(8)), 4, 3), 0.5, packing)
+        assert [block[0].packing.groups for block in kept] == [
+            ((8, 17), (24, 5)),
+            ((6, 17), (18, 5)),
+            ((4, 17), (12, 5)),
+        ]
+        assert torch.equal(packing.cls[kept[1][0].sequences], kept[1][0].rows[kept[1][0].packing.cls])
+        assert not torch.equal(kept[1][0].sequences, kept[1][1].sequences)
+
+    def test_is_not_used_in_evaluation(self):
+        torch.testing.assert_close(_model(drop_path=0.6, stochastic_depth="batched")(_views()), _model()(_views()))
+
+
+def test_twelve_blocks_compile_to_four_programs():
+    """Student and teacher, each with a last block of its own; two sizes, growing drop path. No graph breaks."""
+    arch = dataclasses.replace(_ARCH, depth=12)
+    torch._dynamo.reset()
+    counters.clear()
+    student, teacher = _model(arch, drop_path=0.3), _model(arch, drop_path=0.3)
+    expected = _outputs_and_gradients(_model(arch, drop_path=0.3), sample_keys(0, 0, torch.arange(5)))
+    for model in (student, teacher):
+        model.compile_blocks(backend="aot_eager")
+    for _ in range(3):
+        with torch.no_grad():
+            teacher(_views()[:2])
+        student.zero_grad()
+        ours = _outputs_and_gradients(student, sample_keys(0, 0, torch.arange(5)))
+    assert counters["stats"]["unique_graphs"] <= 4, counters["stats"]
+    assert not counters["graph_break"], counters["graph_break"]
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-5)
