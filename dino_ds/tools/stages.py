@@ -77,10 +77,11 @@ class _Stages:
 
     def hand_over(self, rounds: int) -> None:
         """Finished batches from a loader process that has nothing else to do."""
-        ready = _batch_of(self._dataset(_Decoded([np.zeros((64, 64, self._recipe.model.in_chans), np.uint8)])), [(0, 0)] * self._images)
+        blank = np.zeros((64, 64, self._recipe.model.in_chans), np.uint8)
+        ready = _Ready(self._dataset(_Decoded([blank])), self._images)
         sampler = ResumableSampler(self._images, 0, self._images, self._images, 0, 1, Position())
         options = worker_options(1)
-        loader: DataLoader[Batch] = DataLoader(_Ready(ready), batch_sampler=sampler, collate_fn=_as_it_is, **options)
+        loader: DataLoader[Batch] = DataLoader(ready, batch_sampler=sampler, collate_fn=_as_it_is, **options)
         with main_module_left_out(unless_defines=self._source):
             batches = iter(loader)
         for _ in range(options["prefetch_factor"] + 1):  # they were ready before anybody waited
@@ -161,12 +162,15 @@ class _Decoded:
 
 
 class _Ready(Dataset[Batch]):
-    """One batch again and again, each time written to memory anew."""
+    """The crops of the first image of `dataset`, again and again, each time written to memory anew."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, dataset: MultiCropDataset, images: int) -> None:
+        self._dataset, self._images = dataset, images
+        self._batch: Batch | None = None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch:
+        if self._batch is None:
+            self._batch = _batch_of(self._dataset, [(0, 0)] * self._images)
         return self._batch.moved(torch.clone)
 
 
