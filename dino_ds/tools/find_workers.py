@@ -31,6 +31,8 @@ _AS_GOOD = 0.95
 """Fewer workers are preferred if they give this part of the best rate."""
 _RESERVE = 1.1
 """Images a second to have for each that the step takes: loading times vary."""
+_BUSY = 1.0
+"""Load average at the start above which what is measured is said to be too low."""
 _NAMES = {
     "load": "the source's own loading",
     "read": "storage: reading the file",
@@ -267,6 +269,9 @@ def _conclusion(found: dict[str, Any]) -> list[str]:
     ]
     if found["ranks"] > 1:
         lines.append(f"note         measured with one rank; {found['ranks']} share this machine's storage and memory")
+    busy = found["host"]["load_average"][0]
+    if busy > _BUSY:
+        lines.append(f"note         others were busy here before (load average {busy}): a quiet machine gives more")
     if waits:
         lines.append(
             f"WARNING      the step takes {wanted:,.0f} images/s: it would wait for data {waits:.0%} of the time"
