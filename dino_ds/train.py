@@ -234,6 +234,8 @@ class _Loop:
             return
         with self._clock.paused():
             self._log.write({"step": done, **run.watch.evaluate(run.step.teacher, done, run.step.engine.device)})
+        for name in run.watch.new_unreadable():
+            self._log.say(f"unreadable image left out of the evaluation: {name}")
         self._log.say(f"k-NN     at step {done}: {run.watch.verdict()}")
 
     def _finish(self) -> None:

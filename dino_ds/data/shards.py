@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,9 @@ class TarShards(ListedImages):
     def shard_name(self, index: int) -> str:
         """The file's name of the shard that holds image `index`."""
         return os.path.basename(self._path(int(self._shard[index])))
+
+    def shard_paths(self) -> list[Path]:
+        return [Path(self._path(shard)) for shard in range(len(self._shards))]
 
     def _path(self, shard: int) -> str:
         return os.path.join(self._base, self._shards[shard])

@@ -1,0 +1,310 @@
+"""Shards are the images of a folder and come back byte for byte, also after an interruption."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from dino_ds.data import tar_index
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.tools import shard, unshard
+from tests.data.test_shards import pack, png
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+
+
+def noise(width: int, height: int, form: str = "JPEG", seed: int = 0, **options) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).resize((width, height)).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Names of every awkward kind, and their files."""
+    files = {f"cat/{i:02d}.png": png(i) for i in range(9)}
+    files |= {"dog/a.b.jpg": noise(20, 10), "dog/a.c.jpg": noise(10, 20), "dog/a.png": png(3), "dog/ü ö.PNG": png(4)}
+    files |= {f"eel/{'deep' * 20}/{'long' * 20}.webp": noise(8, 8, "WEBP"), "eel/not really.jpg": b"<html>"}
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return files
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def make(root: Path | None, out: Path, **options) -> None:
+    shard.run(root=str(root) if root else None, out=str(out), workers=2, **options)
+
+
+def read(root: Path):
+    return build_source("folder", str(root), "train", False)
+
+
+def test_round_trip_is_byte_identical(tmp_path, capsys, monkeypatch):
+    files = tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="4", json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["images"] == len(files) == 15 and said["shards"] == 4 and said["unreadable"] == 0
+    monkeypatch.setattr(tar_index, "_find_members", lambda path: pytest.fail("the index beside the shards is used"))
+    folder, shards = read(tmp_path / "images"), read(tmp_path / "shards")
+    assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
+    assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
+    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "again"), json=True)
+    assert json.loads(capsys.readouterr().out)["images"] == 15
+    assert files_below(tmp_path / "again") == files
+
+
+def test_checksums_are_sha256sums_and_other_readers_see_webdataset(tmp_path):
+    files = tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="6")
+    subprocess.run(["sha256sum", "--quiet", "-c", "checksums.sha256"], cwd=tmp_path / "shards", check=True)
+    found = {}
+    for path in sorted((tmp_path / "shards").glob("*.tar")):
+        with tarfile.open(path) as archive:
+            found |= {member.name: archive.extractfile(member).read() for member in archive}
+    assert {name: data for name, data in found.items() if not name.endswith(".cls")} == files
+    assert found["cat/00.cls"] == b"0" and found["dog/ü ö.cls"] == b"1"
+
+
+def test_shards_may_be_copied_with_their_index(tmp_path, monkeypatch):
+    tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="4")
+    (tmp_path / "shards").rename(tmp_path / "copy")
+    for path in (tmp_path / "copy").iterdir():
+        os.utime(path, (1, 1))
+    find = tar_index._find_members
+    monkeypatch.setattr(tar_index, "_find_members", lambda path: pytest.fail("indexed again"))
+    assert len(read(tmp_path / "copy")) == 15
+    monkeypatch.setattr(tar_index, "_find_members", find)
+    pack(tmp_path / "copy/000001.tar", {"new.png": png(1)})
+    changed = read(tmp_path / "copy")
+    assert len(changed) == 12 and "indexed anew" in changed.notes[0]
+
+
+def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_path, capsys):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = {
+        "wide.png": noise(200, 100, "PNG"),
+        "tall.jpg": noise(64, 320),
+        "turned.jpg": noise(200, 100, exif=turned),
+        "small.png": noise(40, 32, "PNG"),
+        "broken.jpg": noise(200, 100)[:300],
+    }
+    for name, data in files.items():
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / name).write_bytes(data)
+    make(tmp_path / "images", tmp_path / "shards", shrink=32, quality=80)
+    assert "1 images could not be read and are left out, such as" in capsys.readouterr().out
+    assert "broken.jpg" in (tmp_path / "shards/unreadable.txt").read_text()
+    source = read(tmp_path / "shards")
+    sizes = {source.member(i): source.load(i).size for i in range(len(source))}
+    assert sizes == {"wide.jpg": (64, 32), "tall.jpg": (32, 160), "turned.jpg": (32, 64), "small.png": (40, 32)}
+    small = next(i for i in range(4) if source.member(i) == "small.png")
+    assert source.read(small) == files["small.png"]
+
+
+def test_quality_and_size_change_what_is_written(tmp_path):
+    (tmp_path / "images").mkdir()
+    for i in range(20):
+        (tmp_path / f"images/{i}.jpg").write_bytes(noise(160, 160, seed=i))
+    sizes = {}
+    for quality in (30, 95):
+        make(tmp_path / "images", tmp_path / f"q{quality}", shrink=64, quality=quality)
+        sizes[quality] = sum(path.stat().st_size for path in (tmp_path / f"q{quality}").glob("*.tar"))
+    assert sizes[30] < 0.6 * sizes[95]
+    make(tmp_path / "images", tmp_path / "by_bytes", shard_size="1MB")
+    make(tmp_path / "images", tmp_path / "by_count", shard_size="7")
+    assert len(list((tmp_path / "by_bytes").glob("*.tar"))) == 1
+    assert len(list((tmp_path / "by_count").glob("*.tar"))) == 3
+
+
+def test_sources_without_files_are_written_as_png(tmp_path):
+    make(None, tmp_path / "shards", source="photos", split="test", shard_size="500")
+    photos, shards = build_source("photos", None, "test", False), read(tmp_path / "shards")
+    assert len(shards) == len(photos) and shards.classes == photos.classes and shards.labels == photos.labels
+    for index in (0, 444, len(photos) - 1):
+        assert shards.load(index).tobytes() == photos.load(index).tobytes()
+
+
+def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
+    """Killed with its workers in the middle; no process stays, and no shard is there in part."""
+    (tmp_path / "images").mkdir()
+    for i in range(60):
+        (tmp_path / f"images/{i:02d}.png").write_bytes(noise(300, 300, "PNG", seed=i))
+    make(tmp_path / "images", tmp_path / "whole", shard_size="3", shrink=150)
+    code = f"""
+        from dino_ds.tools import shard
+        root, out = {str(tmp_path / "images")!r}, {str(tmp_path / "out")!r}
+        shard.run(root=root, out=out, shard_size="3", shrink=150, workers=2)
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.DEVNULL)
+    records = tmp_path / "out/shards.jsonl"
+    while not (records.is_file() and records.read_text().count("\n") >= 2):
+        assert job.poll() is None
+    family = psutil.Process(job.pid).children(recursive=True)
+    job.kill()
+    job.wait()
+    assert psutil.wait_procs(family, timeout=20)[1] == []
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert 2 <= len(done) < 20 and not (tmp_path / "out/index.safetensors").exists()
+    with records.open("a") as file:
+        file.write('{"name": "00')  # the line that was being written
+    capsys.readouterr()
+    make(tmp_path / "images", tmp_path / "out", shard_size="3", shrink=150)
+    kept = sum(path.stat().st_mtime_ns == done.get(path.name) for path in (tmp_path / "out").glob("*.tar"))
+    assert kept >= 2
+    for path in (tmp_path / "whole").iterdir():
+        if path.suffix in (".tar", ".sha256"):
+            assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert len(read(tmp_path / "out")) == 60
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_folders_of_something_else_are_left_alone(tmp_path):
+    tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="4")
+    with pytest.raises(ConfigError, match=r"holds other shards \(shard_size was 4, is 5\)"):
+        make(tmp_path / "images", tmp_path / "shards", shard_size="5")
+    (tmp_path / "images/cat/new.png").write_bytes(png(1))
+    with pytest.raises(ConfigError, match="images was 15, is 16"):
+        make(tmp_path / "images", tmp_path / "shards", shard_size="4")
+    with pytest.raises(ConfigError, match="is not empty"):
+        make(tmp_path / "images", tmp_path / "images")
+    with pytest.raises(ConfigError, match="is not empty"):
+        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "images"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_size": "big"}, "write 10000"),
+        ({"shard_size": "0"}, "write 10000"),
+        ({"shard_size": "5 furlongs"}, "write 10000"),
+        ({"quality": 0}, "1 to 100"),
+        ({"split": "val"}, "not train or test"),
+    ],
+)
+def test_options_that_can_not_be(tmp_path, options, message):
+    tree(tmp_path / "images")
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path / "images", tmp_path / "shards", **options)
+    with pytest.raises(ConfigError, match="--out DIR"):
+        shard.run(root=str(tmp_path / "images"), out=None)
+
+
+def test_images_that_are_all_unreadable_are_an_error(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"none of 1 images .* can be read"):
+        make(tmp_path / "images", tmp_path / "shards")
+
+
+def test_an_out_that_can_not_be_written(tmp_path):
+    tree(tmp_path / "images")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="shards can't be written to"):
+        make(tmp_path / "images", tmp_path / "file/shards")
+    with pytest.raises(DataError, match="images can't be written to"):
+        unshard.run(root=str(tmp_path / "images"), out=str(tmp_path / "file/images"))
+
+
+# unshard
+
+
+def test_hostile_names_stay_inside(tmp_path):
+    evil = {"/abs.png": png(1), "../../up.png": png(2), "a/../../b.png": png(3), "ok/./c.png": png(4)}
+    pack(tmp_path / "s/evil.tar", evil)
+    before = set(tmp_path.iterdir())
+    unshard.run(root=str(tmp_path / "s"), out=str(tmp_path / "out/deep"))
+    assert set(files_below(tmp_path / "out")) == {f"deep/{n}.png" for n in ("abs", "up", "a/b", "ok/c")}
+    assert set(tmp_path.iterdir()) - before <= {tmp_path / "out", tmp_path / "cache"}
+
+
+def test_equal_names_of_two_shards_do_not_overwrite_each_other(tmp_path):
+    for name in ("x", "y"):
+        pack(tmp_path / f"s/{name}.tar", {"0.png": png(ord(name))})
+    unshard.run(root=str(tmp_path / "s"), out=str(tmp_path / "out"))
+    assert files_below(tmp_path / "out") == {"x/0.png": png(ord("x")), "y/0.png": png(ord("y"))}
+
+
+def test_a_list_that_names_an_image_twice_keeps_both(tmp_path):
+    tree(tmp_path / "images")
+    (tmp_path / "images/list.txt").write_text("cat/01.png\ncat/01.png\n")
+    make(tmp_path / "images/list.txt", tmp_path / "shards")
+    source = read(tmp_path / "shards")
+    assert [source.member(i) for i in range(2)] == ["cat/01.png", "cat/01~2.png"]
+
+
+def test_a_damaged_shard_is_named_before_anything_is_written(tmp_path):
+    tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="4")
+    path = tmp_path / "shards/000002.tar"
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"1 shards are not what was written, such as .*000002\.tar"):
+        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"), skip_checksums=True)
+
+
+def test_an_interrupted_unshard_goes_on(tmp_path, monkeypatch):
+    files = tree(tmp_path / "images")
+    make(tmp_path / "images", tmp_path / "shards", shard_size="4")
+    write, written = unshard._write_one, []
+
+    def stop_after_five(folder, name, data):
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(folder, name, data)
+
+    monkeypatch.setattr(unshard, "_write_one", stop_after_five)
+    with pytest.raises(KeyboardInterrupt):
+        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+    monkeypatch.setattr(unshard, "_write_one", write)
+    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+    assert files_below(tmp_path / "out") == files
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path, workers):
+    """So a run may be resumed on shards that was begun on the folder."""
+    (tmp_path / "images").mkdir()
+    for i in range(24):
+        (tmp_path / f"images/{i:02d}.jpg").write_bytes(noise(40, 30 + i, seed=i))
+    lines = "".join(f"{path.name}\n" for path in sorted((tmp_path / "images").iterdir()))
+    (tmp_path / "images/list.txt").write_text(lines)
+    make(tmp_path / "images", tmp_path / "shards", shard_size="7")
+    crops = MultiCrop(16, (0.4, 1.0), 8, (0.1, 0.4), 2, "low_res")
+    seen = []
+    for root in ("images", "images/list.txt", "shards"):
+        loader = build_loader(read(tmp_path / root), crops, 3, 8, 8, 0, 1, workers, Position(1, 8))
+        batches = list(itertools.islice(loader, 4))
+        loader.close()
+        seen.append([(b.epoch, b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops]) for b in batches])
+    assert seen[0] == seen[1] == seen[2]
