@@ -57,6 +57,15 @@ def test_two_trials_in_one_process_do_not_disturb_each_other():
     assert both == [(loss, loss) for loss in losses]
 
 
+def test_a_bf16_trial_does_not_lend_its_tf32_to_others():
+    before = torch.backends.cuda.matmul.fp32_precision
+    low, full = _trial(1, bf16={"enabled": True}), _trial(0)
+    low.run()
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    full.run()
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
