@@ -6,6 +6,7 @@ share is told apart.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dino_ds import distributed
 from dino_ds.ds_config import CHECKOUT
@@ -52,8 +55,13 @@ def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> Ch
     return run_in_children(function, 1, threads, **kwargs)[0]
 
 
-def run_in_children(function: str, ranks: int, threads: int | None = None, **kwargs: Any) -> list[ChildResult]:
-    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order."""
+def run_in_children(
+    function: str, ranks: int, threads: int | None = None, limit_mib: float | None = None, **kwargs: Any
+) -> list[ChildResult]:
+    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order.
+
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -73,15 +81,17 @@ def run_in_children(function: str, ranks: int, threads: int | None = None, **kwa
                     f"from dino_ds.measure.memory import _child; _child({folder!r}, {rank})",
                 ]
                 children.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
-        _wait_for_all(children, Path(folder))
+        _wait_for_all(children, Path(folder), limit_mib)
         return [ChildResult(**json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(ranks)]
 
 
-def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
     """When one fails the others, which would wait for it, are stopped."""
     try:
         while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
-            time.sleep(0.05)
+            if limit_mib is not None and _resident_sets_mib(children) > limit_mib:
+                break
+            time.sleep(0.02)
     finally:
         for child in children:
             if child.poll() is None:
@@ -91,6 +101,14 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None
             raise ChildFailed(child.returncode, (folder / f"{rank}.log").read_text())
     if any(child.returncode for child in children):
         raise ChildFailed(-signal.SIGKILL, "it was killed: most likely by the kernel, for its memory")
+
+
+def _resident_sets_mib(children: list[subprocess.Popen[bytes]]) -> float:
+    total = 0
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += psutil.Process(child.pid).memory_info().rss
+    return total / MIB
 
 
 def resident_mib(peak: bool = False) -> float:
@@ -104,8 +122,6 @@ def resident_mib(peak: bool = False) -> float:
         line = next(line for line in status.read_text().splitlines() if line.startswith(wanted))
         return int(line.split()[1]) / 1024
     import resource
-
-    import psutil
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / MIB

@@ -180,7 +180,29 @@ _SHARDING = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_SHARDING)}
+_TOOLS = (
+    Command(
+        "find-batch-size",
+        "the largest micro-batch that fits and the fastest one, with the table that was measured",
+        "dino_ds.tools.find_batch_size:run",
+        (
+            Flag("ranks", "int", None, "processes to try with, a GPU each", shown="one per GPU"),
+            Flag(
+                "memory_gib",
+                "number",
+                None,
+                "largest memory: of each GPU, or of all processes together on a CPU",
+                shown="what a GPU has, or 90 % of what is free on a CPU",
+            ),
+            Flag("steps", "int", 3, "optimizer steps measured per size"),
+            Flag("threads", "int", None, "threads of each process on a CPU", shown="its share of the cores"),
+            Flag("write", "text", None, "ds JSON to write the fastest micro-batch into; the rest of it stays", "none"),
+            _JSON,
+        ),
+    ),
+)
+
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_SHARDING)}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
