@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.memory import count_parameters
+from dino_ds.data.loader import Batch, Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
 from dino_ds.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine import fp16_supported, init_distributed
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.ranges import named_range
 from dino_ds.run import build_step
 from dino_ds.step import DinoStep
 
@@ -40,6 +44,27 @@ class Trial:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
         losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
+
+
+def run_on_data(trial: Trial, batches: Iterator[Batch], seed: int) -> None:
+    """One optimizer step on real images; the wait for them is the part "data"."""
+    where = trial.step.engine.device
+    for _ in range(trial.accumulation):
+        with named_range("data"):
+            batch = next(batches)
+            views = [view.to(where, non_blocking=True) for view in batch.crops]
+        trial.step.micro_batch(views, sample_keys(seed, batch.epoch, batch.indices.to(where, non_blocking=True)))
+
+
+def real_batches(recipe: Recipe, config: DsConfig) -> Iterator[Batch]:
+    """The loader that `train` would make, from its beginning. Raises DataError."""
+    data = recipe.data
+    source = build_source(data.source, data.root, "train", data.download)
+    crops = MultiCrop(**recipe.crops.model_dump())
+    rank, ranks = distributed.rank(), distributed.world_size()
+    return build_loader(
+        source, crops, recipe.seed, data.global_batch, config.micro_batch, rank, ranks, data.workers, Position()
+    )
 
 
 def join(threads: int | None = None) -> None:

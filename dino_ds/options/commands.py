@@ -200,6 +200,17 @@ _TOOLS = (
             _JSON,
         ),
     ),
+    Command(
+        "profile",
+        "where the step's time goes by part and by operator, which resource bounds it and what to change",
+        "dino_ds.tools.profiler:run",
+        (
+            Flag("out", "text", "profile", "folder for the traces and the summary"),
+            Flag("tool", "text", "torch", "torch, cprofile (the Python side) or nsight (to be run under nsys)"),
+            *_bench_flags(steps=5),
+        ),
+        recipe="vitti16",
+    ),
 )
 
 COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_SHARDING)}

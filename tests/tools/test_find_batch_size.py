@@ -54,8 +54,8 @@ def test_too_much_memory_is_told_in_one_line():
 def test_what_can_not_be_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="global batch 3 is not a multiple of 2 ranks"):
         run(recipe=tiny_recipe(data__global_batch="3"), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"ranks": 2})
+    write = str(tmp_path / "none" / "x.json")
     with pytest.raises(ConfigError, match="its folder is missing"):
-        write = str(tmp_path / "none" / "x.json")
         run(recipe=tiny_recipe(), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"write": write})
 
 
