@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.memory import count_parameters
-from dino_ds.data.loader import Batch, Position, build_loader
+from dino_ds.data.loader import Batch, Loader, Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.ds_config import DsConfig, resolve_ds_config
@@ -56,8 +56,8 @@ def run_on_data(trial: Trial, batches: Iterator[Batch], seed: int) -> None:
         trial.step.micro_batch(views, sample_keys(seed, batch.epoch, batch.indices.to(where, non_blocking=True)))
 
 
-def real_batches(recipe: Recipe, config: DsConfig) -> Iterator[Batch]:
-    """The loader that `train` would make, from its beginning. Raises DataError."""
+def real_batches(recipe: Recipe, config: DsConfig) -> Loader:
+    """The loader that `train` would make, from its beginning; to be closed. Raises DataError."""
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     crops = MultiCrop(**recipe.crops.model_dump())
