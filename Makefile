@@ -1,4 +1,5 @@
 # make train: set up, then the main job on the embedded photographs.   make test: set up, then the tests.
+# make bench-gpu: the figures that docs/performance.md wants of a GPU, as JSON in bench_results/; under 8 minutes.
 # VENV=/path puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter; RANKS=4 the number of
 # processes (default: one a GPU, at most two; two without a GPU).
 VENV ?= .venv
@@ -7,7 +8,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train test lint setup clean
+.PHONY: train test lint bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -18,6 +19,21 @@ test: setup
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+# Each command by itself: what fails on one kind of GPU leaves the others' results.
+BENCH := $(VENV)/bin/dino-ds bench
+BENCH_STEP := $(BENCH) step --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
+	--compare ds.dino_ds.compile=false,true --steps 15 --warmup 5 --json
+bench-gpu: setup
+	@$(VENV)/bin/python -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "bench-gpu: no GPU is found")'
+	mkdir -p bench_results
+	-$(BENCH_STEP) --batch 256 > bench_results/step_s16.json
+	-$(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_224 > bench_results/step_b16.json
+	-$(BENCH_STEP) --batch 128 --model.backbone vit_large_patch16_224 > bench_results/step_l16.json
+	-$(BENCH) attention --config vits16 --batch 64 --json > bench_results/attention_s16.json
+	-$(BENCH) engine --config vits16 --batch 64 --json > bench_results/engine_s16.json
+	-$(BENCH) ladder --config vits16 --batch 64 --json --out bench_results > bench_results/ladder_s16.json
+	@ls -l bench_results
 
 setup: $(READY)
 

@@ -127,6 +127,10 @@ class DataSection(Section):
     download: bool = _field(False, "let torchvision download its data set into data.root")
     global_batch: Count = _field(512, "images per optimizer step over all ranks and micro-batches")
     workers: CountOrZero | None = _field(None, "data loading processes per rank; none = by the cores")
+    augment: Literal["device", "worker"] = _field(
+        "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+    )
+    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )

@@ -25,7 +25,7 @@ from dino_ds import distributed
 from dino_ds.config import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.bad_images import allowed_bad_images
-from dino_ds.data.loader import Batch
+from dino_ds.data.feed import Views
 from dino_ds.data.sources import build_source
 from dino_ds.ds_config import resolve_ds_config
 from dino_ds.engine import Progress, fp16_supported, init_distributed, memory_gib
@@ -109,7 +109,7 @@ class _Loop:
         if step.applied_steps == 0:
             self._evaluate()
         signals = StopRequests(step)
-        batches = iter(run.build_loader())
+        batches = run.build_feed()
         self._clock.read()
         while step.applied_steps < self._last_step:
             with self._clock.waiting():
@@ -121,17 +121,15 @@ class _Loop:
                 self._after_step(out, batch, signals)
         self._finish()
 
-    def _train(self, batch: Batch) -> MicroStep:
-        run, where = self._run, self._run.step.engine.device
-        views = [view.to(where, non_blocking=True) for view in batch.crops]
-        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices.to(where, non_blocking=True))
-        out = run.step.micro_batch(views, keys)
+    def _train(self, batch: Views) -> MicroStep:
+        run = self._run
+        out = run.step.micro_batch(batch.views, sample_keys(run.recipe.seed, batch.epoch, batch.indices))
         self._window.append((out, batch.names))
         self._bad_images.update(batch.bad)
         run.advance()
         return out
 
-    def _after_step(self, out: MicroStep, batch: Batch, signals: StopRequests) -> None:
+    def _after_step(self, out: MicroStep, batch: Views, signals: StopRequests) -> None:
         run, done = self._run, self._run.step.applied_steps
         for micro, _ in self._window:
             self._meter.add(micro.loss, micro.teacher_entropy)
@@ -148,7 +146,7 @@ class _Loop:
         if evaluate:
             self._evaluate()
         if evaluate or done == 1:
-            self._log.picture("crops", run.crops.picture(batch.crops), done)
+            self._log.picture("crops", run.crops.picture(batch.views), done)
         stop = run.step.stop_agreed() and not last
         if last or stop or (self._save_every and done % self._save_every == 0):
             with self._clock.paused():
@@ -245,6 +243,8 @@ class _Loop:
             return
         with self._clock.paused():
             self._log.write({"step": done, **run.watch.evaluate(run.step.teacher, done, run.step.engine.device)})
+        for name in run.watch.new_unreadable():
+            self._log.say(f"unreadable image left out of the evaluation: {name}")
         self._log.say(f"k-NN     at step {done}: {run.watch.verdict()}")
 
     def _finish(self) -> None:

@@ -11,6 +11,7 @@ from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
 from dino_ds.config import Recipe
 from dino_ds.engine import device
+from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved
 from dino_ds.measure.trial import Trial, build_trial, resolve
@@ -18,6 +19,8 @@ from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
 from dino_ds.ranges import PARTS, listen, named_range
 
 STAGES = (0, 1, 2)
+EMA_BYTES = 12
+"""A parameter of one FP32 pass: teacher and student read, teacher written."""
 PLAIN = "plain torch AdamW"
 
 
@@ -33,7 +36,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     runs["loss"] = _LossAlone(recipe, batch, parts["loss"])
     timings = time_interleaved(runs, steps, warmup, device())
     rounds, plain = steps + warmup, timings[PLAIN].seconds
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in trials:
         spent, timing = parts[name].read(), timings[name]
         rows.append(
@@ -47,10 +50,13 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
             }
         )
     loss_seconds = parts["loss"].read()["loss"] / rounds
+    parameters = sum(p.numel() for p in trials[PLAIN].step.teacher.network.parameters())
+    floor = EMA_BYTES * parameters / copy_bytes_per_second(device())
     result = about(recipe, batch) | {
         "engines": rows,
         "loss_seconds": loss_seconds,
         "loss_percent": 100 * loss_seconds / timings["ZeRO 0"].seconds,
+        "ema_over_byte_floor": rows[1]["parts_seconds"]["ema"] / floor,
         "clock": timings[PLAIN].clock,
     }
     print_result(_page(result), result, json)
@@ -107,6 +113,7 @@ def _page(result: dict[str, Any]) -> str:
             "",
             f"{clock}, medians; parts are means over the same steps and the warm-up",
             f"loss, from logits to their gradient: {1000 * result['loss_seconds']:.1f} ms, "
-            f"{result['loss_percent']:.2f} % of the step at ZeRO 0; EMA: {shares}",
+            f"{result['loss_percent']:.2f} % of the step at ZeRO 0; EMA: {shares}, "
+            f"{result['ema_over_byte_floor']:.2f} x the time of a copy of as many bytes",
         ]
     )

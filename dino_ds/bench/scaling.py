@@ -18,7 +18,7 @@ from dino_ds.engine import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import run_in_children
 from dino_ds.measure.tables import markdown_table, print_result
-from dino_ds.measure.timing import time_interleaved
+from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.measure.trial import Trial, build_trial, resolve
 
 STAGES = (0, 1, 2, 3)
@@ -36,6 +36,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         "steps": steps,
         "warmup": warmup,
     }
+    arguments["stages"] = list(STAGES)
     found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
     rows = []
     for stage in map(str, STAGES):
@@ -51,16 +52,18 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
                 "spread": together["spread"],
             }
         )
-    result = about(recipe, batch) | {"ranks": ranks, "stages": rows}
+    result = about(recipe, batch) | {"processes": f"1 and {ranks}", "ranks": ranks, "stages": rows}
     print_result(_page(result), result, json)
 
 
-def take_steps(recipe: dict[str, Any], batch: int, steps: int, warmup: int) -> dict[str, dict[str, float]]:
+def take_steps(
+    recipe: dict[str, Any], batch: int, steps: int, warmup: int, stages: list[int]
+) -> dict[str, dict[str, float]]:
     """What each rank does: by ZeRO stage its seconds and its share of communication."""
     if device().type == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {_cores()[distributed.rank()]})
     trials = {}
-    for stage in STAGES:
+    for stage in stages:
         ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
         trials[str(stage)] = build_trial(*resolve(Recipe.model_validate(recipe), ds, "bench scaling", batch))
     runs = {stage: trial.run for stage, trial in trials.items()}
@@ -83,7 +86,7 @@ def _communication_share(trial: Trial, step_seconds: float) -> float:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=kinds) as profile:
         trial.run()
-        torch.accelerator.synchronize() if torch.cuda.is_available() else None
+        synchronize(device())
     spans = [
         event.time_range.elapsed_us()
         for event in profile.events()

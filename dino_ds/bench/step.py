@@ -10,13 +10,15 @@ import torch
 from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
 from dino_ds.config import Recipe, change_recipe
+from dino_ds.costs.memory import estimate_memory
 from dino_ds.ds_config import DsConfig, change_ds_config
 from dino_ds.engine import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
+from dino_ds.measure.memory import MIB
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.measure.trial import build_trial, real_batches, resolve, run_on_data
+from dino_ds.measure.trial import build_trial, real_feed, resolve, run_on_data
 from dino_ds.ranges import PARTS, listen
 
 
@@ -52,11 +54,12 @@ def run(
     if data and recipe.data.source == "folder" and not recipe.data.root:
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(batch, threads)
+    resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
-    steppers = {s.name: _Stepper(*resolve(s.recipe, s.ds, ds_path, batch), warmup, data) for s in settings}
+    steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
     timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
     result = about(recipe, batch) | {
-        "settings": [_summary(name, timings[name], steppers[name]) | memory[name] for name in steppers],
+        "settings": [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers],
         "gflop_per_image": sum(recipe_flops(recipe).values()) / 1e9,
     }
     if compare:
@@ -99,7 +102,7 @@ class _Stepper:
 
     def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool) -> None:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
-        self._batches = real_batches(recipe, config) if data else None
+        self._feed = real_feed(recipe, self.trial) if data else None
         self._left = warmup
         self.parts = PartTimes(self.trial.step.engine.device, distributed.world_size())
 
@@ -112,14 +115,16 @@ class _Stepper:
                 self._step()
 
     def _step(self) -> None:
-        if self._batches is None:
+        if self._feed is None:
             self.trial.run()
             return
-        run_on_data(self.trial, self._batches, self.recipe.seed)
+        run_on_data(self.trial, self._feed, self.recipe.seed)
 
 
-def _summary(name: str, timing: Timing, stepper: _Stepper) -> dict[str, Any]:
-    config = stepper.config
+def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, float]) -> dict[str, Any]:
+    config, cuda = stepper.config, torch.cuda.is_available()
+    libraries = int(memory.get("imports_mib", 0.0) * MIB)
+    predicted = estimate_memory(stepper.recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
     tflops = sum(recipe_flops(stepper.recipe).values()) * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
@@ -138,6 +143,8 @@ def _summary(name: str, timing: Timing, stepper: _Stepper) -> dict[str, Any]:
         "mfu": tflops / peak,
         "parts": {**shares, "other": 1 - sum(shares.values())},
         "peak_memory_mib": memory_gib() * 1024,
+        "predicted_memory_mib": predicted.gib * 1024,
+        **memory,
     }
 
 
@@ -151,6 +158,7 @@ def _page(result: dict[str, Any]) -> str:
         ("matmul peak, TFLOP/s", lambda s: f"{s['matmul_tflops']:.3g}"),
         ("MFU", lambda s: f"{100 * s['mfu']:.1f} %"),
         ("peak memory, MiB", lambda s: f"{s['peak_memory_mib']:.0f}"),
+        ("predicted, MiB", lambda s: f"{s['predicted_memory_mib']:.0f}"),
     ]
     if "imports_mib" in settings[0] and not torch.cuda.is_available():
         rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))

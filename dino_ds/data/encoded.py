@@ -9,7 +9,8 @@ from typing import Any
 
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage, decode_image
+from dino_ds.data.decode import MAX_PIXELS, decode_rgb
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Labels, Listing
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -35,7 +36,7 @@ class EncodedImages(ABC):
 
     def load(self, index: int) -> Image.Image:
         """RGB. Raises UnreadableImage."""
-        return decode_image(self.read(index), self.name(index))
+        return Image.fromarray(decode_rgb(self.read(index), self.name(index), MAX_PIXELS))
 
 
 class ListedImages(EncodedImages):

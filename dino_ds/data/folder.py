@@ -113,7 +113,7 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
     found: dict[bytes, _Folder] = {}
     seen: set[tuple[int, int]] = set()
     level, linked = [b""], list[bytes]()
-    bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False)
+    bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         while level:
             following: list[bytes] = []

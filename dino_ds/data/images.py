@@ -1,12 +1,9 @@
-"""One image file -> RGB, whatever its mode; a file that can't be read says which and why."""
+"""Any Pillow image -> RGB, whatever its mode; and how one that can't be read says which it is and why."""
 
 from __future__ import annotations
 
-import io
-from pathlib import Path
-
 import numpy as np
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms
 
 
 class UnreadableImage(Exception):
@@ -18,30 +15,6 @@ class UnreadableImage(Exception):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
-
-
-def load_rgb(path: Path | str) -> Image.Image:
-    """Decode a file, upright by its EXIF tag, as RGB. Raises UnreadableImage."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise UnreadableImage(str(path), error.strerror or str(error)) from None
-    return decode_image(data, str(path))
-
-
-def decode_image(data: bytes, name: str) -> Image.Image:
-    """An encoded file's bytes, upright by the EXIF tag, as RGB. Raises UnreadableImage."""
-    if not data:
-        raise UnreadableImage(name, "empty file")
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            return to_rgb(ImageOps.exif_transpose(image))
-    except Image.UnidentifiedImageError:
-        raise UnreadableImage(name, "not an image") from None
-    except Exception as error:  # Pillow's decoders raise anything from struct.error to SyntaxError on broken files
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise UnreadableImage(name, reason) from error
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, worker_options
+from dino_ds.data.workers import end_after_a_death, main_module_left_out, worker_options
 from dino_ds.errors import DataError
-
-_MAX_TRIES = 100
-"""Unreadable images in a row before the data is given up."""
 
 
 @dataclass(frozen=True)
@@ -34,64 +32,6 @@ class Position:
         """After `samples` more, of `per_epoch` in an epoch; the next epoch begins where as many again don't fit."""
         consumed = self.samples + samples
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One image: crops v x (3, h, w); `index` as drawn; `name` of the image that was read; `bad`, those it replaces."""
-
-    crops: list[Tensor]
-    epoch: int
-    index: int
-    name: str
-    bad: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch of one rank: crops v x (b, 3, h, w) float32, indices (b,) int64, all of one epoch.
-
-    `bad` has one text for each unreadable image met: its name and the reason.
-    """
-
-    crops: list[Tensor]
-    indices: Tensor
-    epoch: int
-    names: list[str]
-    bad: list[str]
-
-    def pin_memory(self) -> Batch:
-        crops = [crop.pin_memory() for crop in self.crops]
-        return Batch(crops, self.indices.pin_memory(), self.epoch, self.names, self.bad)
-
-
-class MultiCropDataset(Dataset[Sample]):
-    """Crops by (epoch, index). They depend on (seed, epoch, index) and on nothing else."""
-
-    def __init__(self, source: Source, multicrop: MultiCrop, seed: int) -> None:
-        self._source, self._multicrop, self._seed = source, multicrop, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Sample:
-        """An unreadable image is replaced by a readable one drawn for (seed, epoch, index).
-
-        Raises DataError after 100 unreadable ones in a row.
-        """
-        epoch, index = key
-        bad: list[str] = []
-        for attempt in range(_MAX_TRIES):
-            # Not the neighbour: files that are broken together lie together.
-            again = crop_seed(self._seed, epoch, index + attempt * len(self._source))
-            actual = again % len(self._source) if attempt else index
-            try:
-                image = self._source.load(actual)
-            except UnreadableImage as error:
-                bad.append(str(error))
-                continue
-            crops = self._multicrop(image, crop_seed(self._seed, epoch, index))
-            return Sample(crops, epoch, index, self._source.name(actual), tuple(bad))
-        raise DataError(
-            f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
-        )
 
 
 class ResumableSampler(Sampler[list[tuple[int, int]]]):
@@ -126,13 +66,10 @@ class Loader:
     """An endless iterator of Batch. `workers` as for `worker_options`."""
 
     def __init__(
-        self, source: Source, multicrop: MultiCrop, seed: int, sampler: ResumableSampler, workers: int | None
+        self, dataset: MultiCropDataset, source: Source, sampler: ResumableSampler, workers: int | None
     ) -> None:
-        loader: DataLoader[Sample | DataError] = DataLoader(
-            _ErrorsAsValues(MultiCropDataset(source, multicrop, seed)),
-            batch_sampler=sampler,
-            collate_fn=_collate,
-            **worker_options(workers),
+        loader: DataLoader[Batch | DataError] = DataLoader(
+            dataset, batch_sampler=sampler, collate_fn=_as_it_is, **worker_options(workers)
         )
         with main_module_left_out(unless_defines=source):
             self._batches: Iterator[Batch | DataError] | None = iter(loader)
@@ -141,10 +78,17 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Raises DataError where too many images in a row are unreadable."""
+        """Raises DataError where too many images in a row are unreadable, or a loader process has died."""
         if self._batches is None:
             raise StopIteration
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (RuntimeError, EOFError, OSError) as error:
+            obituary = end_after_a_death(self._batches)
+            if obituary is None:
+                raise
+            self.close()
+            raise DataError(obituary) from error
         if isinstance(batch, DataError):
             self.close()
             raise batch
@@ -165,13 +109,23 @@ def build_loader(
     world_size: int,
     workers: int | None,
     start: Position,
+    *,
+    augment: Augment = "worker",
+    max_pixels: int | None = None,
+    channels: int = 3,
+    device: torch.device | None = None,
 ) -> Loader:
-    """This rank's micro-batches from `start` on. workers None = automatic.
+    """This rank's micro-batches from `start` on. workers None = automatic; the rest as for MultiCropDataset, device
+    None = the CPU.
 
     global_batch must be a multiple of micro_batch * world_size. Raises DataError if there are fewer images than that.
     """
     sampler = ResumableSampler(len(source), seed, global_batch, micro_batch, rank, world_size, start)
-    return Loader(source, multicrop, seed, sampler, workers)
+    where = device or torch.device("cpu")
+    dataset = MultiCropDataset(
+        source, multicrop, seed, augment=augment, max_pixels=max_pixels, channels=channels, device=where
+    )
+    return Loader(dataset, source, sampler, workers)
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
@@ -190,29 +144,5 @@ def _permutation(images: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(images, generator=generator)
 
 
-class _ErrorsAsValues(Dataset["Sample | DataError"]):
-    """torch would turn an error of a worker into one whose message is a traceback."""
-
-    def __init__(self, dataset: MultiCropDataset) -> None:
-        self._dataset = dataset
-
-    def __getitem__(self, key: tuple[int, int]) -> Sample | DataError:
-        try:
-            return self._dataset[key]
-        except DataError as error:
-            return error
-
-
-def _collate(items: list[Sample | DataError]) -> Batch | DataError:
-    samples: list[Sample] = []
-    for item in items:
-        if isinstance(item, DataError):
-            return item
-        samples.append(item)
-    return Batch(
-        crops=[torch.stack(views) for views in zip(*(sample.crops for sample in samples), strict=True)],
-        indices=torch.tensor([sample.index for sample in samples]),
-        epoch=samples[0].epoch,
-        names=[sample.name for sample in samples],
-        bad=[text for sample in samples for text in sample.bad],
-    )
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from dino_ds.errors import ConfigError
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-_NUM_GLOBAL = 2
+NUM_GLOBAL = 2
 _ASPECT = (3 / 4, 4 / 3)
 _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
@@ -91,16 +91,20 @@ class MultiCrop:
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, global crops first. The seed alone decides."""
         views = self.draw(image.width, image.height, seed)
-        sizes = [self.global_size] * _NUM_GLOBAL + [self.local_size] * self.num_local
-        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, sizes, strict=False)]
+        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, self.sizes, strict=True)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the crops, in their order, pixels."""
+        return [self.global_size] * NUM_GLOBAL + [self.local_size] * self.num_local
 
     def draw(self, width: int, height: int, seed: int) -> list[ViewParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
         rng = random.Random(seed)
         views = []
-        for view in range(_NUM_GLOBAL + self.num_local):
-            scale = self.global_scale if view < _NUM_GLOBAL else self.local_scale
-            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, _NUM_GLOBAL)))
+        for view in range(NUM_GLOBAL + self.num_local):
+            scale = self.global_scale if view < NUM_GLOBAL else self.local_scale
+            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, NUM_GLOBAL)))
         return views
 
     def picture(self, crops: list[Tensor], images: int = 8) -> Tensor:
@@ -108,11 +112,13 @@ class MultiCrop:
         cell = max(crop.shape[-1] for crop in crops) + 2
         rows = min(images, len(crops[0]))
         sheet = torch.ones(3, rows * cell, len(crops) * cell)
-        mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(crops[0].shape[1]))
         for column, crop in enumerate(crops):
             for row in range(rows):
                 height, width = crop.shape[-2:]
                 pixels = (crop[row].detach().float().cpu() * std + mean).clamp(0, 1)
+                if len(pixels) != 3:
+                    pixels = pixels.mean(0, keepdim=True)
                 sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
         return sheet
 
@@ -126,14 +132,21 @@ class EvalCrop:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __call__(self, image: Image.Image) -> Tensor:
-        """RGB image -> (3, size, size) float32."""
+    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
+        """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32."""
+        if isinstance(image, Image.Image):
+            return to_tensor(self._cut(image))
+        planes = np.stack([np.asarray(self._cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
+        return (torch.from_numpy(planes) / 255 - mean) / std
+
+    def _cut(self, image: Image.Image) -> Image.Image:
         short, long = sorted(image.size)
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
         resized = image.resize((target, other) if image.width <= image.height else (other, target), _BICUBIC)
         left, top = (round((side - self.size) / 2) for side in resized.size)
-        return to_tensor(resized.crop((left, top, left + self.size, top + self.size)))
+        return resized.crop((left, top, left + self.size, top + self.size))
 
 
 def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:
@@ -159,6 +172,13 @@ def to_tensor(image: Image.Image) -> Tensor:
     for channel in range(3):
         np.take(_NORMALISED[channel], pixels[:, :, channel], out=out[channel], mode="clip")
     return torch.from_numpy(out)
+
+
+def channel_statistics(channels: int) -> tuple[Sequence[float], Sequence[float]]:
+    """Mean and standard deviation that are removed: ImageNet's; their averages where the channels are not RGB."""
+    if channels == 3:
+        return MEAN, STD
+    return [sum(MEAN) / 3] * channels, [sum(STD) / 3] * channels
 
 
 def crop_seed(seed: int, epoch: int, index: int) -> int:

@@ -16,8 +16,8 @@ from dino_ds.errors import ConfigError, DataError
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
-_GROUPS_KEPT = 4
-"""Row groups a process keeps decoded: neighbouring rows cost one read."""
+_OPEN_FILES = 32
+"""Files a process keeps open at most, with what their footers say."""
 
 
 class ParquetImages(EncodedImages):
@@ -94,11 +94,15 @@ def import_parquet() -> Any:
     return pyarrow.parquet
 
 
-@lru_cache(maxsize=_GROUPS_KEPT)
+@lru_cache(maxsize=1)  # neighbouring rows cost one read; more groups would be too much memory in each worker
 def _read_group(file: str, group: int, column: str) -> Any:
     # One thread: loader processes share out the cores, and threads of a library do not survive a fork.
-    opened = import_parquet().ParquetFile(file)
-    return opened.read_row_group(group, [column], use_threads=False).column(0)
+    return _open_parquet(file).read_row_group(group, [column], use_threads=False).column(0)
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _open_parquet(file: str) -> Any:
+    return import_parquet().ParquetFile(file)
 
 
 def _image_column(schema: Any, file: str) -> str:

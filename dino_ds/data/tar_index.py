@@ -56,7 +56,7 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
     names, folders, packed = Packer(), FirstFolders(), Packer()
     counts, offsets, sizes, states = array("q"), array("q"), array("q"), array("q")
     labels, numbers, notes = array("i"), dict[bytes | None, int](), list[str]()
-    bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False)
+    bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         for found in pool.map(_find_members, shards):
             for name in found.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -9,16 +10,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 
 from dino_ds.data.sources import Source
 from dino_ds.distributed import local_world_size
+from dino_ds.errors import DataError
 
 _MAX_WORKERS = 16
 _PREFETCHED_BATCHES = 3
 """Per worker; three cover one slow image without holding much memory."""
+_SHARED_MEMORY = "/dev/shm"
+_REPORT_SECONDS = 5
+"""Within which the end of a process is known after its pipe broke."""
+_HINTS = {
+    "SIGKILL": ". Most often memory has run out: lower data.workers or the micro-batch",
+    "SIGBUS": ". Shared memory has run out: start the container with a larger --shm-size",
+    "SIGSEGV": ". A decoder crashed on a damaged image",
+}
 
 
 def automatic_workers() -> int:
@@ -42,6 +53,44 @@ def worker_options(workers: int | None) -> dict[str, Any]:
         # Otherwise the iterator's own seed is drawn from torch's global generator.
         "generator": torch.Generator().manual_seed(0),
     }
+
+
+def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
+    """Raises DataError where this node's ranks would put more batches into shared memory than fits.
+
+    The system would kill a loader process that writes past its end.
+    """
+    workers = automatic_workers() if workers is None else workers
+    if workers == 0 or not os.path.isdir(_SHARED_MEMORY):
+        return
+    # What waits for the training process, and the batch that it is reading.
+    needed = (workers * _PREFETCHED_BATCHES + 1) * batch_bytes * local_world_size()
+    room = os.statvfs(_SHARED_MEMORY)
+    free = room.f_bavail * room.f_frsize
+    if needed > free:
+        gib = math.ceil(needed / 2**30 * 1.1)
+        raise DataError(
+            f"{workers} loader processes a rank need {needed / 2**30:.2f} GiB of shared memory for batches of "
+            f"{batch_bytes / 2**20:.0f} MiB, and {_SHARED_MEMORY} has {free / 2**30:.2f} GiB free: start the container "
+            f"with --shm-size {gib}g or --ipc=host, lower data.workers or the micro-batch, or use data.augment device "
+            "(a quarter of data.augment worker)"
+        )
+
+
+def end_after_a_death(batches: object) -> str | None:
+    """If a process of a torch DataLoader's iterator has died: ends the others, says which it was and why; else None."""
+    workers = list(getattr(batches, "_workers", []))
+    wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
+    dead = next((worker for worker in workers if worker.exitcode is not None), None)
+    if dead is None:
+        return None
+    for worker in workers:
+        worker.kill()  # they may wait for a lock that the dead one held, and they ignore SIGTERM
+    signals = {-number: number.name for number in signal.Signals}
+    name = signals.get(dead.exitcode, "")
+    how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
+    hint = _HINTS.get(name, "")
+    return f"loader process {dead.pid} {how}; what the run has saved is intact, --resume goes on from there{hint}"
 
 
 @contextmanager

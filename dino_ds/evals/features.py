@@ -34,31 +34,32 @@ def extract_features(
     transform: Callable[[Image.Image], Tensor],
     device: torch.device,
     workers: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[str]]:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (len(indices), d) and labels, on `device`.
 
     Every rank must call it; every rank gets all rows, in an order that depends on the number of ranks. Unreadable
-    images are left out. Raises DataError where a rank has no image at all.
+    images are left out; the texts that name them are returned too. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=_collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
-    features, labels = [], []
-    for images, targets in batches:
+    features, labels, bad = [], [], list[str]()
+    for images, targets, unreadable in batches:
+        bad += unreadable
         if len(images):
             features.append(describe(images.to(device)))
             labels.append(targets.to(device))
     # Agreed before the first collective of features: a rank that left would be waited for.
-    rows = distributed.gather_objects(sum(map(len, features)))
+    found = distributed.gather_objects((sum(map(len, features)), bad))
+    rows = [images for images, _ in found]
     if not all(rows):
         raise DataError(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, or "
             "raise eval.bank_images and eval.test_images"
         )
-    return distributed.concatenate_across_ranks(torch.cat(features)), distributed.concatenate_across_ranks(
-        torch.cat(labels)
-    )
+    whole = [distributed.concatenate_across_ranks(torch.cat(parts)) for parts in (features, labels)]
+    return whole[0], whole[1], [text for _, texts in found for text in texts]
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def raw_pixels(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
 
 
-class _Images(Dataset[tuple[Tensor, int] | None]):
+class _Images(Dataset[tuple[Tensor, int] | str]):
     def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
         assert source.labels is not None
         self._source, self._indices, self._transform = source, indices, transform
@@ -76,17 +77,18 @@ class _Images(Dataset[tuple[Tensor, int] | None]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int] | None:
+    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
+        """Image and label, or the text that names an unreadable one."""
         index = self._indices[i]
         try:
             return self._transform(self._source.load(index)), self._labels[i]
-        except UnreadableImage:
-            return None
+        except UnreadableImage as error:
+            return str(error)
 
 
-def _collate(rows: list[tuple[Tensor, int] | None]) -> tuple[Tensor, Tensor]:
-    """Images (b, 3, h, w) and labels (b,) of those that could be read."""
-    good = [row for row in rows if row is not None]
+def _collate(rows: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Images (b, 3, h, w) and labels (b,) of those that could be read, and the texts of the others."""
+    good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:
-        return torch.empty(0), torch.empty(0, dtype=torch.long)
-    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])
+        return torch.empty(0), torch.empty(0, dtype=torch.long), bad
+    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good]), bad

@@ -43,6 +43,7 @@ class KnnWatch:
         self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
         self._workers = workers
         self.chance = 100.0 / len(set(test.labels))
+        self._unreadable: dict[str, bool] = {}  # text -> whether it has been said
         self.raw: float | None = None
         self.untrained: float | None = None
         self.latest: float | None = None
@@ -96,7 +97,15 @@ class KnnWatch:
     def _accuracy(self, describe: Callable[[Tensor], Tensor], device: torch.device) -> float:
         bank = extract_features(describe, self._bank, self._bank_indices, self._crop, device, self._workers)
         test = extract_features(describe, self._test, self._test_indices, self._crop, device, self._workers)
-        return knn_accuracy(*bank, *test, self._k, self._temperature)
+        for text in (*bank[2], *test[2]):
+            self._unreadable.setdefault(text, False)
+        return knn_accuracy(*bank[:2], *test[:2], self._k, self._temperature)
+
+    def new_unreadable(self) -> list[str]:
+        """Texts that name images left out of the evaluation, each said once; the same on all ranks."""
+        new = [text for text, said in self._unreadable.items() if not said]
+        self._unreadable.update(dict.fromkeys(new, True))
+        return new
 
     def verdict(self) -> str:
         """The honest line: what pixels and chance give, before and after."""

@@ -24,17 +24,24 @@ import psutil
 from dino_ds import distributed
 from dino_ds.ds_config import CHECKOUT
 from dino_ds.engine import free_port
+from dino_ds.errors import UserError
 
 MIB = 2**20
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ChildFailed(Exception):
-    """The process ended without a result; `returncode` -9 is how the kernel stops one that takes too much memory."""
+class ChildFailed(UserError):
+    """A process ended without a result. `log` is all it said, and the message its last line; `returncode` is -SIGKILL
+    if it took too much memory."""
 
-    def __init__(self, returncode: int, stderr: str) -> None:
-        super().__init__(f"process ended with {returncode}: {stderr.strip()[-2000:]}")
-        self.returncode, self.stderr = returncode, stderr
+    exit_code = 1
+
+    def __init__(self, log: str, returncode: int) -> None:
+        last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
+        killed = returncode == -signal.SIGKILL
+        why = "it was killed, most likely by the system for its memory: take a smaller --batch" if killed else last
+        super().__init__(f"a process that was to measure ended without a result: {why}")
+        self.log, self.returncode = log, returncode
 
 
 @dataclass(frozen=True)
@@ -87,20 +94,24 @@ def run_in_children(
 
 def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
     """When one fails the others, which would wait for it, are stopped."""
+    codes: list[int] = []
     try:
-        while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
+        while any(child.poll() is None for child in children) and not codes:
             if limit_mib is not None and _resident_sets_mib(children) > limit_mib:
-                break
-            time.sleep(0.02)
+                codes = [-signal.SIGKILL]
+            else:
+                time.sleep(0.02)
+                codes = [child.returncode for child in children if child.poll()]
     finally:
         for child in children:
             if child.poll() is None:
                 child.kill()
-    for rank, child in enumerate(children):
-        if child.wait() and child.returncode != -signal.SIGKILL:
-            raise ChildFailed(child.returncode, (folder / f"{rank}.log").read_text())
-    if any(child.returncode for child in children):
-        raise ChildFailed(-signal.SIGKILL, "it was killed: most likely by the kernel, for its memory")
+    if any(child.wait() for child in children):
+        logs = [(folder / f"{rank}.log").read_text() for rank, child in enumerate(children) if child.returncode]
+        # The rank that fails first takes the connections of the others with it.
+        logs.sort(key=lambda log: "Connection closed by peer" not in log)
+        codes = codes or [child.returncode for child in children if child.returncode]
+        raise ChildFailed("\n".join(logs), min(codes))
 
 
 def _resident_sets_mib(children: list[subprocess.Popen[bytes]]) -> float:

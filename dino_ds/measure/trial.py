@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,17 +13,19 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.memory import count_parameters
-from dino_ds.data.loader import Batch, Loader, Position, build_loader
-from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import Position
 from dino_ds.data.sources import build_source
 from dino_ds.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine import fp16_supported, init_distributed
+from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.ranges import named_range
-from dino_ds.run import build_step
+from dino_ds.run import build_feed, build_step
 from dino_ds.step import DinoStep
 
+_FP32_MATMUL = torch.backends.cuda.matmul.fp32_precision
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
 
@@ -32,39 +34,35 @@ EPOCH_STEPS = 1000
 class Trial:
     """A step and one micro-batch for it: views v x (b, c, h, w) on the device, keys (b,) for stochastic depth.
 
-    Several may live in one process.
+    Several may live in one process: each takes the process-wide TF32 switch with it, which a low-precision engine sets.
     """
 
     step: DinoStep
     accumulation: int
     views: list[Tensor]
     keys: Tensor
+    fp32_matmul: str = field(default_factory=lambda: torch.backends.cuda.matmul.fp32_precision)
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
+        torch.backends.cuda.matmul.fp32_precision = self.fp32_matmul
         losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
 
 
-def run_on_data(trial: Trial, batches: Iterator[Batch], seed: int) -> None:
+def run_on_data(trial: Trial, feed: Feed, seed: int) -> None:
     """One optimizer step on real images; the wait for them is the part "data"."""
-    where = trial.step.engine.device
     for _ in range(trial.accumulation):
         with named_range("data"):
-            batch = next(batches)
-            views = [view.to(where, non_blocking=True) for view in batch.crops]
-        trial.step.micro_batch(views, sample_keys(seed, batch.epoch, batch.indices.to(where, non_blocking=True)))
+            batch = next(feed)
+        trial.step.micro_batch(batch.views, sample_keys(seed, batch.epoch, batch.indices))
 
 
-def real_batches(recipe: Recipe, config: DsConfig) -> Loader:
-    """The loader that `train` would make, from its beginning; to be closed. Raises DataError."""
-    data = recipe.data
+def real_feed(recipe: Recipe, trial: Trial) -> Feed:
+    """The images that `train` would take, from its beginning. Raises DataError."""
+    data, engine = recipe.data, trial.step.engine
     source = build_source(data.source, data.root, "train", data.download)
-    crops = MultiCrop(**recipe.crops.model_dump())
-    rank, ranks = distributed.rank(), distributed.world_size()
-    return build_loader(
-        source, crops, recipe.seed, data.global_batch, config.micro_batch, rank, ranks, data.workers, Position()
-    )
+    return build_feed(recipe, source, engine.config.micro_batch, engine.device, Position())
 
 
 def join(threads: int | None = None) -> None:
@@ -78,16 +76,26 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
     """Recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
     ranks = distributed.world_size()
     recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
-    config = resolve_ds_config(dict(ds), ds_path, batch * ranks, ranks, fp16_supported(), count_parameters(recipe))
+    weights, images = count_parameters(recipe), batch * ranks
+    try:
+        config = resolve_ds_config(dict(ds), ds_path, images, ranks, fp16_supported(), weights)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
     return recipe, config
 
 
 def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
+    forget_matmul_precision()
     step = build_step(recipe, config, EPOCH_STEPS)
     begin_training(step)
     views = synthetic_crops(recipe, config.micro_batch, step.engine.device)
     return Trial(step, config.accumulation, views, synthetic_keys(recipe, config.micro_batch, step.engine.device))
+
+
+def forget_matmul_precision() -> None:
+    """Undo what an engine built before has set for the whole process."""
+    torch.backends.cuda.matmul.fp32_precision = _FP32_MATMUL
 
 
 def begin_training(step: DinoStep) -> None:

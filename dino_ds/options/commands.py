@@ -146,6 +146,54 @@ BENCHES = (
     ),
 )
 
+_DATA = (
+    Command(
+        "bench data",
+        "images/s of each way of making crops beside DINO's own, of decoding and of reading",
+        "dino_ds.bench.data:run",
+        (
+            Flag("images", "int", 120, "image files that are measured"),
+            Flag("rounds", "int", 5, "rounds, all pipelines by turns"),
+            Flag("threads", "int", 1, "threads of torch's operators"),
+            Flag("out", "text", None, "folder for data.json and data.png", shown="none"),
+            _JSON,
+        ),
+        takes_ds=False,
+    ),
+    Command(
+        "find-workers",
+        "images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation",
+        "dino_ds.tools.find_workers:run",
+        (
+            Flag("seconds", "number", 6.0, "measured for each number of processes, in 3 rounds by turns"),
+            Flag("max_workers", "int", None, "largest number of processes", shown="this rank's share of the cores"),
+            Flag(
+                "step_images_per_second",
+                "number",
+                None,
+                "what one rank's training step takes: says whether it would wait",
+                shown="not compared",
+            ),
+            _JSON,
+        ),
+        takes_ds=False,
+        needs_images=True,
+    ),
+    Command(
+        "look-data",
+        "a sheet of images with all their crops, and what the data set is like",
+        "dino_ds.tools.look_data:run",
+        (
+            Flag("images", "int", 6, "images on the sheet"),
+            Flag("sample", "int", 2000, "images that the statistics are made of, drawn at random; 0 = all", zero=True),
+            Flag("out", "text", "data.png", "the sheet; a page with more goes beside it (.html)"),
+            _JSON,
+        ),
+        takes_ds=False,
+        needs_images=True,
+    ),
+)
+
 _SHARDING = (
     Command(
         "shard",
@@ -213,7 +261,7 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_SHARDING)}
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

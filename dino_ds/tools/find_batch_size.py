@@ -144,7 +144,7 @@ class _Trials:
         except ChildFailed as error:
             if error.returncode in (_OUT_OF_MEMORY, -signal.SIGKILL):
                 return Tried(micro_batch, False)
-            raise DataError(f"the step fails at micro-batch {micro_batch}: {_last_line(error.stderr)}") from error
+            raise DataError(f"the step fails at micro-batch {micro_batch}: {_last_line(error.log)}") from error
         return self._outcome(micro_batch, children)
 
     def _outcome(self, micro_batch: int, children: list[ChildResult]) -> Tried:

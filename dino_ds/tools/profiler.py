@@ -26,7 +26,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, synchronize
-from dino_ds.measure.trial import build_trial, join, real_batches, resolve, run_on_data
+from dino_ds.measure.trial import build_trial, join, real_feed, resolve, run_on_data
 from dino_ds.ranges import PARTS, listen
 from dino_ds.tools.verdict import Call, judge, kind_of
 
@@ -57,8 +57,8 @@ def run(
     profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[tool]
     if real:
         # Closed also after an error: the end of the process would wait for the workers for ever.
-        with contextlib.closing(real_batches(recipe, config)) as batches:
-            result = profiled(lambda: run_on_data(trial, batches, recipe.seed), warmup, steps, folder)
+        with contextlib.closing(real_feed(recipe, trial)) as feed:
+            result = profiled(lambda: run_on_data(trial, feed, recipe.seed), warmup, steps, folder)
     else:
         result = profiled(trial.run, warmup, steps, folder)
     if result is None:

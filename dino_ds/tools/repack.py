@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
+from dino_ds.data.decode import MAX_PIXELS
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.sources import Source
@@ -77,6 +78,8 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise UnreadableImage(name, f"{width} x {height} pixels are more than {MAX_PIXELS}")
             factor = side / min(width, height)
             if factor >= 1:
                 return data, False
@@ -89,6 +92,8 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
         stream = io.BytesIO()
         upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=quality)
         return stream.getvalue(), True
+    except UnreadableImage:
+        raise
     except Exception as error:  # Pillow's decoders raise anything on broken files
         raise UnreadableImage(name, str(error).partition("\n")[0] or type(error).__name__) from None
 

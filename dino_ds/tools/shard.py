@@ -198,6 +198,7 @@ def _finish(folder: Path, images: Source, plan: dict[str, Any], per_shard: int, 
     _write_whole(folder / CHECKSUMS, "".join(f"{record.sha256}  {record.name}\n" for record in records))
     names = [record.name for record in records]
     save_listing(folder / INDEX, index_shards([str(folder / name) for name in names], names))
+    os.chmod(folder / INDEX, (folder / names[0]).stat().st_mode)  # lists in the cache are private
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -15,16 +15,15 @@ import torch
 from PIL import Image
 
 from dino_ds.data import workers as workers_module
+from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views, batch_bytes
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import (
-    Batch,
-    MultiCropDataset,
     Position,
     ResumableSampler,
     build_loader,
     steps_per_epoch,
 )
-from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError
 
@@ -57,6 +56,9 @@ class Noise:
 CROPS = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
 
 
+BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
+
+
 def batches(
     count: int,
     micro: int = GLOBAL,
@@ -66,8 +68,22 @@ def batches(
     start=START,
     source=None,
     seed=0,
+    augment="worker",
+    channels=3,
 ) -> list[Batch]:
-    loader = build_loader(source or Noise(), CROPS, seed, GLOBAL, micro, rank, world, workers, start)
+    loader = build_loader(
+        source or Noise(),
+        CROPS,
+        seed,
+        GLOBAL,
+        micro,
+        rank,
+        world,
+        workers,
+        start,
+        augment=augment,
+        channels=channels,
+    )
     try:
         return list(itertools.islice(loader, count))
     finally:
@@ -75,22 +91,32 @@ def batches(
 
 
 def by_sample(some: list[Batch]) -> dict[tuple[int, int], list[torch.Tensor]]:
+    """What the loader sends of an image, then what the network gets to see."""
     return {
-        (batch.epoch, int(index)): [crop[row] for crop in batch.crops]
+        (batch.epoch, int(index)): [crop[row] for crop in (*batch.crops, *augmented_views(batch))]
         for batch in some
         for row, index in enumerate(batch.indices)
     }
 
 
 def assert_same_crops(a, b) -> None:
+    """To the last bit; 1e-6 where other crops of the batch move the rounding of FP32 sums on the device."""
     assert a.keys() == b.keys()
     for key in a:
-        assert all(torch.equal(x, y) for x, y in zip(a[key], b[key], strict=True)), key
+        sent = len(a[key]) // 2
+        assert all(torch.equal(x, y) for x, y in zip(a[key][:sent], b[key][:sent], strict=True)), key
+        torch.testing.assert_close(a[key][sent:], b[key][sent:], rtol=0, atol=1e-6)
 
 
-def test_batch_contents():
-    (batch,) = batches(1)
-    assert [tuple(crop.shape) for crop in batch.crops] == [(8, 3, 8, 8)] * 2 + [(8, 3, 4, 4)]
+@BOTH
+def test_batch_contents(augment):
+    (batch,) = batches(1, augment=augment)
+    if augment == "device":
+        assert [tuple(group.shape) for group in batch.groups] == [(2, 8, 8, 8, 3), (1, 8, 4, 4, 3)]
+        assert all(group.dtype == torch.uint8 for group in batch.groups)
+    views = augmented_views(batch)
+    assert [tuple(view.shape) for view in views] == [(8, 3, 8, 8)] * 2 + [(8, 3, 4, 4)]
+    assert all(view.dtype == torch.float32 and view.is_contiguous() for view in views)
     assert batch.indices.dtype == torch.int64
     assert batch.indices.shape == (8,)
     assert batch.epoch == 0
@@ -121,36 +147,72 @@ def test_global_batches_do_not_depend_on_ranks_and_micro_batches(world, micro):
         assert places == wanted
 
 
-def test_crops_do_not_depend_on_workers_and_ranks():
-    alone = by_sample(batches(4))
-    assert_same_crops(alone, by_sample(batches(4, workers=2)))
-    assert_same_crops(alone, by_sample(batches(8, 2, 0, 2)) | by_sample(batches(8, 2, 1, 2)))
+@BOTH
+def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
+    alone = by_sample(batches(4, augment=augment))
+    assert_same_crops(alone, by_sample(batches(4, workers=2, augment=augment)))
+    ranks = [by_sample(batches(16, 2, rank, 2, augment=augment)[:8]) for rank in (0, 1)]
+    assert_same_crops(alone, ranks[0] | ranks[1])
+    assert_same_crops(alone, by_sample(batches(32, 1, augment=augment)))
 
 
-def test_crops_differ_between_epochs_images_and_seeds():
+def test_the_worker_augments_as_multicrop_does():
+    """To the last bit: MultiCrop is what is compared with the reference."""
+    source = Noise()
+    for (epoch, index), crops in by_sample(batches(3, workers=1)).items():
+        expected = CROPS(source.load(index), crop_seed(0, epoch, index))
+        assert all(torch.equal(a, b) for a, b in zip(crops[: len(expected)], expected, strict=True))
+
+
+def test_one_draw_decides_both_modes():
+    """The device gets crops of the same boxes and does the same; Pillow works on levels (1/58), in 8-bit hues too."""
+    worker, device = (by_sample(batches(2, augment=augment)) for augment in ("worker", "device"))
+    for key in worker:
+        for a, b in zip(worker[key][3:], device[key][3:], strict=True):
+            assert (a - b).abs().mean() < 4 / 58
+
+
+def crops_of(key: tuple[int, int], source: Noise, seed: int, augment: str) -> list[torch.Tensor]:
+    dataset = MultiCropDataset(
+        source, CROPS, seed, augment=augment, max_pixels=None, channels=3, device=torch.device("cpu")
+    )
+    return augmented_views(dataset.__getitems__([key]))
+
+
+@BOTH
+def test_crops_differ_between_epochs_images_and_seeds(augment):
     same = Noise(1)
-    dataset = MultiCropDataset(same, CROPS, seed=0)
-    one = dataset[0, 0].crops
-    assert all(torch.equal(a, b) for a, b in zip(one, dataset[0, 0].crops, strict=True))
-    others = [dataset[1, 0].crops, MultiCropDataset(same, CROPS, seed=1)[0, 0].crops]
+    one = crops_of((0, 0), same, 0, augment)
+    assert all(torch.equal(a, b) for a, b in zip(one, crops_of((0, 0), same, 0, augment), strict=True))
+    others = [crops_of((1, 0), same, 0, augment), crops_of((0, 0), same, 1, augment)]
     monotone = type("Monotone", (Noise,), {"load": lambda self, index: same.load(0)})
-    others.append(MultiCropDataset(monotone(), CROPS, seed=0)[0, 1].crops)
+    others.append(crops_of((0, 1), monotone(), 0, augment))
     for other in others:
         assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert batches(1)[0].indices.tolist() != batches(1, seed=1)[0].indices.tolist()
 
 
+@BOTH
 @pytest.mark.parametrize("consumed", [0, 1, 2, 3, 5])
-def test_resuming_from_a_position_continues_the_straight_run(consumed):
+def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
     """Micro-batches of 4 in global batches of 8: also from the middle of a step, and over the epoch's end."""
-    straight = batches(9, micro=4)
+    straight = batches(9, micro=4, augment=augment)
     position = Position()
     for _ in range(consumed):
         position = position.advance(4, per_epoch=16)
-    resumed = batches(9 - consumed, micro=4, start=position)
+    resumed = batches(9 - consumed, micro=4, start=position, augment=augment)
     for a, b in zip(straight[consumed:], resumed, strict=True):
         assert (a.epoch, a.names) == (b.epoch, b.names)
-        assert all(torch.equal(x, y) for x, y in zip(a.crops, b.crops, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(augmented_views(a), augmented_views(b), strict=True))
+
+
+@BOTH
+def test_resuming_on_other_ranks_with_another_micro_batch_gives_the_same_global_batches(augment):
+    """From the middle of an epoch: 2 ranks x 2 images x 2 accumulated, after 1 rank x 8."""
+    straight = by_sample(batches(3, augment=augment)[1:])
+    position = Position().advance(GLOBAL, per_epoch=16)
+    ranks = [batches(4, 2, rank, 2, start=position, augment=augment, workers=rank) for rank in (0, 1)]
+    assert_same_crops(straight, by_sample(ranks[0]) | by_sample(ranks[1]))
 
 
 def test_position_moves_to_the_next_epoch():
@@ -211,6 +273,74 @@ def test_data_without_a_readable_image_is_given_up(workers, monkeypatch):
         batches(1, source=Noise(200, broken=tuple(range(200))), workers=workers)
     assert str(caught.value).startswith("100 images in a row are unreadable, the last one noise/")
     assert "\n" not in str(caught.value)
+
+
+class Channels(Noise):
+    """Images of five channels."""
+
+    def load(self, index: int) -> np.ndarray:
+        return np.random.default_rng(index).integers(0, 255, (12, 12, 5), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sources_of_other_channels_are_augmented_alike_in_both_modes(workers):
+    worker, device = (
+        batches(1, source=Channels(), channels=5, augment=augment, workers=workers)[0]
+        for augment in ("worker", "device")
+    )
+    assert worker.plans is None and worker.crops[0].shape == (8, 5, 8, 8)
+    for a, b in zip(worker.crops, augmented_views(device), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    with pytest.raises(DataError, match="5 channels, 3 are wanted"):
+        batches(1, source=Channels())
+
+
+class Faulty(Noise):
+    def load(self, index: int) -> Image.Image:
+        raise KeyError("label")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_that_raises_something_else_is_named_in_one_line(workers):
+    with pytest.raises(
+        DataError, match=r"of Faulty raised KeyError: 'label'; a source says what it can't read"
+    ) as caught:
+        batches(1, source=Faulty(), workers=workers)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGBUS])
+def test_a_killed_worker_is_named(fatal):
+    """torch would hang or print a traceback; the other worker goes on, and ends with the loader."""
+    import psutil
+
+    loader = build_loader(Noise(200), CROPS, 0, GLOBAL, GLOBAL, 0, 1, 2, START)
+    next(loader)
+    workers = [p for p in psutil.Process().children(recursive=True) if p.parent().pid != os.getpid()]
+    os.kill(workers[0].pid, fatal)
+    with pytest.raises(DataError, match=f"loader process {workers[0].pid} was killed by {fatal.name}; ") as caught:
+        list(itertools.islice(loader, 1000))
+    assert "\n" not in str(caught.value) and "--resume" in str(caught.value)
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+
+
+def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(
+        workers_module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=64 * 2**20, f_frsize=1)
+    )  # what Docker gives
+    check = workers_module.check_shared_memory
+    large = MultiCrop(224, (0.4, 1.0), 96, (0.05, 0.4), 8, "dino")
+    assert batch_bytes(large, 64, 3, "device") == 64 * 3 * (2 * 224**2 + 8 * 96**2)
+    with pytest.raises(DataError, match=r"0\.50 GiB .* /dev/shm has 0\.06 GiB free: start .* --shm-size 1g") as caught:
+        check(batch_bytes(large, 64, 3, "device"), 5)
+    assert "\n" not in str(caught.value)
+    check(batch_bytes(CROPS, 8, 3, "worker"), 5)
+    check(batch_bytes(large, 64, 3, "worker"), 0)
+    monkeypatch.setattr(workers_module, "_SHARED_MEMORY", "/nowhere")
+    check(batch_bytes(large, 64, 3, "worker"), 5)
 
 
 def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):

@@ -233,6 +233,14 @@ def test_small_images_lose_no_border_in_evaluation():
     torch.testing.assert_close(EvalCrop(32)(photo(20, 20)), to_tensor(reference), rtol=0, atol=0)
 
 
+def test_other_channels_are_cut_alike_in_evaluation():
+    image = photo(61, 50)
+    out = EvalCrop(32)(np.asarray(image)[:, :, [0, 1, 2, 2]])
+    rgb = EvalCrop(32)(image) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    torch.testing.assert_close(out[:3] * (sum(STD) / 3) + sum(MEAN) / 3, rgb, rtol=0, atol=1e-6)
+    assert torch.equal(out[2], out[3])
+
+
 def test_extreme_images_give_crops():
     for width, height in ((1, 1), (2, 1), (1, 300), (3000, 2)):
         assert len(multicrop("dino")(photo(width, height), 3)) == 5

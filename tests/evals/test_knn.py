@@ -76,10 +76,11 @@ class _OneBroken(_Colours):
 
 
 def test_unreadable_images_are_left_out():
-    features, labels = extract_features(
+    features, labels, bad = extract_features(
         lambda images: images.mean(dim=(2, 3)), _OneBroken(6), range(6), _to_tensor, torch.device("cpu"), workers=0
     )
     assert features[:, 0].tolist() == [0, 1, 2, 3, 5] and labels.tolist() == [0, 1, 2, 0, 2]
+    assert bad == ["4 (broken)"]
 
 
 def _to_tensor(image):
@@ -88,7 +89,7 @@ def _to_tensor(image):
 
 def _extract():
     source = _Colours(11)
-    features, labels = extract_features(
+    features, labels, _ = extract_features(
         lambda images: images.mean(dim=(2, 3)), source, range(11), _to_tensor, torch.device("cpu"), workers=0
     )
     return sorted(zip(features[:, 0].tolist(), labels.tolist(), strict=True))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import signal
 import weakref
 
 import pytest
 import torch
 
+from dino_ds import distributed
 from dino_ds.engine import init_distributed
-from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child
+from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child, run_in_children
 from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen
 from tests.measure.tiny import tiny_ds, tiny_recipe
@@ -52,6 +55,15 @@ def test_two_trials_in_one_process_do_not_disturb_each_other():
     one, two = _trial(1), _trial(1)
     both = [(float(one.run()), float(two.run())) for _ in range(3)]
     assert both == [(loss, loss) for loss in losses]
+
+
+def test_a_bf16_trial_does_not_lend_its_tf32_to_others():
+    before = torch.backends.cuda.matmul.fp32_precision
+    low, full = _trial(1, bf16={"enabled": True}), _trial(0)
+    low.run()
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    full.run()
+    assert torch.backends.cuda.matmul.fp32_precision == before
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -112,6 +124,29 @@ def test_a_child_tells_its_own_peak_memory():
     assert result.peak_mib - result.imports_mib == pytest.approx(300, abs=20)
     assert result.peak_mib < resident_mib() and ballast.numel()
     gc.collect()
+
+
+def sum_of_ranks(fail_on):
+    if distributed.rank() == fail_on:
+        raise RuntimeError("rank on purpose")
+    return float(distributed.sum_across_ranks(torch.ones(1)))
+
+
+def test_children_are_one_process_group_and_end_together():
+    results = run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=-1)
+    assert [result.value for result in results] == [2.0, 2.0]
+    with pytest.raises(ChildFailed, match="rank on purpose"):
+        run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=1)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_child_is_most_likely_one_without_memory():
+    with pytest.raises(ChildFailed, match="smaller --batch") as caught:
+        run_in_child("tests.measure.test_trial:be_killed")
+    assert caught.value.killed
 
 
 def test_a_failing_child_says_why():

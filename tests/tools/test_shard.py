@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from PIL import Image
 
 from dino_ds.data import tar_index
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools import shard, unshard
@@ -286,3 +289,22 @@ def test_an_interrupted_unshard_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(unshard, "_write_one", write)
     unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
     assert files_below(tmp_path / "out") == files
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path, workers):
+    """So a run may be resumed on shards that was begun on the folder."""
+    (tmp_path / "images").mkdir()
+    for i in range(24):
+        (tmp_path / f"images/{i:02d}.jpg").write_bytes(noise(40, 30 + i, seed=i))
+    lines = "".join(f"{path.name}\n" for path in sorted((tmp_path / "images").iterdir()))
+    (tmp_path / "images/list.txt").write_text(lines)
+    make(tmp_path / "images", tmp_path / "shards", shard_size="7")
+    crops = MultiCrop(16, (0.4, 1.0), 8, (0.1, 0.4), 2, "low_res")
+    seen = []
+    for root in ("images", "images/list.txt", "shards"):
+        loader = build_loader(read(tmp_path / root), crops, 3, 8, 8, 0, 1, workers, Position(1, 8))
+        batches = list(itertools.islice(loader, 4))
+        loader.close()
+        seen.append([(b.epoch, b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops]) for b in batches])
+    assert seen[0] == seen[1] == seen[2]

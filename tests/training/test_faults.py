@@ -152,3 +152,12 @@ def test_a_shard_that_is_lost_in_the_run_stops_it_with_a_clear_line(tmp_path):
     root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
     for message in run_on_ranks(_train_while_a_shard_is_lost, root, run):
         assert "are unreadable, data.max_bad_fraction 0.2 allows" in message
+
+
+def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    (test / "class1/004.png").write_bytes(b"")
+    changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps", "optimizer.warmup": "1 steps"}
+    assert run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes) == [None, None]
+    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out of the evalu" in line]
+    assert lines == [f"unreadable image left out of the evaluation: {test}/class1/004.png (empty file)"]

@@ -1,0 +1,223 @@
+"""One micro-batch of crops from the images of a source: what a loader process does."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, get_worker_info
+
+from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
+from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, ViewParameters, crop_seed
+from dino_ds.data.photometric import Plan, augment, crops_per_plan
+from dino_ds.data.sources import Source
+from dino_ds.errors import DataError
+
+_Opened = EncodedImage | DecodedImage
+Augment = Literal["device", "worker"]
+_MAX_TRIES = 100
+"""Unreadable images in a row before the data is given up."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank: its crops by size, global ones first; indices (b,) int64, all of one epoch.
+
+    Augmented in the worker: groups (v, b, c, h, w) float32, no plans. To be augmented on the device: uint8
+    (v, b, h, w, c), and for each group the plans of its v * b crops. `bad` has one text for each unreadable image met:
+    its name and the reason.
+    """
+
+    groups: list[Tensor]
+    plans: list[list[Plan]] | None
+    indices: Tensor
+    epoch: int
+    names: list[str]
+    bad: list[str]
+
+    @property
+    def crops(self) -> list[Tensor]:
+        """One tensor (b, ...) a view, global views first."""
+        return [view for group in self.groups for view in group]
+
+    def pin_memory(self) -> Batch:
+        return self.moved(Tensor.pin_memory)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor moved."""
+        plans = self.plans and [[plan.moved(move) for plan in group] for group in self.plans]
+        groups = [move(group) for group in self.groups]
+        return Batch(groups, plans, move(self.indices), self.epoch, self.names, self.bad)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
+        # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
+        rest = pickle.dumps((self.plans, self.indices.numpy(), self.epoch, self.names, self.bad))
+        return _unpack, (self.groups, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+
+
+def _unpack(groups: list[Tensor], rest: Tensor) -> Batch:
+    plans, indices, epoch, names, bad = pickle.loads(rest.numpy().tobytes())
+    return Batch(groups, plans, torch.from_numpy(indices), epoch, names, bad)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The crops of one image and what is still to be done to them; `bad` images were tried in its place."""
+
+    crops: list[Tensor]
+    views: list[ViewParameters]
+    name: str
+    bad: list[str]
+
+
+class MultiCropDataset(Dataset[Batch | DataError]):
+    """Batches by (epoch, index) pairs. Crops depend on (seed, epoch, index) and on nothing else.
+
+    augment "worker": all here, by Pillow. "device": crops are only cut here, and `device` does the rest. channels: of
+    every image; the colour operations that need RGB are left out where it is not 3.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        multicrop: MultiCrop,
+        seed: int,
+        *,
+        augment: Augment,
+        max_pixels: int | None,
+        channels: int,
+        device: torch.device,
+    ) -> None:
+        self._source, self._multicrop, self._seed = source, multicrop, seed
+        self._augment, self._max_pixels, self._channels, self._device = augment, max_pixels, channels, device
+        self._by_pillow = augment == "worker" and channels == 3
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch | DataError:
+        """One batch. An error comes as a value: torch would make its message a traceback."""
+        try:
+            return self._build(keys)
+        except DataError as error:
+            return error
+
+    def _build(self, keys: Sequence[tuple[int, int]]) -> Batch:
+        """Crops are written where the training process will read them: there is no other copy."""
+        groups = _empty_groups(self._multicrop, len(keys), self._channels, self._by_pillow)
+        views: list[list[ViewParameters]] = []
+        names: list[str] = []
+        bad: list[str] = []
+        places = [view for group in groups for view in group]
+        for row, (epoch, index) in enumerate(keys):
+            sample = self._sample(epoch, index)
+            for place, crop in zip(places, sample.crops, strict=True):
+                place[row] = crop
+            views.append(sample.views)
+            names.append(sample.name)
+            bad += sample.bad
+        plans = None if self._by_pillow else self._plan(groups, views)
+        if plans and self._augment == "worker":
+            groups = [_augment_group(group, plan) for group, plan in zip(groups, plans, strict=True)]
+            plans = None
+        return Batch(groups, plans, torch.tensor([index for _, index in keys]), keys[0][0], names, bad)
+
+    def _sample(self, epoch: int, index: int) -> _Sample:
+        """An unreadable image is replaced by a readable one drawn for (seed, epoch, index).
+
+        Raises DataError after 100 unreadable ones in a row.
+        """
+        bad: list[str] = []
+        for attempt in range(_MAX_TRIES):
+            # Not the neighbour: files that are broken together lie together.
+            again = crop_seed(self._seed, epoch, index + attempt * len(self._source))
+            actual = again % len(self._source) if attempt else index
+            try:
+                image = self._open(actual)
+                cut = self._augment_by_pillow if self._by_pillow else self._cut
+                crops, views = cut(image, crop_seed(self._seed, epoch, index))
+                return _Sample(crops, views, self._source.name(actual), bad)
+            except UnreadableImage as error:
+                bad.append(str(error))
+        raise DataError(
+            f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
+        )
+
+    def _open(self, index: int) -> _Opened:
+        try:
+            image = open_image(self._source, index, self._max_pixels)
+        except (UnreadableImage, DataError):
+            raise
+        except Exception as error:
+            raise DataError(
+                f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source says "
+                "what it can't read by raising UnreadableImage"
+            ) from error
+        if image.channels != self._channels:
+            raise UnreadableImage(self._source.name(index), f"{image.channels} channels, {self._channels} are wanted")
+        return image
+
+    def _augment_by_pillow(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[ViewParameters]]:
+        return self._multicrop(Image.fromarray(image.decode()), seed), []
+
+    def _cut(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[ViewParameters]]:
+        """The crops as uint8, of an image that was decoded no larger than they need."""
+        views, sizes = self._multicrop.draw(image.width, image.height, seed), self._multicrop.sizes
+        boxes = [view.box for view in views]
+        array = image.decode(largest_shrink(boxes, sizes))
+        if array.shape[:2] != (image.height, image.width):
+            across, down = array.shape[1] / image.width, array.shape[0] / image.height
+            boxes = [shrunk_box(box, across, down) for box in boxes]
+        return [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)], views
+
+    def _plan(self, groups: list[Tensor], views: list[list[ViewParameters]]) -> list[list[Plan]]:
+        """For each group the plans of its crops, view after view."""
+        plans, first = [], 0
+        for group in groups:
+            ordered = [of_image[view] for view in range(first, first + len(group)) for of_image in views]
+            piece = crops_per_plan(group.shape[2], self._device) or len(ordered)
+            pieces = [ordered[i : i + piece] for i in range(0, len(ordered), piece)]
+            plans.append([Plan.build(some, self._channels) for some in pieces])
+            first += len(group)
+        return plans
+
+
+def augmented_views(batch: Batch) -> list[Tensor]:
+    """The views (b, c, h, w) float32 of a batch, on its device."""
+    groups = batch.groups
+    if batch.plans is not None:
+        groups = [_augment_group(group, plans) for group, plans in zip(groups, batch.plans, strict=True)]
+    return [view for group in groups for view in group]
+
+
+def batch_bytes(multicrop: MultiCrop, images: int, channels: int, augment: Augment) -> int:
+    """Memory of the crops of one batch."""
+    one = sum(size**2 for size in multicrop.sizes) * channels
+    return images * one * (4 if augment == "worker" else 1)
+
+
+def _augment_group(group: Tensor, plans: Sequence[Plan]) -> Tensor:
+    """(v, b, h, w, c) uint8 -> (v, b, c, h, w) float32."""
+    return augment(group.flatten(0, 1), plans).unflatten(0, group.shape[:2])
+
+
+def _empty_groups(multicrop: MultiCrop, images: int, channels: int, augmented: bool) -> list[Tensor]:
+    """Room for the crops by size; in a loader process, in memory that it shares with the training process."""
+    groups = []
+    for count, size in ((NUM_GLOBAL, multicrop.global_size), (multicrop.num_local, multicrop.local_size)):
+        shape = (count, images, channels, size, size) if augmented else (count, images, size, size, channels)
+        dtype = torch.float32 if augmented else torch.uint8
+        if count == 0:
+            continue
+        if get_worker_info() is None:
+            groups.append(torch.empty(shape, dtype=dtype))
+        else:  # as torch's own collate does it
+            storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
+            groups.append(torch.empty(0, dtype=dtype).set_(storage).view(shape))
+    return groups

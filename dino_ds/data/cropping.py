@@ -1,0 +1,42 @@
+"""The crops of one decoded image as uint8: the loader's part where the device augments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Box = tuple[int, int, int, int]
+"""left, top, right, bottom in pixels"""
+_SHRINKS = (8, 4, 2)
+"""Factors by which a JPEG can be decoded smaller."""
+
+
+def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
+    """Image uint8 (h, w, c) -> its `box` (left, top, right, bottom) as uint8 (size, size, c), bicubic, antialiased.
+
+    Pillow's filter; rounding differs by a level or two. Pixels stay interleaved, which is torch's fastest layout here.
+    """
+    left, top, right, bottom = box
+    pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
+    if pixels.shape[-2:] == (size, size):
+        return pixels[0].permute(1, 2, 0)
+    resized = F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True)
+    return resized[0].permute(1, 2, 0)
+
+
+def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
+    """How many times smaller the image may be decoded so that still no crop is enlarged: 1, 2, 4 or 8."""
+    spare = min(
+        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
+    )
+    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
+
+
+def shrunk_box(box: Box, across: float, down: float) -> Box:
+    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
+    left, top = round(box[0] * across), round(box[1] * down)
+    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)

@@ -1,0 +1,130 @@
+"""An image file's bytes -> upright uint8 RGB by the fastest decoder at hand, within a limit of pixels.
+
+JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. All else,
+and JPEGs that simplejpeg finds fault with or that are neither RGB nor grey: Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import simplejpeg
+from PIL import Image, ImageOps
+
+from dino_ds.data.images import UnreadableImage, to_rgb
+
+if TYPE_CHECKING:
+    from dino_ds.data.sources import Source
+
+MAX_PIXELS = 178956970
+"""Of an image where the recipe doesn't say: Pillow's own limit."""
+_ORIENTATION = 0x0112
+_UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.transpose(1, 0, 2),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda a: np.rot90(a),
+}
+"""By the EXIF tag's value; 1 and anything unknown = upright already."""
+
+
+def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
+    """uint8 (h, w, 3), upright; an animation's first frame. Raises UnreadableImage(name, reason)."""
+    return EncodedImage(data, name, max_pixels).decode()
+
+
+def pixels(source: Source, index: int, max_pixels: int | None) -> np.ndarray:
+    """Image `index` as uint8 (h, w, c): read and decoded where the source has files, loaded else."""
+    return open_image(source, index, max_pixels).decode()
+
+
+def open_image(source: Source, index: int, max_pixels: int | None) -> EncodedImage | DecodedImage:
+    """The file with its header read, where the source has files; else the pixels. Raises UnreadableImage."""
+    read = getattr(source, "read", None)
+    if read is not None:
+        return EncodedImage(read(index), source.name(index), max_pixels)
+    return DecodedImage(np.array(source.load(index)), source.name(index), max_pixels)
+
+
+class DecodedImage:
+    """Pixels (h, w) or (h, w, c) of a source that has no files, as uint8; the interface of EncodedImage."""
+
+    def __init__(self, array: np.ndarray, name: str, max_pixels: int | None) -> None:
+        self.height, self.width = array.shape[:2]
+        _check_size(self.width, self.height, name, max_pixels)
+        self._array = array.reshape(self.height, self.width, -1)
+        self.channels = self._array.shape[2]
+
+    def decode(self, shrink: int = 1) -> np.ndarray:
+        return self._array
+
+
+class EncodedImage:
+    """A file of which only the header has been looked at; `width` and `height` (pixels) are the upright image's.
+
+    Raises UnreadableImage, before memory is taken, if it is no image or has more than `max_pixels` pixels (None = any
+    number).
+    """
+
+    channels = 3
+
+    def __init__(self, data: bytes, name: str, max_pixels: int | None) -> None:
+        self._data, self._name = data, name
+        if not data:
+            raise UnreadableImage(name, "empty file")
+        with self._naming_errors():
+            Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
+            self._image = Image.open(io.BytesIO(data))
+            width, height = self._image.size
+            _check_size(width, height, name, max_pixels)
+            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
+        self._upright = _UPRIGHT.get(orientation)
+        lies = self._upright is not None and orientation >= 5
+        self.width, self.height = (height, width) if lies else (width, height)
+
+    def decode(self, shrink: int = 1) -> np.ndarray:
+        """uint8 (h, w, 3). `shrink` 2, 4 or 8: a JPEG's sides that many times smaller, at a part of the cost.
+
+        Other formats come in full size. Raises UnreadableImage.
+        """
+        with self._naming_errors():
+            image = self._image
+            if image.format == "JPEG" and image.mode in ("RGB", "L"):
+                array = _decode_jpeg(self._data, *image.size, shrink)
+                if array is not None:
+                    return array if self._upright is None else np.ascontiguousarray(self._upright(array))
+            return np.array(to_rgb(ImageOps.exif_transpose(image)))
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except UnreadableImage:
+            raise
+        except Image.UnidentifiedImageError:
+            raise UnreadableImage(self._name, "not an image") from None
+        except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
+            reason = str(error).partition("\n")[0]
+            raise UnreadableImage(self._name, reason or type(error).__name__) from error
+
+
+def _decode_jpeg(data: bytes, width: int, height: int, shrink: int) -> np.ndarray | None:
+    """uint8 (height / shrink, width / shrink, 3), rounded up; None if there is any fault in it: Pillow then decides."""
+    try:
+        return simplejpeg.decode_jpeg(
+            data, "RGB", min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
+        )
+    except ValueError:
+        return None
+
+
+def _check_size(width: int, height: int, name: str, max_pixels: int | None) -> None:
+    if max_pixels is not None and width * height > max_pixels:
+        raise UnreadableImage(name, f"{width} x {height} pixels, data.max_pixels allows {max_pixels}")

@@ -1,0 +1,210 @@
+"""Each bench as its command calls it, at a tiny size: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from dino_ds.bench import attention, engine, ladder, memory, scaling, step
+from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.errors import ConfigError
+from dino_ds.measure.memory import ChildResult
+from dino_ds.options.commands import COMMANDS
+from dino_ds.ranges import PARTS
+from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.ranks import run_on_ranks
+
+COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    """Memory without a process of its own: those are tested once, below."""
+    result = ChildResult(None, 100.0, 60.0)
+    for module, name in ((step, "memory_of_step"), (memory, "memory_of_step"), (ladder, "run_in_child")):
+        monkeypatch.setattr(module, name, lambda *_, **__: result)
+    monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)  # a second's work
+
+
+def _result(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def _bench_step(**changes):
+    given = {
+        "recipe": tiny_recipe(),
+        "ds": tiny_ds(0),
+        "ds_path": "t.json",
+        "compare": None,
+        "data": False,
+        "json": True,
+    }
+    step.run(**{**given, **COMMON, **changes})
+
+
+def test_step(capsys, no_children):
+    _bench_step()
+    result = _result(capsys)
+    (setting,) = result["settings"]
+    assert setting["images_per_second"] == pytest.approx(2 / setting["step_seconds"])
+    assert set(setting["parts"]) == {*PARTS, "other"}
+    assert sum(setting["parts"].values()) == pytest.approx(1)
+    assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
+    flops = sum(step_flops(tiny_recipe().model.architecture(), HeadSizes(64, 48, 16, 3), [32, 32, 16, 16]).values())
+    assert result["gflop_per_image"] == pytest.approx(flops / 1e9)
+    assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
+    assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
+    assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
+    assert result["host"]["versions"]["torch"] and "ratio" not in result
+
+
+@pytest.mark.parametrize(
+    "compare", ["ds.dino_ds.packed=false,true", "crops.num_local=2,1", "ds.zero_optimization.stage=0,1"]
+)
+def test_step_compares_two_settings(capsys, no_children, compare):
+    _bench_step(compare=compare)
+    result = _result(capsys)
+    first, second = result["settings"]
+    key, _, values = compare.partition("=")
+    assert [first["name"], second["name"]] == [f"{key}={value}" for value in values.split(",")]
+    assert result["ratio"] == pytest.approx(second["images_per_second"] / first["images_per_second"])
+    if "stage" in key:
+        assert (first["stage"], second["stage"]) == (0, 1)
+
+
+def test_step_with_real_data_waits_for_it(capsys, no_children):
+    _bench_step(recipe=tiny_recipe(data__source="photos", data__workers="0"), data=True)
+    assert _result(capsys)["settings"][0]["parts"]["data"] > 0
+
+
+def test_step_prints_a_table(capsys, no_children):
+    _bench_step(json=False, compare="ds.dino_ds.packed=false,true")
+    out = capsys.readouterr().out
+    assert "| images/s " in out and "part: backward" in out and "ratio of images/s" in out and "torch" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"compare": "seed"}, "is not a key and two values"),
+        ({"compare": "seed=1"}, "is not a key and two values"),
+        ({"compare": "seed=1,1"}, "is not a key and two values"),
+        ({"compare": "seed=1,2,3"}, "is not a key and two values"),
+        ({"compare": "sed=1,2"}, "--sed: not a recipe key"),
+        ({"compare": "ds.dino_ds.pakced=true,false"}, "--ds.dino_ds.pakced"),
+        ({"compare": "data.global_batch=1,2"}, "--batch"),
+        ({"compare": "seed=1,2", "data": True}, "--compare with --data"),
+        ({"data": True}, "--data needs images"),
+        ({"ds": tiny_ds(0, train_micro_batch_size_per_gpu=3)}, "--data.global_batch"),
+    ],
+)
+def test_step_refuses(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        _bench_step(**changes)
+
+
+def test_ladder(capsys, no_children, tmp_path):
+    ladder.run(recipe=tiny_recipe(), out=str(tmp_path / "out"), json=True, **COMMON)
+    result = _result(capsys)
+    assert set(result) >= {"rungs", "exact_total_speedup", "exact_total_memory_ratio"}
+    keys = {"name", "images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "exact", "skipped"}
+    assert all(keys <= set(row) for row in result["rungs"])
+    ran = [row for row in result["rungs"] if not row["skipped"]]
+    for before, row in itertools.pairwise(ran):
+        assert row["speedup_step"] == pytest.approx(row["images_per_second"] / before["images_per_second"])
+        assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
+    last = [row for row in result["rungs"] if row["exact"]][-1]
+    assert (result["exact_total_speedup"], last["name"]) == (last["speedup_total"], "DeepSpeed engine")
+    assert result["exact_total_memory_ratio"] == 1.0
+    assert [row["name"] for row in result["rungs"] if row["skipped"]][-1] == "data workers"
+    assert json.loads((tmp_path / "out/ladder.json").read_text()) == result
+    assert "| plain step " in (tmp_path / "out/ladder.md").read_text()
+    assert (tmp_path / "out/ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ladder_refuses_rungs_that_learn_something_else():
+    rungs = [rung for rung in ladder.all_rungs() if rung.exact][:2]
+    with pytest.raises(AssertionError, match="SDPA"):
+        ladder._check_exact(rungs, {rungs[0].name: [1.0, 2.0], rungs[1].name: [1.0, 2.001]})
+
+
+def test_memory(capsys, no_children):
+    memory.run(recipe=tiny_recipe(), json=True, **COMMON)
+    variants = _result(capsys)["variants"]
+    assert [(v["precision"], v["checkpointing"]) for v in variants] == [
+        ("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True),
+    ]  # fmt: skip
+    assert all(v["step_seconds"] > 0 for v in variants)
+
+
+def test_attention(capsys):
+    attention.run(recipe=tiny_recipe(), json=True, **COMMON)
+    result = _result(capsys)
+    found = {(row["name"], row["shape"]): row for row in result["attention"]}
+    assert {shape for _, shape in found} == {"4 x 17", "4 x 5", "both"}
+    for name in ("naive", "sdpa auto", "sdpa math"):
+        assert found[name, "both"]["both_ms"] > 0
+    assert all(row["skipped"] or row["forward_ms"] > 0 for row in found.values())
+
+
+def test_engine(capsys):
+    engine.run(recipe=tiny_recipe(), json=True, **COMMON)
+    result = _result(capsys)
+    assert [row["name"] for row in result["engines"]] == ["plain torch AdamW", "ZeRO 0", "ZeRO 1", "ZeRO 2"]
+    first = result["engines"][0]["step_seconds"]
+    for row in result["engines"]:
+        assert row["overhead_percent"] == pytest.approx(100 * (row["step_seconds"] / first - 1))
+        assert row["ema_percent"] > 0
+    assert result["loss_percent"] > 0
+
+
+def test_scaling(capsys, monkeypatch):
+    def on_pool(function, ranks, threads, **arguments):
+        assert function == "dino_ds.bench.scaling:take_steps"
+        return [ChildResult(v, 0, 0) for v in run_on_ranks(scaling.take_steps, world=ranks, **arguments)]
+
+    monkeypatch.setattr(scaling, "run_in_children", on_pool)
+    scaling.run(recipe=tiny_recipe(), ranks=2, json=True, **COMMON)
+    result = _result(capsys)
+    assert [row["stage"] for row in result["stages"]] == [0, 1, 2, 3]
+    for row in result["stages"]:
+        assert row["speedup"] == pytest.approx(row["images_per_second"] / row["images_per_second_1"])
+        assert row["communication_share"] > 0
+
+
+def test_scaling_refuses_more_ranks_than_places():
+    with pytest.raises(ConfigError, match="--ranks 1000"):
+        scaling.run(recipe=tiny_recipe(), ranks=1000, json=True, **COMMON)
+
+
+def _ladder_on_ranks():
+    with pytest.raises(ConfigError, match="measures in one process"):
+        ladder.run(recipe=tiny_recipe(), out=None, json=True, **COMMON)
+
+
+def test_one_process_benches_refuse_several():
+    run_on_ranks(_ladder_on_ranks)
+
+
+def test_memory_of_a_step_is_its_own():
+    from dino_ds.bench.common import memory_of_step
+
+    result = memory_of_step(tiny_recipe(), tiny_ds(0), "t.json", 2, 1)
+    assert 0 < result.peak_mib - result.imports_mib < 300
+
+
+def test_commands_give_what_the_functions_take():
+    import importlib
+    import inspect
+
+    for name, command in COMMANDS.items():
+        if name.startswith("bench "):
+            module, _, function = command.runs.partition(":")
+            wanted = set(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+            given = {flag.name for flag in command.all_flags} - {"config", "ds_config", "debug"}
+            given |= ({"recipe"} if command.takes_recipe else set()) | (
+                {"ds", "ds_path"} if command.takes_ds else set()
+            )
+            assert wanted == given, name

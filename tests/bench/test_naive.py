@@ -1,0 +1,130 @@
+"""Every exact rung of the ladder is the same training step; its plain parts against ours, one by one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
+from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
+from dino_ds.build import build_network
+from dino_ds.ds_config import Levers
+from dino_ds.engine import init_distributed
+from dino_ds.masters import WholeMasters
+from dino_ds.models.head import Prototypes
+from dino_ds.objective.dino import DinoLoss
+from dino_ds.teacher import Teacher
+from tests.measure.tiny import tiny_recipe
+
+EXACT = [rung for rung in all_rungs() if rung.exact]
+
+
+@pytest.fixture(autouse=True)
+def _process_group():
+    init_distributed()
+
+
+def test_the_pairwise_loss_is_ours():
+    """To 1e-6 relative, gradients too: sums in another order."""
+    torch.manual_seed(0)
+    logits, teacher = torch.rand(5 * 4, 64) * 2 - 1, torch.rand(2 * 4, 64) * 2 - 1
+    results = []
+    for kind in (PairwiseLoss, DinoLoss):
+        loss = kind(64, 0.1, 0.9)
+        loss.center.value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
+        given = logits.clone().requires_grad_()
+        value = loss(given, teacher, 0.04).loss
+        results.append((value.detach(), torch.autograd.grad(value, given)[0], loss.center.pending()))
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(plain, ours, rtol=1e-6, atol=1e-7)
+
+
+def test_normalised_prototypes_are_ours():
+    ours, plain = Prototypes(16, 64), NormalisedPrototypes(16, 64)
+    plain.weight = torch.nn.Parameter(ours.weight.detach().clone())
+    z, g = torch.randn(6, 16), torch.randn(6, 64)
+    results = []
+    for layer in (ours, plain):
+        given = z.clone().requires_grad_()
+        out = layer(torch.nn.functional.normalize(given, dim=-1))
+        results.append((out, *torch.autograd.grad(out, (given, layer.weight), g)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_loop_over_the_teacher_is_one_pass():
+    student = build_network(tiny_recipe(), Levers())
+    masters = [WholeMasters(list(student.named_parameters()))]
+    teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, Teacher)]
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    states = []
+    for teacher in teachers:
+        teacher.update(0.9)
+        states.append(teacher.state_dict())
+    for name in states[0]:
+        torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-7)
+
+
+def _losses_and_teacher(rung):
+    # Stochastic depth and a learning rate that moves something in three steps.
+    trial = build_rung(rung, tiny_recipe(optimizer__lr="0.1", model__drop_path="0.3"), 4)
+    losses = [float(trial.run()) for _ in range(4)]
+    return losses, trial.step.teacher.state_dict(), trial.step.objective.center.value
+
+
+@pytest.fixture(scope="module")
+def plain():
+    init_distributed()
+    losses, teacher, center = _losses_and_teacher(EXACT[0])
+    assert abs(losses[3] - losses[0]) > 1e-3, "the weights move"
+    return losses, teacher, center
+
+
+@pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
+def test_exact_rungs_are_the_plain_step(rung, plain):
+    """Four steps with clipping, stochastic depth, centre and EMA. Losses to 1e-5, as the ladder asserts."""
+    losses, teacher, center = _losses_and_teacher(rung)
+    assert losses == pytest.approx(plain[0], rel=1e-5)
+    torch.testing.assert_close(center, plain[2], rtol=1e-4, atol=1e-6)
+    for name in teacher:
+        if not name.endswith("qkv.bias"):  # the key bias has no gradient but noise, which Adam makes as large as others
+            torch.testing.assert_close(teacher[name], plain[1][name], rtol=1e-4, atol=2e-6)
+
+
+def test_rungs_grow_from_the_plain_step():
+    rungs = all_rungs()
+    assert rungs[0].levers == Levers(attention="naive", packed=False, cls_only_last_block=False)
+    assert [rung.exact for rung in rungs] == sorted((rung.exact for rung in rungs), reverse=True)
+    assert EXACT[-1].engine and EXACT[-1].levers == Levers()
+    assert not last_without_engine().engine and last_without_engine().levers == Levers()
+
+
+def test_rungs_that_cannot_be_stood_on_say_why(monkeypatch):
+    recipe = tiny_recipe(model__drop_path="0")
+    reasons = {rung.name: why_skipped(rung, recipe) for rung in all_rungs()}
+    assert all(reasons[rung.name] is None for rung in EXACT)
+    assert "bench step --data" in reasons["data workers"]
+    assert reasons["batched stochastic depth"] == "model.drop_path is 0"
+    monkeypatch.setattr("dino_ds.bench.rungs._cpu_has_bf16", lambda: False)
+    if not torch.cuda.is_available():
+        bf16 = next(rung for rung in all_rungs() if rung.name == "bf16")
+        assert "no bf16 units" in why_skipped(bf16, recipe)
+
+
+def test_the_plain_engine_clips_the_global_norm():
+    recipe = tiny_recipe()
+    engine = PlainEngine(build_network(recipe, Levers()), recipe, 1e-3, True, torch.device("cpu"))
+    seen = []
+    engine._optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(
+            torch.nn.utils.get_total_norm([p.grad for g in optimizer.param_groups for p in g["params"]])
+        )
+    )
+    out = engine([torch.randn(2, 3, 32, 32)] * 2, None)
+    engine.backward(out.square().sum())
+    engine.step()
+    assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)

@@ -1,0 +1,167 @@
+"""Decoding: every kind of file becomes the right pixels, and a bad one is named before it costs memory."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
+from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
+from dino_ds.data.images import UnreadableImage
+from dino_ds.recipe import DataSection
+from tests.data.test_multicrop import photo
+from tests.data.test_sources import encoded, images_of_every_mode
+
+LIMIT = 10**7
+
+
+@pytest.mark.parametrize("kind", sorted(images_of_every_mode()))
+def test_every_mode_becomes_right_rgb(kind):
+    data, expected = images_of_every_mode()[kind]
+    image = decode_rgb(data, "file", LIMIT)
+    assert image.dtype == np.uint8 and image.shape == (8, 8, 3)
+    np.testing.assert_allclose(image[4, 4], expected, atol=2)
+
+
+@pytest.mark.parametrize("size", [(61, 45), (1, 1), (17, 9)])
+@pytest.mark.parametrize("options", [{"subsampling": s, "progressive": p} for s in (0, 1, 2) for p in (0, 1)])
+def test_jpegs_are_decoded_as_pillow_does(size, options):
+    """To the last bit: `data.augment worker` is the reference's pipeline."""
+    for image in (photo(*size), photo(*size).convert("L"), photo(*size).convert("CMYK")):
+        data = encoded(image, "JPEG", **options)
+        np.testing.assert_array_equal(decode_rgb(data, "file", LIMIT), Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", range(10))
+def test_images_stand_upright(orientation, form):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(photo(61, 45), form, exif=exif)
+    reference = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+    image = EncodedImage(data, "file", LIMIT)
+    assert (image.height, image.width) == reference.shape[:2]
+    np.testing.assert_array_equal(image.decode(), reference)
+
+
+def test_an_animation_gives_its_first_frame():
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    for form in ("GIF", "WEBP", "PNG"):
+        data = encoded(frames[0], form, save_all=True, append_images=frames[1:])
+        np.testing.assert_allclose(decode_rgb(data, "file", LIMIT)[4, 4], (255, 0, 0), atol=2)
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"0")) + chunk(b"IEND", b"")
+
+
+def test_a_decompression_bomb_is_named_before_it_is_decoded():
+    bomb = png_that_claims(60000, 60000)
+    with pytest.raises(UnreadableImage, match=r"bomb \(60000 x 60000 pixels, data.max_pixels allows 178956970\)"):
+        EncodedImage(bomb, "bomb", 178956970)
+    assert decode_rgb(encoded(photo(60, 45), "PNG"), "file", 60 * 45).shape == (45, 60, 3)
+    with pytest.raises(UnreadableImage, match="allows 2699"):
+        decode_rgb(encoded(photo(60, 45), "PNG"), "file", 60 * 45 - 1)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
+def test_damaged_files_are_unreadable_and_nothing_else(form):
+    """Cut anywhere, and with bytes overwritten: decoded or named, never another exception, no line break."""
+    data = encoded(photo(61, 45), form)
+    rng = np.random.default_rng(0)
+    for cut in (1, 4, 20, 200, len(data) // 2):
+        with pytest.raises(UnreadableImage) as caught:
+            decode_rgb(data[:cut], "file", LIMIT)
+        assert str(caught.value).startswith("file (") and "\n" not in str(caught.value)
+    for _ in range(60):
+        damaged = bytearray(data)
+        for place in rng.integers(0, len(data), 8):
+            damaged[place] = rng.integers(256)
+        with contextlib.suppress(UnreadableImage):
+            assert decode_rgb(bytes(damaged), "file", LIMIT).dtype == np.uint8
+
+
+def test_what_is_no_image():
+    for data, reason in ((b"", "empty file"), (b"hello, world", "not an image"), (b"\x00" * 1000, "not an image")):
+        with pytest.raises(UnreadableImage, match=rf"file \({reason}\)"):
+            decode_rgb(data, "file", LIMIT)
+
+
+class Arrays:
+    """Images that are not RGB."""
+
+    labels = classes = None
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def __len__(self):
+        return 2
+
+    def load(self, index):
+        return np.full(self.shape, index, dtype=np.uint8)
+
+    def name(self, index):
+        return f"arrays/{index}"
+
+
+@pytest.mark.parametrize("shape", [(6, 9, 5), (6, 9)])
+def test_sources_without_files_give_their_pixels(shape):
+    image = pixels(Arrays(shape), 1, LIMIT)
+    assert image.shape == (6, 9, 5 if len(shape) == 3 else 1) and (image == 1).all()
+    with pytest.raises(UnreadableImage, match="arrays/1 \\(9 x 6 pixels"):
+        open_image(Arrays(shape), 1, 53)
+
+
+# crops
+
+
+@pytest.mark.parametrize("box,size", [((0, 0, 300, 200), 96), ((13, 7, 113, 90), 32), ((100, 50, 140, 95), 64)])
+@pytest.mark.parametrize("channels", [1, 3, 5])
+def test_crops_are_resized_as_pillow_does(box, size, channels):
+    """Rounding differs by a level, and by a few at hard edges, where Pillow clips between its two passes."""
+    image = np.array(photo(300, 200))[:, :, [0, 1, 2, 0, 1][:channels]]
+    crop = resize_crop(image, box, size).numpy()
+    assert crop.shape == (size, size, channels) and crop.dtype == np.uint8
+    for channel in range(channels):
+        reference = Image.fromarray(image[:, :, channel]).crop(box).resize((size, size), Image.Resampling.BICUBIC)
+        difference = np.abs(crop[:, :, channel].astype(int) - np.asarray(reference))
+        assert difference.max() <= 4 and difference.mean() <= 0.1
+
+
+def test_a_shrunk_photo_gives_the_same_crops():
+    """Of a big JPEG no crop needs every pixel. Compared in the box that whole pixels of the small image allow."""
+    data = encoded(photo(400, 300).resize((3000, 2250), Image.Resampling.BICUBIC), "JPEG", quality=95)
+    boxes, sizes = [(0, 0, 3000, 2250), (500, 333, 1500, 1333), (1001, 77, 1901, 977)], [224, 224, 96]
+    assert largest_shrink(boxes, sizes) == 4
+    image = EncodedImage(data, "file", LIMIT)
+    whole, small = np.array(image.decode()), np.array(EncodedImage(data, "file", LIMIT).decode(4))
+    assert small.shape == (563, 750, 3)
+    for box, size in zip(boxes, sizes, strict=True):
+        there = shrunk_box(box, 750 / 3000, 563 / 2250)
+        back = tuple(min(round(edge * 4), limit) for edge, limit in zip(there, (3000, 2250) * 2, strict=True))
+        difference = resize_crop(small, there, size).float() - resize_crop(whole, back, size).float()
+        assert difference.abs().mean() <= 1
+
+
+def test_no_crop_is_enlarged_by_shrinking():
+    assert largest_shrink([(0, 0, 224, 500)], [224]) == 1
+    assert largest_shrink([(0, 0, 448, 500)], [224]) == 2
+    assert largest_shrink([(0, 0, 4480, 5000), (0, 0, 400, 380)], [224, 96]) == 2
+    assert largest_shrink([(0, 0, 9000, 9000)], [224]) == 8
+    assert shrunk_box((5, 5, 6, 6), 0.25, 0.25) == (1, 1, 2, 2)
+
+
+def test_the_evaluation_reads_what_training_reads():
+    """`load` has no recipe at hand."""
+    assert DataSection().max_pixels == MAX_PIXELS

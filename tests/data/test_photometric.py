@@ -1,0 +1,220 @@
+"""Photometric augmentation on the device: torchvision's float operations, each crop with its own parameters."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as F
+from PIL import Image
+
+from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, MultiCrop, ViewParameters, apply_view, to_tensor
+from dino_ds.data.photometric import Plan, augment, blend, gaussian_blur, shift_hue, solarize
+from tests.data.test_multicrop import JITTER, assert_rate, photo
+
+LEVEL = 1 / 255
+NOTHING = ViewParameters((0, 0, 1, 1), False, (), False, None, False)
+
+
+def crops(count: int, size: int = 32, channels: int = 3) -> torch.Tensor:
+    """uint8 (n, h, w, c): photographs with noise, pure colours and grey."""
+    some = torch.from_numpy(np.stack([np.asarray(photo(size + i, size + i))[-size:, -size:] for i in range(count)]))
+    some[0, : size // 2] = 128
+    some[0, size // 2 :, :, 1:] = 0
+    return some[..., [0, 1, 2, 1, 0][:channels]].contiguous()
+
+
+def as_floats(some: torch.Tensor) -> torch.Tensor:
+    return some.permute(0, 3, 1, 2) / 255
+
+
+def pixels(out: torch.Tensor) -> torch.Tensor:
+    """Before the normalisation."""
+    return out * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+
+
+def reference(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
+    """torchvision's functional on float tensors, crop by crop, in the order of DINO's Compose."""
+    out = []
+    for image, view in zip(as_floats(some), views, strict=True):
+        if view.flip:
+            image = F.horizontal_flip(image)
+        for name, factor in view.jitter:
+            image = getattr(F, f"adjust_{name}")(image, factor)
+        if view.gray:
+            image = F.rgb_to_grayscale(image, num_output_channels=3)
+        if view.blur_radius is not None:
+            image = F.gaussian_blur(image, [13, 13], [view.blur_radius] * 2)
+        if view.solarize:
+            image = F.solarize(image, 128 / 255)
+        out.append(F.normalize(image, list(MEAN), list(STD)))
+    return torch.stack(out)
+
+
+def augmented(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
+    return augment(some, [Plan.build(views, some.shape[-1])])
+
+
+ALONE = {
+    "nothing": [NOTHING],
+    "flip": [replace(NOTHING, flip=True)],
+    "gray": [replace(NOTHING, gray=True)],
+    "solarize": [replace(NOTHING, solarize=True)],
+    "blur": [replace(NOTHING, blur_radius=radius) for radius in (0.1, 0.5, 1.0, 1.7, 2.0)],
+    **{
+        name: [replace(NOTHING, jitter=((name, factor),)) for factor in (0.6, 0.9, 1.0, 1.1, 1.4)]
+        for name in ("brightness", "contrast", "saturation")
+    },
+    "hue": [replace(NOTHING, jitter=(("hue", turns),)) for turns in (-0.5, -0.1, 0.0, 0.04, 0.1, 0.5)],
+}
+
+
+@pytest.mark.parametrize("operation", sorted(ALONE))
+def test_every_operation_equals_torchvisions(operation):
+    """Within 1/255 is asked for, hue 2/255; all but solarize (whose threshold lies half a level apart) reach 1e-5."""
+    views = [view for view in ALONE[operation] for _ in range(3)]
+    some = crops(len(views))
+    tolerance = LEVEL if operation == "solarize" else 1e-5
+    torch.testing.assert_close(
+        pixels(augmented(some, views)), pixels(reference(some, views)), rtol=0, atol=tolerance + 1e-6
+    )
+
+
+@pytest.mark.parametrize("augmentation", sorted(AUGMENTATIONS))
+def test_the_chain_equals_torchvisions_for_drawn_parameters(augmentation):
+    """Every crop has its own operations in its own order. 1e-4: hue divides by the chroma of greyish pixels."""
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, augmentation)
+    views = [view for seed in range(30) for view in multicrop.draw(100, 80, seed)]
+    some = crops(len(views))
+    out, expected = pixels(augmented(some, views)), pixels(reference(some, views))
+    solarized = torch.tensor([view.solarize for view in views])
+    torch.testing.assert_close(out[~solarized], expected[~solarized], rtol=0, atol=1e-4)
+    torch.testing.assert_close(out[solarized], expected[solarized], rtol=0, atol=LEVEL + 1e-4)
+
+
+def test_solarize_is_exact_on_8_bit_levels():
+    levels = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
+    torch.testing.assert_close(solarize(levels / 255), F.solarize(levels, 128) / 255, rtol=0, atol=1e-6)
+
+
+def test_grey_stays_grey_and_black_stays_black_under_a_hue_shift():
+    some = torch.cat([torch.zeros(1, 3, 4, 4), torch.full((1, 3, 4, 4), 0.3), torch.ones(1, 3, 4, 4)])
+    torch.testing.assert_close(shift_hue(some, torch.tensor([0.1, -0.3, 0.5])), some, rtol=0, atol=1e-6)
+
+
+def test_crops_smaller_than_the_blur_are_blurred():
+    some = torch.rand(2, 3, 4, 5)
+    out = gaussian_blur(some, torch.tensor([0.5, 2.0]))
+    expected = torch.stack([F.gaussian_blur(x, [9, 7], [s, s]) for x, s in zip(some, (0.5, 2.0), strict=True)])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    assert gaussian_blur(torch.rand(1, 3, 1, 1), torch.tensor([1.0])).shape == (1, 3, 1, 1)
+
+
+def test_pieces_give_what_the_whole_gives():
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, "dino")
+    views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
+    some = crops(len(views))
+    pieces = [Plan.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
+    torch.testing.assert_close(augment(some, pieces), augmented(some, views), rtol=0, atol=1e-5)
+
+
+def test_crops_are_not_written_to():
+    some = crops(2)
+    before = some.clone()
+    augmented(some, [replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)] * 2)
+    assert torch.equal(some, before)
+
+
+def test_nothing_waits_for_the_device():
+    """On the meta device there are no values: whatever the host would have to read raises an error."""
+    views = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
+    plan = Plan.build(views, 3).moved(lambda tensor: tensor.to("meta"))
+    out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan])
+    assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for():
+    views = MultiCrop(64, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
+    some, plan = crops(len(views), 64), Plan.build(views, 3)
+    there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = augment(there, [moved])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(pixels(out.cpu()), pixels(augment(some, [plan])), rtol=0, atol=LEVEL)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_other_channels_than_rgb_keep_what_applies_to_them(channels):
+    """Flip, brightness, contrast, blur, solarize; the colour operations that need RGB are left out."""
+    some = crops(4, channels=channels)
+    colours = (("saturation", 0.5), ("hue", 0.1))
+    views = [replace(NOTHING, jitter=colours, gray=True), NOTHING, replace(NOTHING, jitter=(("contrast", 0.7),))]
+    views.append(replace(NOTHING, jitter=(*colours, ("brightness", 1.3)), flip=True, blur_radius=1.0, solarize=True))
+    out = augmented(some, views) * (sum(STD) / 3) + sum(MEAN) / 3
+    x = as_floats(some)
+    torch.testing.assert_close(out[:2], x[:2], rtol=0, atol=1e-6)
+    contrast = (0.7 * x[2] + 0.3 * x[2].mean()).clamp(0, 1)
+    torch.testing.assert_close(out[2], contrast, rtol=0, atol=1e-6)
+    bright = F.gaussian_blur((x[3].flip(-1) * 1.3).clamp(0, 1), [13, 13], [1.0, 1.0])
+    torch.testing.assert_close(out[3], torch.minimum(bright, 1 - bright), rtol=0, atol=1e-5)
+
+
+def test_a_blend_is_clamped_and_in_place():
+    x = torch.rand(2, 3, 4, 4)
+    factor, none = torch.full((2, 1, 1, 1), 3.0), torch.zeros(2, 1, 1, 1)
+    expected = (x * 3).clamp(0, 1)
+    assert blend(x, factor, none, none).data_ptr() == x.data_ptr()
+    torch.testing.assert_close(x, expected)
+
+
+# the same distribution as the worker's
+
+
+def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 2, "dino")
+    views = [multicrop.draw(100, 80, seed) for seed in range(2000)]
+    for kind, blur in ((0, 1.0), (1, 0.1), (2, 0.5)):
+        plan = Plan.build([view[kind] for view in views], 3)
+        flips, *hues, grays, blurs, solarized = plan.counts
+        for hits, rate in ((flips, 0.5), (sum(hues), 0.8), (grays, 0.2), (blurs, blur), (solarized, 0.2 * (kind == 1))):
+            assert_rate(hits, 2000, rate)
+        for hits in hues:
+            assert_rate(hits, 2000, 0.2)
+        blends = plan.values[: 4 * 3 * 2000].view(4, 3, 2000)
+        assert 0.6 <= blends[:, 0].min() < 0.61 and 1.39 < blends[:, 0].max() <= 1.4
+        saturation, contrast = (blends[:, i].flatten() for i in (1, 2))
+        assert -0.2 <= saturation.min() < -0.19 and 0.19 < saturation.max() <= 0.2
+        assert -0.4 <= contrast.min() < -0.39 and 0.39 < contrast.max() <= 0.4
+        for drawn in (saturation, contrast):
+            assert_rate(int((drawn != 0).sum()), 2000, 0.8)
+        turns = plan.values[4 * 3 * 2000 :][: sum(hues)]
+        assert -0.1 <= turns.min() < -0.099 and 0.099 < turns.max() <= 0.1
+        sigmas = plan.values[4 * 3 * 2000 + sum(hues) :][:blurs]
+        assert 0.1 <= sigmas.min() < 0.2 and 1.9 < sigmas.max() <= 2.0
+
+
+def test_the_worker_sees_nearly_the_same():
+    """Pillow rounds after every operation, and its blur is three box filters that repeat the edge's pixels."""
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 4, "dino")
+    views = [replace(view, box=(0, 0, 32, 32)) for seed in range(20) for view in multicrop.draw(100, 80, seed)]
+    some = crops(len(views))
+    worker = torch.stack(
+        [to_tensor(apply_view(Image.fromarray(x.numpy()), view, 32)) for x, view in zip(some, views, strict=True)]
+    )
+    difference = (pixels(augmented(some, views)) - pixels(worker)).abs()
+    assert difference.mean() < 1.5 * LEVEL
+    inner = difference[:, :, 6:-6, 6:-6]
+    assert inner.mean() < 1.2 * LEVEL
+
+
+def test_a_plan_travels_between_processes_as_plain_bytes():
+    plan = Plan.build([replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)], 3)
+    other = pickle.loads(pickle.dumps(plan))
+    assert torch.equal(other.rows, plan.rows) and torch.equal(other.values, plan.values)
+    assert (other.crops, other.counts) == (plan.crops, plan.counts)
