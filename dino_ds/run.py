@@ -8,6 +8,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules
 from dino_ds.checkpoint import Checkpoints, save_teacher
@@ -71,26 +73,8 @@ class Run:
         return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 
     def build_feed(self) -> Feed:
-        """Batches on the device, from `position` on. Raises DataError where shared memory is too small for them."""
-        data, where, channels = self.recipe.data, self.step.engine.device, self.recipe.model.in_chans
-        with distributed.together():
-            check_shared_memory(batch_bytes(self.crops, self.config.micro_batch, channels, data.augment), data.workers)
-        loader = build_loader(
-            self.source,
-            self.crops,
-            self.recipe.seed,
-            data.global_batch,
-            self.config.micro_batch,
-            distributed.rank(),
-            distributed.world_size(),
-            data.workers,
-            self.position,
-            augment=data.augment,
-            max_pixels=data.max_pixels,
-            channels=channels,
-            device=where,
-        )
-        return Feed(loader, where)
+        """As the function of that name, from `position` on."""
+        return build_feed(self.recipe, self.source, self.config.micro_batch, self.step.engine.device, self.position)
 
     def advance(self) -> None:
         """One micro-batch of every rank has been used."""
@@ -132,6 +116,32 @@ class Run:
         if self.watch and state["knn"]:
             self.watch.load_state_dict(state["knn"])
         self.step.restore(state["step"])
+
+
+def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position) -> Feed:
+    """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
+
+    Raises DataError where shared memory is too small for them.
+    """
+    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    with distributed.together():
+        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment), data.workers)
+    loader = build_loader(
+        source,
+        crops,
+        recipe.seed,
+        data.global_batch,
+        micro_batch,
+        distributed.rank(),
+        distributed.world_size(),
+        data.workers,
+        start,
+        augment=data.augment,
+        max_pixels=data.max_pixels,
+        channels=channels,
+        device=where,
+    )
+    return Feed(loader, where)
 
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:

@@ -30,7 +30,12 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     places = torch.cuda.device_count() if torch.cuda.is_available() else len(_cores())
     if not 1 < ranks <= places:
         raise ConfigError(f"--ranks {ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)")
-    arguments = {"recipe": recipe.model_dump(mode="json"), "batch": batch, "steps": steps, "warmup": warmup}
+    arguments: dict[str, Any] = {
+        "recipe": recipe.model_dump(mode="json"),
+        "batch": batch,
+        "steps": steps,
+        "warmup": warmup,
+    }
     arguments["stages"] = list(STAGES)
     found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
     rows = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,6 @@ from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.memory import estimate_memory
-from dino_ds.data.loader import Batch, Position, build_loader
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import build_source
 from dino_ds.ds_config import DsConfig, change_ds_config
 from dino_ds.engine import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
@@ -22,9 +18,8 @@ from dino_ds.measure.host import matmul_tflops
 from dino_ds.measure.memory import MIB
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.measure.trial import build_trial, resolve
-from dino_ds.models.drop_path import sample_keys
-from dino_ds.ranges import PARTS, listen, named_range
+from dino_ds.measure.trial import build_trial, real_feed, resolve, run_on_data
+from dino_ds.ranges import PARTS, listen
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class _Stepper:
 
     def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool) -> None:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
-        self._batches = _real_batches(recipe, config) if data else None
+        self._feed = real_feed(recipe, self.trial) if data else None
         self._left = warmup
         self.parts = PartTimes(self.trial.step.engine.device, distributed.world_size())
 
@@ -118,25 +113,10 @@ class _Stepper:
                 self._step()
 
     def _step(self) -> None:
-        if self._batches is None:
+        if self._feed is None:
             self.trial.run()
             return
-        for _ in range(self.trial.accumulation):
-            with named_range("data"):
-                batch = next(self._batches)
-                views = [view.to(device(), non_blocking=True) for view in batch.crops]
-            keys = sample_keys(self.recipe.seed, batch.epoch, batch.indices.to(device(), non_blocking=True))
-            self.trial.step.micro_batch(views, keys)
-
-
-def _real_batches(recipe: Recipe, config: DsConfig) -> Iterator[Batch]:
-    data = recipe.data
-    source = build_source(data.source, data.root, "train", data.download)
-    crops = MultiCrop(**recipe.crops.model_dump())
-    rank, ranks = distributed.rank(), distributed.world_size()
-    return build_loader(
-        source, crops, recipe.seed, data.global_batch, config.micro_batch, rank, ranks, data.workers, Position()
-    )
+        run_on_data(self.trial, self._feed, self.recipe.seed)
 
 
 def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, float]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def end_after_a_death(batches: object) -> str | None:
     name = signals.get(dead.exitcode, "")
     how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
     hint = _HINTS.get(name, "")
-    return f"loader process {dead.pid} {how}; the last checkpoint is intact, --resume goes on from it{hint}"
+    return f"loader process {dead.pid} {how}; what the run has saved is intact, --resume goes on from there{hint}"
 
 
 @contextmanager

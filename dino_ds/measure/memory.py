@@ -6,6 +6,7 @@ share is told apart.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dino_ds import distributed
 from dino_ds.ds_config import CHECKOUT
 from dino_ds.engine import free_port
@@ -28,15 +31,17 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORL
 
 
 class ChildFailed(UserError):
-    """A process ended without a result; `log` is all it said, and the message its last line."""
+    """A process ended without a result. `log` is all it said, and the message its last line; `returncode` is -SIGKILL
+    if it took too much memory."""
 
     exit_code = 1
 
-    def __init__(self, log: str, killed: bool = False) -> None:
+    def __init__(self, log: str, returncode: int) -> None:
         last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
+        killed = returncode == -signal.SIGKILL
         why = "it was killed, most likely by the system for its memory: take a smaller --batch" if killed else last
         super().__init__(f"a process that was to measure ended without a result: {why}")
-        self.log, self.killed = log, killed
+        self.log, self.returncode = log, returncode
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,13 @@ def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> Ch
     return run_in_children(function, 1, threads, **kwargs)[0]
 
 
-def run_in_children(function: str, ranks: int, threads: int | None = None, **kwargs: Any) -> list[ChildResult]:
-    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order."""
+def run_in_children(
+    function: str, ranks: int, threads: int | None = None, limit_mib: float | None = None, **kwargs: Any
+) -> list[ChildResult]:
+    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order.
+
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -78,16 +88,20 @@ def run_in_children(function: str, ranks: int, threads: int | None = None, **kwa
                     f"from dino_ds.measure.memory import _child; _child({folder!r}, {rank})",
                 ]
                 children.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
-        _wait_for_all(children, Path(folder))
+        _wait_for_all(children, Path(folder), limit_mib)
         return [ChildResult(**json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(ranks)]
 
 
-def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None:
+def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
     """When one fails the others, which would wait for it, are stopped."""
+    codes: list[int] = []
     try:
-        while any(child.poll() is None for child in children) and not any(child.returncode for child in children):
-            time.sleep(0.05)
-        killed = any(child.returncode == -signal.SIGKILL for child in children)
+        while any(child.poll() is None for child in children) and not codes:
+            if limit_mib is not None and _resident_sets_mib(children) > limit_mib:
+                codes = [-signal.SIGKILL]
+            else:
+                time.sleep(0.02)
+                codes = [child.returncode for child in children if child.poll()]
     finally:
         for child in children:
             if child.poll() is None:
@@ -96,7 +110,16 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path) -> None
         logs = [(folder / f"{rank}.log").read_text() for rank, child in enumerate(children) if child.returncode]
         # The rank that fails first takes the connections of the others with it.
         logs.sort(key=lambda log: "Connection closed by peer" not in log)
-        raise ChildFailed("\n".join(logs), killed)
+        codes = codes or [child.returncode for child in children if child.returncode]
+        raise ChildFailed("\n".join(logs), min(codes))
+
+
+def _resident_sets_mib(children: list[subprocess.Popen[bytes]]) -> float:
+    total = 0
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += psutil.Process(child.pid).memory_info().rss
+    return total / MIB
 
 
 def resident_mib(peak: bool = False) -> float:
@@ -110,8 +133,6 @@ def resident_mib(peak: bool = False) -> float:
         line = next(line for line in status.read_text().splitlines() if line.startswith(wanted))
         return int(line.split()[1]) / 1024
     import resource
-
-    import psutil
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / MIB

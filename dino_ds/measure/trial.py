@@ -13,12 +13,16 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.memory import count_parameters
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import Position
+from dino_ds.data.sources import build_source
 from dino_ds.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine import fp16_supported, init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
-from dino_ds.run import build_step
+from dino_ds.ranges import named_range
+from dino_ds.run import build_feed, build_step
 from dino_ds.step import DinoStep
 
 _FP32_MATMUL = torch.backends.cuda.matmul.fp32_precision
@@ -44,6 +48,21 @@ class Trial:
         torch.backends.cuda.matmul.fp32_precision = self.fp32_matmul
         losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
+
+
+def run_on_data(trial: Trial, feed: Feed, seed: int) -> None:
+    """One optimizer step on real images; the wait for them is the part "data"."""
+    for _ in range(trial.accumulation):
+        with named_range("data"):
+            batch = next(feed)
+        trial.step.micro_batch(batch.views, sample_keys(seed, batch.epoch, batch.indices))
+
+
+def real_feed(recipe: Recipe, trial: Trial) -> Feed:
+    """The images that `train` would take, from its beginning. Raises DataError."""
+    data, engine = recipe.data, trial.step.engine
+    source = build_source(data.source, data.root, "train", data.download)
+    return build_feed(recipe, source, engine.config.micro_batch, engine.device, Position())
 
 
 def join(threads: int | None = None) -> None:

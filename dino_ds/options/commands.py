@@ -146,6 +146,54 @@ BENCHES = (
     ),
 )
 
+_DATA = (
+    Command(
+        "bench data",
+        "images/s of each way of making crops beside DINO's own, of decoding and of reading",
+        "dino_ds.bench.data:run",
+        (
+            Flag("images", "int", 120, "image files that are measured"),
+            Flag("rounds", "int", 5, "rounds, all pipelines by turns"),
+            Flag("threads", "int", 1, "threads of torch's operators"),
+            Flag("out", "text", None, "folder for data.json and data.png", shown="none"),
+            _JSON,
+        ),
+        takes_ds=False,
+    ),
+    Command(
+        "find-workers",
+        "images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation",
+        "dino_ds.tools.find_workers:run",
+        (
+            Flag("seconds", "number", 6.0, "measured for each number of processes, in 3 rounds by turns"),
+            Flag("max_workers", "int", None, "largest number of processes", shown="this rank's share of the cores"),
+            Flag(
+                "step_images_per_second",
+                "number",
+                None,
+                "what one rank's training step takes: says whether it would wait",
+                shown="not compared",
+            ),
+            _JSON,
+        ),
+        takes_ds=False,
+        needs_images=True,
+    ),
+    Command(
+        "look-data",
+        "a sheet of images with all their crops, and what the data set is like",
+        "dino_ds.tools.look_data:run",
+        (
+            Flag("images", "int", 6, "images on the sheet"),
+            Flag("sample", "int", 2000, "images that the statistics are made of, drawn at random; 0 = all", zero=True),
+            Flag("out", "text", "data.png", "the sheet; a page with more goes beside it (.html)"),
+            _JSON,
+        ),
+        takes_ds=False,
+        needs_images=True,
+    ),
+)
+
 _SHARDING = (
     Command(
         "shard",
@@ -180,7 +228,40 @@ _SHARDING = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_SHARDING)}
+_TOOLS = (
+    Command(
+        "find-batch-size",
+        "the largest micro-batch that fits and the fastest one, with the table that was measured",
+        "dino_ds.tools.find_batch_size:run",
+        (
+            Flag("ranks", "int", None, "processes to try with, a GPU each", shown="one per GPU"),
+            Flag(
+                "memory_gib",
+                "number",
+                None,
+                "largest memory: of each GPU, or of all processes together on a CPU",
+                shown="what a GPU has, or 90 % of what is free on a CPU",
+            ),
+            Flag("steps", "int", 3, "optimizer steps measured per size"),
+            Flag("threads", "int", None, "threads of each process on a CPU", shown="its share of the cores"),
+            Flag("write", "text", None, "ds JSON to write the fastest micro-batch into; the rest of it stays", "none"),
+            _JSON,
+        ),
+    ),
+    Command(
+        "profile",
+        "where the step's time goes by part and by operator, which resource bounds it and what to change",
+        "dino_ds.tools.profiler:run",
+        (
+            Flag("out", "text", "profile", "folder for the traces and the summary"),
+            Flag("tool", "text", "torch", "torch, cprofile (the Python side) or nsight (to be run under nsys)"),
+            *_bench_flags(steps=5),
+        ),
+        recipe="vitti16",
+    ),
+)
+
+COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

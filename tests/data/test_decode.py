@@ -12,8 +12,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
-from dino_ds.data.decode import EncodedImage, decode_rgb, open_image, pixels
+from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
 from dino_ds.data.images import UnreadableImage
+from dino_ds.recipe import DataSection
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded, images_of_every_mode
 
@@ -159,3 +160,8 @@ def test_no_crop_is_enlarged_by_shrinking():
     assert largest_shrink([(0, 0, 4480, 5000), (0, 0, 400, 380)], [224, 96]) == 2
     assert largest_shrink([(0, 0, 9000, 9000)], [224]) == 8
     assert shrunk_box((5, 5, 6, 6), 0.25, 0.25) == (1, 1, 2, 2)
+
+
+def test_the_evaluation_reads_what_training_reads():
+    """`load` has no recipe at hand."""
+    assert DataSection().max_pixels == MAX_PIXELS

@@ -1,0 +1,214 @@
+"""`dino-ds bench data`: images/s of one core for each way of making crops, and for the parts of it."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.bench.data_picture import draw
+from dino_ds.bench.pil_pipeline import PilPipeline
+from dino_ds.bench.storage import read_rates
+from dino_ds.config import Recipe
+from dino_ds.data.batches import Augment, Batch, MultiCropDataset, augmented_views
+from dino_ds.data.decode import EncodedImage
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.multicrop import STD, MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.measure.host import describe_host, host_line
+from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.timing import Timing, time_interleaved
+
+_BATCH = 16
+_PIPELINES = {
+    "pil": "DINO's own: Pillow and torchvision v1, decoding included",
+    "exact": "data.augment worker: decoding, crops and augmentation by Pillow",
+    "split_worker": "data.augment device, the worker's part: decoding and uint8 crops",
+    "device": "data.augment device, the device's part, on this CPU",
+    "device_gpu": "the same on the GPU",
+    "split_total": "data.augment device, both parts on this CPU",
+    "decode": "decoding alone",
+}
+
+
+def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, recipe: Recipe) -> None:
+    """Measure on `images` files of data.root, or on the embedded photographs; `out`: folder for data.json, data.png.
+
+    Raises ConfigError for a source that has no files, DataError where none can be read.
+    """
+    torch.set_num_threads(threads)
+    multicrop = MultiCrop(**recipe.crops.model_dump())
+    files = _Files(recipe, images)
+    timings = _time(multicrop, files, recipe, rounds)
+    rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}
+    split = timings["split_worker"].seconds + timings["device"].seconds
+    rates["split_total"] = {"images_per_second": len(files) / split}
+    worker, device = _both_modes(multicrop, files, recipe)
+    crops = recipe.crops
+    result: dict[str, Any] = {
+        "pipelines": rates,
+        "ratio_split_to_pil": timings["pil"].seconds / timings["split_worker"].seconds,
+        "ratio_exact_to_pil": timings["pil"].seconds / timings["exact"].seconds,
+        "distance_levels": _distance(worker, device),
+        "read": read_rates(files.contents, rounds),
+        "clock": timings["pil"].clock,
+        "crops": f"2x{crops.global_size} + {crops.num_local}x{crops.local_size}, {crops.augment}",
+        "images": files.describe(),
+        "host": describe_host(),
+    }
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "data.json").write_text(json_text.dumps(result, indent=1) + "\n")
+        draw(result, [view[0] for view in worker], [view[0] for view in device]).savefig(folder / "data.png", dpi=100)
+    print_result(_page(result), result, json)
+
+
+class _Files:
+    """Encoded images in memory: storage is measured by itself."""
+
+    labels = classes = None
+
+    def __init__(self, recipe: Recipe, images: int) -> None:
+        data = recipe.data
+        if data.root is None and data.source == "folder":
+            self.where = "the embedded photographs"
+            with resources.as_file(resources.files("dino_ds.data") / "photos") as folder:
+                self._take(ImageFolder(str(folder)), images, data.max_pixels)
+        else:
+            self.where = data.root or data.source
+            self._take(build_source(data.source, data.root, "train", data.download), images, data.max_pixels)
+
+    def _take(self, source: Any, images: int, max_pixels: int) -> None:
+        if not hasattr(source, "read"):
+            raise ConfigError(
+                f"bench data decodes image files, and data.source {self.where} has none: give --data.root"
+            )
+        self.contents: list[bytes] = []
+        self._sizes: list[tuple[int, int]] = []
+        count, unreadable = min(images, len(source)), ""
+        for index in (i * len(source) // count for i in range(count)):
+            try:
+                data = source.read(index)
+                image = EncodedImage(data, source.name(index), max_pixels)
+                image.decode()
+            except UnreadableImage as error:
+                unreadable = str(error)
+                continue
+            self.contents.append(data)
+            self._sizes.append((image.width, image.height))
+        if not self.contents:
+            raise DataError(f"none of {count} images of {self.where} can be read, the last one {unreadable}")
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def read(self, index: int) -> bytes:
+        return self.contents[index]
+
+    def load(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        return str(index)
+
+    def describe(self) -> dict[str, Any]:
+        pixels = [width * height for width, height in self._sizes]
+        return {
+            "where": self.where,
+            "count": len(self),
+            "mean_megapixels": sum(pixels) / len(pixels) / 1e6,
+            "largest": max(self._sizes, key=lambda size: size[0] * size[1]),
+            "mean_kilobytes": sum(map(len, self.contents)) / len(self) / 1000,
+        }
+
+
+def _dataset(multicrop: MultiCrop, files: _Files, recipe: Recipe, augment: Augment, device: str) -> MultiCropDataset:
+    limit, where = recipe.data.max_pixels, torch.device(device)
+    return MultiCropDataset(files, multicrop, recipe.seed, augment=augment, max_pixels=limit, channels=3, device=where)
+
+
+def _batches(dataset: MultiCropDataset, files: _Files) -> list[Batch]:
+    keys = [(0, index) for index in range(len(files))]
+    built = [dataset.__getitems__(keys[i : i + _BATCH]) for i in range(0, len(keys), _BATCH)]
+    return [_checked(batch) for batch in built]
+
+
+def _checked(batch: Batch | DataError) -> Batch:
+    if isinstance(batch, DataError):
+        raise batch
+    return batch
+
+
+def _time(multicrop: MultiCrop, files: _Files, recipe: Recipe, rounds: int) -> dict[str, Timing]:
+    """All pipelines by turns, each over all images; the GPU by itself, since it goes by wall time."""
+    worker, split = (_dataset(multicrop, files, recipe, augment, "cpu") for augment in ("worker", "device"))
+    ready, pil = _batches(split, files), PilPipeline(multicrop)
+    runs: dict[str, Callable[[], object]] = {
+        "pil": lambda: [pil(data) for data in files.contents],
+        "exact": lambda: [worker.__getitems__([(0, index)]) for index in range(len(files))],
+        "split_worker": lambda: [split.__getitems__([(0, index)]) for index in range(len(files))],
+        "device": lambda: [augmented_views(batch) for batch in ready],
+        "decode": lambda: [EncodedImage(data, "", recipe.data.max_pixels).decode() for data in files.contents],
+    }
+    with torch.random.fork_rng(devices=[]):
+        timings = time_interleaved(runs, rounds, 1, torch.device("cpu"))
+    if torch.cuda.is_available():
+        there = [
+            b.moved(torch.Tensor.cuda) for b in _batches(_dataset(multicrop, files, recipe, "device", "cuda"), files)
+        ]
+        gpu = {"device_gpu": lambda: [augmented_views(batch) for batch in there]}
+        timings |= time_interleaved(gpu, rounds, 3, torch.device("cuda"))
+    return timings
+
+
+def _both_modes(multicrop: MultiCrop, files: _Files, recipe: Recipe) -> tuple[list[Tensor], list[Tensor]]:
+    """The views (b, 3, h, w) of the first images by worker and by device."""
+    datasets = (_dataset(multicrop, files, recipe, augment, "cpu") for augment in ("worker", "device"))
+    worker, device = (augmented_views(_batches(dataset, files)[0]) for dataset in datasets)
+    return worker, device
+
+
+def _distance(worker: list[Tensor], device: list[Tensor]) -> float:
+    """Mean difference of two sets of views, in levels of 255."""
+    scale = torch.tensor(STD).view(3, 1, 1) * 255
+    return torch.stack([((a - b).abs() * scale).mean() for a, b in zip(worker, device, strict=True)]).mean().item()
+
+
+def _page(result: dict[str, Any]) -> str:
+    images, pipelines, read = result["images"], result["pipelines"], result["read"]
+    rows = [
+        [name, f"{rate['images_per_second']:.1f}", f"{1000 / rate['images_per_second']:.2f}", _PIPELINES[name]]
+        for name, rate in sorted(pipelines.items(), key=lambda item: list(_PIPELINES).index(item[0]))
+    ]
+    width, height = images["largest"]
+    return "\n".join(
+        [
+            f"bench data: {images['count']} images of {images['where']}, {images['mean_megapixels']:.2f} megapixels "
+            f"and {images['mean_kilobytes']:.0f} kB on average, the largest {width} x {height}",
+            f"crops {result['crops']}",
+            f"{host_line(result['host'])}; {result['clock']} time, interleaved",
+            "",
+            markdown_table(["pipeline", "images/s", "ms", "what it is"], rows),
+            "",
+            f"split_worker is {result['ratio_split_to_pil']:.2f} x pil, exact {result['ratio_exact_to_pil']:.2f} x; "
+            f"crops of the two modes differ by {result['distance_levels']:.2f} of 255 levels on average",
+            "",
+            markdown_table(["reading, images/s", *_states(read)], [_reading(name, read) for name in read]),
+        ]
+    )
+
+
+def _states(read: dict[str, dict[str, float]]) -> Sequence[str]:
+    return [f"{state} cache" for state in read["loose"]]
+
+
+def _reading(name: str, read: dict[str, dict[str, float]]) -> Sequence[str]:
+    return [{"loose": "loose files", "shard": "one tar shard"}[name], *(f"{rate:.0f}" for rate in read[name].values())]

@@ -1,0 +1,58 @@
+"""DINO's own augmentation, for comparison: `DataAugmentationDINO` of facebookresearch/dino main_dino.py.
+
+Written with torchvision's v1 transforms on Pillow images, as there; the recipe's sizes and strengths are filled in.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import Any
+
+from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
+from torchvision import transforms
+from torchvision.transforms import InterpolationMode
+
+from dino_ds.data.multicrop import MEAN, STD, MultiCrop
+
+
+class PilPipeline:
+    """An image file's bytes -> its crops, normalised. Draws from the global random generators."""
+
+    def __init__(self, multicrop: MultiCrop) -> None:
+        kinds = [(multicrop.global_size, multicrop.global_scale)] * 2
+        kinds += [(multicrop.local_size, multicrop.local_scale)]
+        self._transforms = [self._build(multicrop, kind, *of) for kind, of in enumerate(kinds)]
+        self._num_local = multicrop.num_local
+
+    def __call__(self, data: bytes) -> list[Tensor]:
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        first, second, local = self._transforms
+        return [first(image), second(image), *(local(image) for _ in range(self._num_local))]
+
+    @staticmethod
+    def _build(multicrop: MultiCrop, kind: int, size: int, scale: tuple[float, float]) -> Any:
+        a = multicrop.augmentation
+        jitter = transforms.ColorJitter(a.brightness, a.contrast, a.saturation, a.hue)
+        return transforms.Compose(
+            [
+                transforms.RandomResizedCrop(size, scale=scale, interpolation=InterpolationMode.BICUBIC),
+                transforms.RandomHorizontalFlip(a.flip),
+                transforms.RandomApply([jitter], p=a.jitter),
+                transforms.RandomGrayscale(a.gray),
+                _Maybe(a.blur[kind], lambda image: image.filter(ImageFilter.GaussianBlur(random.uniform(0.1, 2.0)))),
+                _Maybe(a.solarize[kind], ImageOps.solarize),
+                transforms.ToTensor(),
+                transforms.Normalize(MEAN, STD),
+            ]
+        )
+
+
+class _Maybe:
+    def __init__(self, probability: float, operation: Any) -> None:
+        self._probability, self._operation = probability, operation
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        done: Image.Image = self._operation(image) if random.random() < self._probability else image
+        return done

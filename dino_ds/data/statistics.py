@@ -1,0 +1,173 @@
+"""What a data set is made of: sizes, shapes, modes, formats, unreadable files, look-alikes and classes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from dino_ds.data.decode import decode_rgb, pixels
+from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.sources import Source
+from dino_ds.data.workers import main_module_left_out, worker_options
+
+SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
+"""Edges of the histogram, pixels."""
+ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, math.inf)
+"""Edges of the histogram, width / height."""
+_SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
+_BATCH = 16
+_NO_FORMAT = "none"
+"""Of images that do not come from files."""
+_EXIF_ORIENTATION = 0x0112
+_TURNED = (5, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One image: upright size in pixels, mode and format of its file, bytes of the file (None: there is no file).
+
+    `problem` is why it can't be read; then the rest means nothing.
+    """
+
+    index: int
+    width: int = 0
+    height: int = 0
+    mode: str = ""
+    format: str = ""
+    file_bytes: int | None = None
+    hash: int = 0
+    problem: str | None = None
+
+
+def look_at(source: Source, indices: Sequence[int], workers: int | None, max_pixels: int) -> Iterator[Facts]:
+    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`."""
+    loader: DataLoader[Facts] = DataLoader(
+        _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
+    )
+    with main_module_left_out(unless_defines=source):
+        batches = iter(loader)
+    for batch in batches:
+        yield from batch
+
+
+class _FactsOf(Dataset[Facts]):
+    def __init__(self, source: Source, max_pixels: int) -> None:
+        self._source, self._max_pixels = source, max_pixels
+
+    def __getitem__(self, index: int) -> Facts:
+        read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
+        try:
+            if read is None:
+                return self._of_pixels(index)
+            data = read(index)
+            found = difference_hash(Image.fromarray(decode_rgb(data, self._source.name(index), self._max_pixels)))
+        except UnreadableImage as error:
+            return Facts(index, problem=error.reason)
+        with Image.open(io.BytesIO(data)) as header:
+            turned = header.getexif().get(_EXIF_ORIENTATION) in _TURNED
+            width, height = reversed(header.size) if turned else header.size
+            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), found)
+
+    def _of_pixels(self, index: int) -> Facts:
+        array = pixels(self._source, index, self._max_pixels)
+        height, width, channels = array.shape
+        mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
+        grey = Image.fromarray(array if channels == 3 else array.mean(2).astype(np.uint8))
+        return Facts(index, width, height, mode, _NO_FORMAT, hash=difference_hash(grey))
+
+
+def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
+    """What `dino-ds look-data --json` prints; sizes are of the readable images. At least one must be readable."""
+    good = [fact for fact in facts if fact.problem is None]
+    widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
+    shorter = np.minimum(widths, heights)
+    sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
+    return {
+        "images": len(source),
+        "looked_at": len(facts),
+        "unreadable": _unreadable([fact for fact in facts if fact.problem is not None], source),
+        "width": _spread(widths),
+        "height": _spread(heights),
+        "shorter_side": {**_spread(shorter), "histogram": _histogram(shorter, SHORTER_SIDES)},
+        "aspect_ratio": {**_spread(widths / heights), "histogram": _histogram(widths / heights, ASPECT_RATIOS)},
+        "formats": _counts(fact.format for fact in good),
+        "modes": _counts(fact.mode for fact in good),
+        "file_bytes": _spread(np.array(sizes)) if sizes else None,
+        "classes": _classes(source),
+        "near_duplicates": _near_duplicates(good, source),
+    }
+
+
+def _unreadable(bad: Sequence[Facts], source: Source) -> dict[str, Any]:
+    return {
+        "count": len(bad),
+        "reasons": _counts(fact.problem or "" for fact in bad),
+        "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
+    }
+
+
+def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:
+    groups = find_groups(np.array([fact.hash for fact in good], dtype=np.uint64))
+    return {
+        "bits": MAX_DISTANCE,
+        "groups": len(groups),
+        "images": sum(map(len, groups)),
+        "surplus": sum(len(group) - 1 for group in groups),
+        "largest": [
+            {"images": len(group), "names": [source.name(good[place].index) for place in group[:_SHOWN_MEMBERS]]}
+            for group in groups[:_SHOWN_GROUPS]
+        ],
+    }
+
+
+def _classes(source: Source) -> dict[str, Any] | None:
+    """Of the whole data set: labels are at hand without reading an image."""
+    if source.labels is None or source.classes is None:
+        return None
+    labels = np.asarray(source.labels)
+    counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
+    return {
+        "count": len(source.classes),
+        "unlabelled": int((labels < 0).sum()),
+        "images": _spread(counts),
+        "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+    }
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "min": _number(values.min()),
+        "median": _number(np.median(values)),
+        "max": _number(values.max()),
+    }
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else round(float(value), 4)
+
+
+def _histogram(values: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
+    """Bins [from, below), without empty ones at both ends; below None = no limit."""
+    counts, _ = np.histogram(values, bins=[*edges[:-1], np.inf])
+    filled = np.flatnonzero(counts)
+    return [
+        {
+            "from": round(edges[i], 4),
+            "below": None if math.isinf(edges[i + 1]) else round(edges[i + 1], 4),
+            "images": int(counts[i]),
+        }
+        for i in range(filled[0], filled[-1] + 1)
+    ]
+
+
+def _counts(values: Iterator[str]) -> dict[str, int]:
+    return dict(Counter(values).most_common())

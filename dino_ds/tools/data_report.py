@@ -1,0 +1,115 @@
+"""The statistics of a data set as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_BAR = 32
+_NAMED = 20
+"""Unreadable files and groups of duplicates that are named; --json names all."""
+
+
+def report(found: dict[str, Any]) -> str:
+    """What `summarise` found, plus source, root, enlarged_crops, sheet and page."""
+    return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
+
+
+def bin_name(edge: dict[str, Any]) -> str:
+    """A bin of a histogram in words."""
+    low = f"{round(edge['from'], 2):g}"
+    if edge["below"] is None:
+        return f"{low} and more"
+    high = f"{round(edge['below'], 2):g}"
+    return f"{low} to {high}" if edge["from"] else f"below {high}"
+
+
+def duplicates_sentence(found: dict[str, Any]) -> str:
+    """How many images look like another one."""
+    near = found["near_duplicates"]
+    if not near["groups"]:
+        return "none" + _within(found)
+    groups = "1 group" if near["groups"] == 1 else f"{near['groups']:,} groups"
+    return (
+        f"{groups} of images that look the same, {near['images']:,} images; keeping one of each would remove "
+        f"{near['surplus']:,} ({near['surplus'] / found['looked_at']:.2%})" + _within(found)
+    )
+
+
+def _within(found: dict[str, Any]) -> str:
+    return " (among those looked at)" if found["looked_at"] < found["images"] else ""
+
+
+def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(heading or nothing, text)"""
+    yield "images", f"{found['images']:,} in {found['root'] or found['source']}"
+    if found["looked_at"] < found["images"]:
+        yield "looked at", f"{found['looked_at']:,} of them, drawn at random (--sample 0: all)"
+    yield from _class_lines(found["classes"])
+    yield from _unreadable_lines(found)
+    yield "size", ", ".join(f"{side} {_spread(found[side])}" for side in ("width", "height")) + " px"
+    yield "formats", _shares(found["formats"])
+    yield "modes", _shares(found["modes"])
+    if found["file_bytes"] is not None:
+        kilobytes = {name: value / 1000 for name, value in found["file_bytes"].items()}
+        yield "file size", f"{_spread(kilobytes)} kB"
+    for name, crops in found["enlarged_crops"].items():
+        yield (
+            "enlarged" if name == "global" else "",
+            f"{crops['fraction']:.1%} of {name} crops hold fewer pixels than the {crops['size']} x {crops['size']} "
+            "that the network gets",
+        )
+    yield from _bars("short side", found["shorter_side"]["histogram"])
+    yield from _bars("width/height", found["aspect_ratio"]["histogram"])
+    yield "duplicates", duplicates_sentence(found)
+    for group in found["near_duplicates"]["largest"][:_NAMED]:
+        yield "", _few(group["names"], group["images"])
+    yield "sheet", f"{found['sheet']}; with more, {found['page']}"
+
+
+def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if classes is None:
+        yield "classes", "none: images have no labels"
+        return
+    counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
+    unlabelled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
+    yield "classes", f"{classes['count']:,}; images in a class: {_spread(classes['images'])}{unlabelled}"
+    if classes["images"]["min"] == classes["images"]["max"]:
+        return
+    if len(counts) <= 2 * _NAMED:
+        yield "", ", ".join(f"{name} {count:,}" for name, count in counts)
+    else:
+        yield "", "largest " + ", ".join(f"{name} {count:,}" for name, count in counts[:5])
+        yield "", "smallest " + ", ".join(f"{name} {count:,}" for name, count in counts[-5:])
+
+
+def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    bad = found["unreadable"]
+    share = f" ({bad['count'] / found['looked_at']:.2%})" if bad["count"] else ""
+    yield "unreadable", f"{bad['count']:,}{share}"
+    for file in bad["files"][:_NAMED]:
+        yield "", f"{file['name']} ({file['reason']})"
+    if bad["count"] > _NAMED:
+        yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
+
+
+def _bars(head: str, bins: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    most, total = max(each["images"] for each in bins), sum(each["images"] for each in bins)
+    for number, each in enumerate(bins):
+        bar = "█" * max(round(_BAR * each["images"] / most), 1 if each["images"] else 0)
+        share = each["images"] / total
+        yield head if number == 0 else "", f"{bin_name(each):<14}{each['images']:>10,} {share:>6.1%}  {bar}"
+
+
+def _spread(values: dict[str, float]) -> str:
+    low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
+    return low if low == high else f"{low} to {high} (median {middle})"
+
+
+def _shares(counts: dict[str, int]) -> str:
+    total = sum(counts.values())
+    return ", ".join(f"{name} {count:,} ({count / total:.1%})" for name, count in counts.items())
+
+
+def _few(names: list[str], images: int, most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {images - most:,} more" if images > most else "")

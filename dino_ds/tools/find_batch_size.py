@@ -1,0 +1,271 @@
+"""`dino-ds find-batch-size`: the largest micro-batch that fits, and the fastest one, on the real step.
+
+Every size is tried in new processes: DeepSpeed's engines can't be taken apart after an out-of-memory error, and the end
+of a process gives everything back. The recipe's global batch stays; accumulation follows from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dino_ds import distributed
+from dino_ds.config import Recipe
+from dino_ds.costs.memory import count_parameters, estimate_memory
+from dino_ds.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.engine import device
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.measure.host import describe_host, host_line
+from dino_ds.measure.memory import ChildFailed, ChildResult, run_in_children
+from dino_ds.measure.tables import markdown_table
+from dino_ds.measure.timing import clock_of, synchronize
+from dino_ds.measure.trial import Trial, build_trial, resolve
+from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
+
+WARMUP = 2
+"""The second step is the first with Adam's moments: the highest."""
+_OUT_OF_MEMORY = 77
+_FREE_PART = 0.9
+
+
+def run(
+    *,
+    recipe: Recipe,
+    ds: Mapping[str, Any],
+    ds_path: str,
+    ranks: int | None,
+    memory_gib: float | None,
+    steps: int,
+    threads: int | None,
+    write: str | None,
+    json: bool,
+) -> None:
+    """Try micro-batches up to the recipe's global batch per rank; print the table, write the fastest if asked.
+
+    Raises ConfigError if not one image fits, or if `write` can't be written.
+    """
+    gpus = torch.cuda.device_count()
+    ranks = ranks or max(1, gpus)
+    _check(recipe, ranks, gpus, write)
+    limit = memory_gib if gpus or memory_gib else _free_gib()
+    trials = _Trials(recipe, ds, ds_path, ranks, limit, steps, threads, bool(gpus))
+    images = recipe.data.global_batch // ranks
+    largest = find_largest(lambda size: trials.take(size).fits, images)
+    if largest == 0:
+        raise ConfigError(
+            f"not one image fits into {_memory_text(limit, bool(gpus))}: recompute activations "
+            "(activation_checkpointing), shard or offload more (zero_optimization), or take a smaller model"
+        )
+    trials.take(largest_divisor(images, largest))
+    best = fastest(trials.tried.values(), images)
+    accumulation = images // best.micro_batch
+    result = {
+        "backbone": recipe.model.backbone,
+        "ranks": ranks,
+        "memory_limit_gib": limit,
+        "largest": largest,
+        "best": best.micro_batch,
+        "accumulation": accumulation,
+        "global_batch": recipe.data.global_batch,
+        "tried": [asdict(t) | {"predicted_gib": trials.predicted_gib(s)} for s, t in sorted(trials.tried.items())],
+        "written": write,
+        "host": describe_host(),
+    }
+    if write:
+        write_batch(Path(write), ds, ds_path, best.micro_batch)
+    print(dumps(result, indent=1) if json else _page(result, bool(gpus)), flush=True)
+
+
+def _check(recipe: Recipe, ranks: int, gpus: int, write: str | None) -> None:
+    if distributed.world_size() > 1:
+        raise ConfigError("find-batch-size starts its own processes: call it without deepspeed or torchrun")
+    if gpus and ranks > gpus:
+        raise ConfigError(f"--ranks {ranks}: this machine has {gpus} GPU(s)")
+    if recipe.data.global_batch % ranks:
+        raise ConfigError(f"global batch {recipe.data.global_batch} is not a multiple of {ranks} ranks")
+    if write and not (Path(write).absolute().parent.is_dir() and os.access(Path(write).absolute().parent, os.W_OK)):
+        raise ConfigError(f"--write {write}: its folder is missing or can't be written to")
+
+
+class _Trials:
+    """Takes each size once; `tried` by size."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        ds: Mapping[str, Any],
+        ds_path: str,
+        ranks: int,
+        limit_gib: float | None,
+        steps: int,
+        threads: int | None,
+        on_gpu: bool,
+    ) -> None:
+        self._recipe, self._ds, self._ds_path, self._ranks = recipe, ds, ds_path, ranks
+        self._limit_gib, self._steps, self._threads, self._on_gpu = limit_gib, steps, threads, on_gpu
+        self.tried: dict[int, Tried] = {}
+        self._libraries = 0
+
+    def take(self, micro_batch: int) -> Tried:
+        if micro_batch not in self.tried:
+            self.tried[micro_batch] = found = self._take(micro_batch)
+            rate = f"{found.images_per_second:.4g} images/s, {found.memory_gib:.2f} GiB" if found.fits else "no room"
+            tqdm.write(f"micro-batch {micro_batch}: {rate}", file=sys.stderr)
+        return self.tried[micro_batch]
+
+    def _take(self, micro_batch: int) -> Tried:
+        ds, accumulation = self._ds_of(micro_batch)
+        in_process = None if self._on_gpu or self._limit_gib is None else self._limit_gib * 1024
+        try:
+            children = run_in_children(
+                "dino_ds.tools.find_batch_size:measure",
+                self._ranks,
+                self._threads,
+                in_process,
+                recipe=self._recipe.model_dump(mode="json"),
+                ds=ds,
+                ds_path=self._ds_path,
+                steps=self._steps,
+                accumulation=accumulation,
+                limit_gib=self._limit_gib,
+            )
+        except ChildFailed as error:
+            if error.returncode in (_OUT_OF_MEMORY, -signal.SIGKILL):
+                return Tried(micro_batch, False)
+            raise DataError(f"the step fails at micro-batch {micro_batch}: {_last_line(error.log)}") from error
+        return self._outcome(micro_batch, children)
+
+    def _outcome(self, micro_batch: int, children: list[ChildResult]) -> Tried:
+        self._libraries = round(max(child.imports_mib for child in children) * 2**20)
+        peaks = [child.peak_mib / 1024 for child in children]
+        used = max(peaks) if self._on_gpu else sum(peaks)
+        if self._limit_gib is not None and used > self._limit_gib:
+            return Tried(micro_batch, False)
+        images = micro_batch * self._ranks
+        return Tried(micro_batch, True, images / max(child.value for child in children), max(peaks))
+
+    def predicted_gib(self, micro_batch: int) -> float:
+        """Of one process; without a GPU with the libraries as they were found."""
+        ds, _ = self._ds_of(micro_batch)
+        total = micro_batch * ds["gradient_accumulation_steps"] * self._ranks
+        config = resolve_ds_config(ds, self._ds_path, total, self._ranks, parameters=count_parameters(self._recipe))
+        return estimate_memory(self._recipe, config, self._ranks, self._on_gpu, self._libraries).gib
+
+    def _ds_of(self, micro_batch: int) -> tuple[dict[str, Any], int]:
+        """The config of a trial, whose windows have two micro-batches at most, and the accumulation it stands for."""
+        accumulation = -(-self._recipe.data.global_batch // (micro_batch * self._ranks))
+        return with_batch(self._ds, micro_batch, min(accumulation, 2)), accumulation
+
+
+def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
+    """`ds` with this micro-batch."""
+    kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
+    return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+
+
+def measure(
+    recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, steps: int, accumulation: int, limit_gib: float | None
+) -> float:
+    """In each process: seconds per micro-batch, the optimizer's share of `accumulation` of them included.
+
+    Ends the process when memory runs out.
+    """
+    if torch.cuda.is_available() and limit_gib is not None:
+        total = torch.cuda.get_device_properties(device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * 2**30 / total), device())
+    batch = ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"]
+    try:
+        trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
+        windows = [_window_seconds(trial) for _ in range(WARMUP + steps)][WARMUP:]
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
+            raise
+        os._exit(_OUT_OF_MEMORY)  # ranks that still have room must not wait for this one
+    inner, last = (median(seconds) for seconds in zip(*windows, strict=True))
+    return ((accumulation - 1) * inner + last) / accumulation
+
+
+def _window_seconds(trial: Trial) -> tuple[float, float]:
+    """(of a micro-batch inside the window, 0 if there is none; of the last one, with the optimizer)."""
+    where = trial.step.engine.device
+    now = time.process_time if clock_of(where, distributed.world_size()) == "cpu" else time.perf_counter
+    synchronize(where)
+    times = [now()]
+    for _ in range(trial.accumulation):
+        trial.step.micro_batch(trial.views, trial.keys)
+        synchronize(where)
+        times.append(now())
+    return (times[-2] - times[0]) / max(1, trial.accumulation - 1), times[-1] - times[-2]
+
+
+def write_batch(path: Path, ds: Mapping[str, Any], ds_path: str, micro_batch: int) -> None:
+    """Set the micro-batch in the ds JSON `path`, and accumulation to "auto"; everything else stays, comments too.
+
+    A new file begins as a copy of the config that was measured.
+    """
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+    elif load_ds_config(ds_path, {}) == ds:
+        text = Path(ds_path).read_text(encoding="utf-8")
+    else:
+        text = dumps(ds, indent=2) + "\n"
+    for key, value in (("gradient_accumulation_steps", '"auto"'), ("train_micro_batch_size_per_gpu", str(micro_batch))):
+        text, found = re.subn(rf'("{key}"\s*:\s*)("auto"|\d+)', rf"\g<1>{value}", text)
+        if not found:
+            text = text.replace("{", f'{{\n  "{key}": {value},', 1)
+    temporary = path.with_name(path.name + ".tmp.json")
+    temporary.write_text(text, encoding="utf-8")
+    try:
+        load_ds_config(str(temporary), {})
+    except ConfigError as error:
+        temporary.unlink()
+        raise ConfigError(f"--write {path}: {str(error).replace(str(temporary), str(path))}") from error
+    os.replace(temporary, path)
+
+
+def _free_gib() -> float:
+    import psutil
+
+    return _FREE_PART * psutil.virtual_memory().available / 2**30
+
+
+def _memory_text(limit: float | None, on_gpu: bool) -> str:
+    return "the GPU's memory" if limit is None else f"{limit:.1f} GiB{' of a GPU' if on_gpu else ''}"
+
+
+def _last_line(stderr: str) -> str:
+    line = (stderr.strip().splitlines() or ["no message"])[-1]
+    return line.removeprefix("dino_ds.errors.ConfigError: ")
+
+
+def _page(result: dict[str, Any], on_gpu: bool) -> str:
+    rows = []
+    for tried in result["tried"]:
+        rate, peak = tried["images_per_second"], tried["memory_gib"]
+        found = (f"{rate:.4g}", f"{peak:.2f}") if tried["fits"] else ("no room", "")
+        rows.append((str(tried["micro_batch"]), *found, f"{tried['predicted_gib']:.2f}"))
+    best, ranks = result["best"], result["ranks"]
+    lines = [
+        f"find-batch-size: {result['backbone']}, {ranks} process(es), "
+        f"{_memory_text(result['memory_limit_gib'], on_gpu)}",
+        host_line(result["host"]),
+        "",
+        markdown_table(("micro-batch", "images/s", "peak GiB a process", "predicted"), rows),
+        "",
+        f"largest that fits: {result['largest']}",
+        f"fastest: {best}; global batch {result['global_batch']} = micro-batch {best} x accumulation "
+        f"{result['accumulation']} x ranks {ranks}",
+    ]
+    return "\n".join([*lines, f"written into {result['written']}"] if result["written"] else lines)

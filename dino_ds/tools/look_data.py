@@ -1,0 +1,172 @@
+"""`dino-ds look-data`: what the network sees of some images, and what the whole data set is made of."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from dino_ds.config import Recipe
+from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.decode import pixels
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.loader import Position, ResumableSampler
+from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
+from dino_ds.data.sources import Source, build_source
+from dino_ds.data.statistics import Facts, look_at, summarise
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.tools.data_report import report
+from dino_ds.tools.sheet import Seen, draw_sheet
+from dino_ds.tools.sheet_page import build_page
+
+_MOST_IMAGES = 200
+_DRAWN_IMAGES = 2000
+
+
+def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> None:
+    """Write a sheet of `images` images with their crops to `out` (.png) and a page with more beside it (.html), and
+    print statistics of `sample` images drawn at random (0 = all).
+
+    The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
+    Raises ConfigError for impossible arguments, DataError where there are no readable images.
+    """
+    png = _check(images, sample, out)
+    data = recipe.data
+    source = build_source(data.source, data.root, "train", data.download)
+    facts = _look(source, sample, recipe)
+    found = _describe(facts, source, recipe)
+    rows = list(islice(_seen(source, recipe), images))
+    if not rows:
+        raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
+    if len(rows) < images:
+        print(f"note: {len(rows)} images on the sheet, {images} were asked for: there are no more", file=sys.stderr)
+    sheet = draw_sheet(rows, _title(recipe))
+    html = png.with_suffix(".html")
+    _replace(png, lambda path: _few_colours(sheet).save(path, "PNG", optimize=True))
+    _replace(html, lambda path: path.write_text(build_page(rows, found, _title(recipe)), encoding="utf-8"))
+    found["sheet"], found["page"] = str(png), str(html)
+    print(json_module.dumps(found) if json else report(found))
+
+
+def _modes(found: dict[str, Any]) -> str:
+    return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
+
+
+def _check(images: int, sample: int, out: str) -> Path:
+    if not 1 <= images <= _MOST_IMAGES:
+        raise ConfigError(f"--images {images}: a sheet has 1 to {_MOST_IMAGES}")
+    if sample < 0:
+        raise ConfigError(f"--sample {sample} is not a number of images: give 1 or more, or 0 for all")
+    path = Path(out).expanduser()
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {path.parent} is no folder one may write to")
+    return path
+
+
+def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
+    count = min(sample or len(source), len(source))
+    chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
+    facts = look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels)
+    return list(tqdm(facts, total=count, unit="image", desc="looking", disable=not sys.stderr.isatty()))
+
+
+def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:
+    if all(fact.problem for fact in facts):
+        first = facts[0]
+        raise DataError(
+            f"none of the {len(facts)} images looked at can be read; the first is {source.name(first.index)} "
+            f"({first.problem}): look at these files and data.root"
+        )
+    return {
+        "source": recipe.data.source,
+        "root": recipe.data.root,
+        **summarise(facts, source),
+        "enlarged_crops": _enlarged(facts, recipe),
+    }
+
+
+def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
+    multicrop = MultiCrop(**recipe.crops.model_dump())
+    small: dict[str, list[bool]] = {"global": [], "local": []}
+    for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
+        views = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
+        for number, view in enumerate(views):
+            left, top, right, bottom = view.box
+            kind, side = ("global", multicrop.global_size) if number < NUM_GLOBAL else ("local", multicrop.local_size)
+            small[kind].append((right - left) * (bottom - top) < side * side)
+    sizes = {"global": multicrop.global_size, "local": multicrop.local_size}
+    return {
+        kind: {"size": sizes[kind], "fraction": float(np.mean(hits))} for kind, hits in small.items() if len(hits) > 0
+    }
+
+
+def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
+    """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
+    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    dataset = MultiCropDataset(
+        source,
+        multicrop,
+        recipe.seed,
+        augment=data.augment,
+        max_pixels=data.max_pixels,
+        channels=channels,
+        device=torch.device("cpu"),
+    )
+    for keys in islice(ResumableSampler(len(source), recipe.seed, 1, 1, 0, 1, Position()), len(source)):
+        [(epoch, index)] = keys
+        try:
+            array = pixels(source, index, data.max_pixels)
+        except UnreadableImage:
+            continue
+        if array.shape[2] != channels:
+            continue
+        batch = dataset.__getitems__(keys)
+        assert not isinstance(batch, DataError)
+        original = _picture(array)
+        views = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        crops = [_picture(_levels(view[0]).numpy()) for view in augmented_views(batch)]
+        yield Seen(batch.names[0], original, views, crops, NUM_GLOBAL)
+
+
+def _levels(crop: torch.Tensor) -> torch.Tensor:
+    """A normalised crop (c, h, w) -> (h, w, c) uint8, as before it was normalised."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(crop)))
+    return ((crop * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+
+
+def _picture(array: np.ndarray) -> Image.Image:
+    """uint8 (h, w, c) as RGB; the mean of the channels in grey where they are not RGB."""
+    return Image.fromarray(array if array.shape[2] == 3 else array.mean(2).astype(np.uint8)).convert("RGB")
+
+
+def _title(recipe: Recipe) -> str:
+    crops = recipe.crops
+    local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
+    return f"What the network sees: {NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
+
+
+def _few_colours(sheet: Image.Image) -> Image.Image:
+    """256 of its own colours, dithered: less than half the file, and hardly a difference to be seen."""
+    return sheet.quantize(palette=sheet.quantize(256, Image.Quantize.MEDIANCUT), dither=Image.Dither.FLOYDSTEINBERG)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""A picture: images with the boxes of their crops drawn on them, beside them the crops as the network sees them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+from dino_ds.data.multicrop import ViewParameters
+
+GLOBAL_COLOUR, LOCAL_COLOUR = "#e8590c", "#1c7ed6"
+_ROW = 192
+"""Pixels: height of an image, and of a global crop."""
+_ORIGINAL_WIDTH = 264
+_GAP, _LINE, _MARGIN = 6, 22, 14
+_TAG_HEIGHT = 12
+_INK, _PAPER, _GREY = "#212529", "#ffffff", "#868e96"
+
+_Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One image as it is, its views, and its crops as RGB pictures at the network's sizes; `num_global` come first."""
+
+    name: str
+    original: Image.Image
+    views: list[ViewParameters]
+    crops: list[Image.Image]
+    num_global: int
+
+    def colour(self, view: int) -> str:
+        return GLOBAL_COLOUR if view < self.num_global else LOCAL_COLOUR
+
+
+def draw_sheet(rows: Sequence[Seen], title: str) -> Image.Image:
+    """One row an image. Crops are scaled to fit the sheet; the page shows them pixel by pixel."""
+    columns = _local_columns(rows[0])
+    width = 2 * _MARGIN + _ORIGINAL_WIDTH + (_ROW + _GAP) * rows[0].num_global + columns * (_local_side() + _GAP)
+    height = 2 * _MARGIN + _LINE + len(rows) * (_ROW + _LINE + _GAP)
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    _draw_title(sheet, title, rows[0])
+    for number, row in enumerate(rows):
+        _draw_row(sheet, row, _MARGIN + _LINE + _GAP + number * (_ROW + _LINE + _GAP))
+    return sheet
+
+
+def describe(view: ViewParameters) -> str:
+    """What was done to a crop, in words."""
+    left, top, right, bottom = view.box
+    words = [f"{right - left} x {bottom - top} at {left}, {top}"]
+    words += ["mirrored"] if view.flip else []
+    words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in view.jitter]
+    words += ["grey"] if view.gray else []
+    words += [f"blur {view.blur_radius:.1f} px"] if view.blur_radius is not None else []
+    words += ["solarized"] if view.solarize else []
+    return ", ".join(words)
+
+
+def _draw_title(sheet: Image.Image, title: str, row: Seen) -> None:
+    draw = ImageDraw.Draw(sheet)
+    x = float(_MARGIN)
+    legend = [(title, _INK), ("global crops", GLOBAL_COLOUR)]
+    legend += [("local crops", LOCAL_COLOUR)] if len(row.crops) > row.num_global else []
+    for text, colour in legend:
+        draw.text((x, _MARGIN), text, fill=colour, font=_font(13))
+        x += draw.textlength(text, font=_font(13)) + 16
+
+
+def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
+    draw = ImageDraw.Draw(sheet)
+    scale = min(_ORIGINAL_WIDTH / row.original.width, _ROW / row.original.height)
+    size = (max(1, round(row.original.width * scale)), max(1, round(row.original.height * scale)))
+    sheet.paste(_scaled(row.original, size), (_MARGIN, y))
+    _draw_boxes(draw, row, scale, y)
+    name = _shortened(draw, f"{row.name}  {row.original.width} x {row.original.height}", sheet.width - 2 * _MARGIN)
+    draw.text((_MARGIN, y + _ROW + 3), name, fill=_GREY, font=_font(11))
+    x = _MARGIN + _ORIGINAL_WIDTH + _GAP
+    for number, crop in enumerate(row.crops):
+        place = number - row.num_global
+        if place < 0:
+            _draw_crop(sheet, crop, (x + number * (_ROW + _GAP), y), _ROW, number, row.colour(number))
+            continue
+        column, line = place % _local_columns(row), place // _local_columns(row)
+        corner = (
+            x + row.num_global * (_ROW + _GAP) + column * (_local_side() + _GAP),
+            y + line * (_local_side() + _GAP),
+        )
+        _draw_crop(sheet, crop, corner, _local_side(), number, row.colour(number))
+
+
+def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
+    boxes = []
+    for view in row.views:
+        left, top, right, bottom = (edge * scale for edge in view.box)
+        boxes.append((_MARGIN + left, y + top, _MARGIN + right - 1, y + bottom - 1))
+    for number in reversed(range(len(boxes))):
+        draw.rectangle(boxes[number], outline=row.colour(number), width=2 if number < row.num_global else 1)
+    taken: list[_Box] = []
+    for number, box in enumerate(boxes):
+        taken.append(_free_corner(box, _tag_width(draw, number), taken))
+        _draw_tag(draw, taken[-1], number, row.colour(number))
+
+
+def _free_corner(box: _Box, width: float, taken: list[_Box]) -> _Box:
+    """Place for a tag in a corner of the box where it hides no other tag, if there is one."""
+    left, top, right, bottom = box
+    corners = [(x, y) for x in (left, right - width) for y in (top, bottom - _TAG_HEIGHT)]
+    places = [(x, y, x + width, y + _TAG_HEIGHT) for x, y in corners]
+    free = (p for p in places if not any(_overlap(p, other) for other in taken))
+    return next(free, places[0])
+
+
+def _overlap(a: _Box, b: _Box) -> bool:
+    return a[0] <= b[2] and b[0] <= a[2] and a[1] <= b[3] and b[1] <= a[3]
+
+
+def _draw_crop(
+    sheet: Image.Image, crop: Image.Image, corner: tuple[int, int], side: int, number: int, colour: str
+) -> None:
+    sheet.paste(_scaled(crop, (side, side)), corner)
+    draw = ImageDraw.Draw(sheet)
+    x, y = corner
+    _draw_tag(draw, (x, y, x + _tag_width(draw, number), y + _TAG_HEIGHT), number, colour)
+
+
+def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, colour: str) -> None:
+    draw.rectangle(place, fill=colour)
+    middle = ((place[0] + place[2] + 1) / 2, (place[1] + place[3]) / 2)
+    draw.text(middle, str(number + 1), fill=_PAPER, font=_font(10), anchor="mm")
+
+
+def _tag_width(draw: ImageDraw.ImageDraw, number: int) -> float:
+    return draw.textlength(str(number + 1), font=_font(10)) + 5
+
+
+def _local_side() -> int:
+    return (_ROW - _GAP) // 2
+
+
+def _local_columns(row: Seen) -> int:
+    """Local crops stand in two lines."""
+    return math.ceil((len(row.crops) - row.num_global) / 2)
+
+
+def _scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Enlarged without smoothing, so that the pixels of small images can be seen."""
+    larger = size[0] > image.width
+    return image.resize(size, Image.Resampling.NEAREST if larger else Image.Resampling.LANCZOS)
+
+
+def _shortened(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
+    """The end of a long path tells more than its beginning."""
+    if draw.textlength(text, font=_font(11)) <= width:
+        return text
+    while draw.textlength(f"…{text}", font=_font(11)) > width:
+        text = text[1:]
+    return f"…{text}"
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

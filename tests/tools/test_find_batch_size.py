@@ -1,0 +1,90 @@
+"""find-batch-size: what is tried, what is taken, and what is written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dino_ds.ds_config import load_ds_config
+from dino_ds.errors import ConfigError
+from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
+from dino_ds.tools.find_batch_size import run, with_batch, write_batch
+from tests.measure.tiny import tiny_ds, tiny_recipe
+
+FLAGS = {"ds_path": "test.json", "ranks": 1, "steps": 1, "threads": 1, "write": None, "json": True}
+
+
+@pytest.mark.parametrize("most", [1, 2, 48, 64, 100, 512, 700])
+def test_search_finds_the_limit_to_a_16th_and_tries_few(most):
+    for limit in (0, 1, 3, 5, 47, 48, 63, 64, 65, 300, 511, 512, 5000):
+        tried = []
+
+        def fits(size, limit=limit, tried=tried):
+            tried.append(size)
+            return size <= limit
+
+        found, best = find_largest(fits, most), min(limit, most)
+        assert found <= best and best - found <= max(0, found // 16)
+        assert len(tried) == len(set(tried)) <= 14
+        assert all(1 <= size <= most for size in tried)
+
+
+def test_the_fastest_divides_the_global_batch():
+    tried = [Tried(8, True, 50.0, 1.0), Tried(16, True, 90.0, 2.0), Tried(30, True, 99.0, 3.0), Tried(32, False)]
+    assert fastest(tried, 480).micro_batch == 30
+    assert fastest(tried, 64).micro_batch == 16
+    assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
+
+
+def test_the_real_step_is_measured(capsys):
+    run(recipe=tiny_recipe(data__global_batch="2"), ds=tiny_ds(0), memory_gib=20.0, **FLAGS)
+    result = json.loads(capsys.readouterr().out)
+    assert [tried["micro_batch"] for tried in result["tried"]] == [1, 2]
+    assert all(tried["fits"] and tried["images_per_second"] > 0 for tried in result["tried"])
+    assert result["largest"] == 2 and result["best"] * result["accumulation"] == 2
+    assert 0.1 < result["tried"][0]["predicted_gib"] <= 1.5 * result["tried"][0]["memory_gib"]
+
+
+def test_too_much_memory_is_told_in_one_line():
+    with pytest.raises(ConfigError, match=r"not one image fits into 0.1 GiB: recompute activations"):
+        run(recipe=tiny_recipe(data__global_batch="2"), ds=tiny_ds(0), memory_gib=0.1, **FLAGS)
+
+
+def test_what_can_not_be_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="global batch 3 is not a multiple of 2 ranks"):
+        run(recipe=tiny_recipe(data__global_batch="3"), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"ranks": 2})
+    write = str(tmp_path / "none" / "x.json")
+    with pytest.raises(ConfigError, match="its folder is missing"):
+        run(recipe=tiny_recipe(), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"write": write})
+
+
+def test_writing_keeps_the_rest_and_the_comments(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text('{\n  // mine\n  "gradient_clipping": 0.3,\n  "train_micro_batch_size_per_gpu": "auto"\n}\n')
+    write_batch(path, {}, "unused.json", 24)
+    assert "// mine" in path.read_text()
+    assert load_ds_config(str(path), {}) == {
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.3,
+        "train_micro_batch_size_per_gpu": 24,
+    }
+
+
+def test_a_new_file_is_the_config_that_was_measured(tmp_path):
+    shipped = "ds_configs/zero2_bf16.json"
+    given = load_ds_config(shipped, {})
+    write_batch(tmp_path / "copy.json", given, shipped, 8)
+    assert load_ds_config(str(tmp_path / "copy.json"), {}) == with_batch(given, 8, "auto")
+    changed = load_ds_config(shipped, {"zero_optimization.stage": "1"})
+    write_batch(tmp_path / "changed.json", changed, shipped, 8)
+    assert load_ds_config(str(tmp_path / "changed.json"), {})["zero_optimization"]["stage"] == 1
+    assert list(tmp_path.glob("*.tmp.json")) == []
+
+
+def test_a_file_that_is_no_ds_config_stays_as_it_is(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"gradient_clippping": 1}')
+    with pytest.raises(ConfigError, match="gradient_clippping"):
+        write_batch(path, {}, "unused.json", 8)
+    assert path.read_text() == '{"gradient_clippping": 1}' and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,157 @@
+"""`find-workers`: it measures through the loader of training, advises by what it measured, and leaves no process."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from dino_ds.config import load_recipe
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.tools import find_workers
+from dino_ds.tools.find_workers import _bottleneck, _counts, _ideal, _recommend
+
+SMALL = {"crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "2"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for number in range(40):
+        pixels = np.random.default_rng(number).integers(0, 255, (60, 80, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.jpg")
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
+    return tmp_path
+
+
+def find(capsys, recipe, max_workers=1, step=None, as_json=True, seconds=0.3):
+    find_workers.run(seconds=seconds, max_workers=max_workers, step_images_per_second=step, json=as_json, recipe=recipe)
+    out = capsys.readouterr().out
+    return json.loads(out) if as_json else out
+
+
+def loader_processes() -> list[psutil.Process]:
+    """Grandchildren: the children are the server that forks them, and torch's resource tracker."""
+    children = psutil.Process().children()
+    return [process for process in psutil.Process().children(recursive=True) if process not in children]
+
+
+@pytest.mark.parametrize("augment", ["device", "worker"])
+def test_every_number_is_measured_and_no_process_is_left(folder, capsys, augment):
+    recipe = load_recipe(None, {"data.root": str(folder), "data.augment": augment, **SMALL})
+    found = find(capsys, recipe)
+    assert [row["workers"] for row in found["workers"]] == [0, 1]
+    for row in found["workers"]:
+        rate = row["images_per_second"]
+        assert 0 < rate["low"] <= rate["median"] <= rate["high"] and len(rate["rounds"]) == 3 and row["ideal"] > 0
+    assert list(found["stages"]) == ["read", "decode", "crops", "hand over", "device"]
+    for stage in found["stages"].values():
+        assert 0 < stage["milliseconds"]["low"] <= stage["milliseconds"]["median"] <= stage["milliseconds"]["high"]
+        assert stage["images_per_second"] == pytest.approx(1000 / stage["milliseconds"]["median"])
+    shares = [stage["share"] for stage in found["stages"].values() if stage["where"] == "loader process"]
+    assert sum(shares) == pytest.approx(1)
+    assert found["bottleneck"]["stage"] in found["stages"]
+    assert found["recommended"]["workers"] in (0, 1) and found["recommended"]["step_waits"] is None
+    assert found["images"] == 41 and found["augment"] == augment and found["host"]["versions"]["torch"]
+    _, alive = psutil.wait_procs(loader_processes(), timeout=10)
+    assert alive == []
+
+
+def test_the_place_of_augmentation_moves_its_cost(folder, capsys):
+    """Blur and colours cost more than cropping: they are found in the stage where the recipe puts them."""
+    crops = {}
+    for augment in ("device", "worker"):
+        recipe = load_recipe(None, {"data.root": str(folder), "data.augment": augment, **SMALL})
+        crops[augment] = find(capsys, recipe)["stages"]["crops"]["milliseconds"]["low"]
+    assert crops["worker"] > 1.5 * crops["device"]
+
+
+def test_text_has_the_numbers_and_the_advice(folder, capsys):
+    recipe = load_recipe(None, {"data.root": str(folder), **SMALL})
+    text = find(capsys, recipe, step=1e9, as_json=False)
+    for words in ("| 0 ", "| 1 ", "decoding", "storage", "bottleneck ", "recommended  --data.workers ", "41 images"):
+        assert words in text, words
+    assert "WARNING      the step takes 1,000,000,000 images/s: it would wait for data 100% of the time" in text
+    assert "and would not wait" in find(capsys, recipe, step=1e-3, as_json=False)
+
+
+def test_a_source_without_files_has_one_stage_for_its_loading(capsys):
+    found = find(capsys, load_recipe("quickstart", {}))
+    assert list(found["stages"]) == ["load", "crops", "hand over", "device"]
+
+
+def test_fewer_images_than_a_batch(tmp_path, capsys):
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
+    found = find(capsys, load_recipe(None, {"data.root": str(tmp_path), **SMALL}))
+    assert found["images"] == 1 and found["workers"][0]["images_per_second"]["median"] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        ({"seconds": 0.0}, "--seconds 0 must be a number > 0"),
+        ({"seconds": float("inf")}, "--seconds inf must be"),
+        ({"max_workers": 0}, "--max_workers 0 must be 1 or more"),
+        ({"step": -3.0}, "--step_images_per_second -3 must be"),
+    ],
+)
+def test_impossible_arguments(folder, capsys, arguments, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        find(capsys, load_recipe(None, {"data.root": str(folder), **SMALL}), **arguments)
+
+
+def test_data_that_cannot_be_loaded(tmp_path, capsys):
+    with pytest.raises(DataError, match="no images under"):
+        find(capsys, load_recipe(None, {"data.root": str(tmp_path), **SMALL}))
+    (tmp_path / "a.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"only 0 of 1000 images can be read: dino-ds look-data names the others"):
+        find(capsys, load_recipe(None, {"data.root": str(tmp_path), **SMALL}))
+    assert loader_processes() == []
+
+
+# advice, on numbers that are given
+
+
+def test_numbers_of_workers_double():
+    assert [_counts(most) for most in (1, 2, 3, 8, 12)] == [
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [0, 1, 2, 4, 8],
+        [0, 1, 2, 4, 8, 12],
+    ]
+
+
+RATES = {0: 50.0, 1: 60.0, 2: 118.0, 4: 230.0, 8: 238.0, 16: 300.0}
+
+
+@pytest.mark.parametrize(
+    "cores,wanted,workers,waits",
+    [
+        (16, None, 4, None),  # 8 give 3 % more, and 16 would leave no core to training
+        (17, None, 16, None),
+        (4, None, 2, None),
+        (1, None, 0, None),
+        (16, 100.0, 2, 0.0),
+        (16, 50.0, 1, 0.0),
+        (16, 40.0, 0, 0.0),
+        (16, 460.0, 4, 0.5),
+    ],
+)
+def test_the_fewest_workers_that_are_enough_are_recommended(cores, wanted, workers, waits):
+    found = _recommend(RATES, cores, wanted)
+    assert found["workers"] == workers
+    assert found["step_waits"] == (waits if waits is None else pytest.approx(waits))
+    assert found["images_per_second"] == RATES[workers]
+
+
+def test_bottleneck_is_the_costliest_stage_or_the_training_process():
+    seconds = {"read": [0.001], "decode": [0.004], "crops": [0.014], "hand over": [0.001], "device": [0.002]}
+    assert _bottleneck(seconds, 4) == {"stage": "crops", "share": pytest.approx(0.7)}
+    assert _bottleneck(seconds, 16)["stage"] == "device"
+    assert _bottleneck({**seconds, "read": [0.1]}, 4)["stage"] == "read"
+    assert _bottleneck({**seconds, "device": [0.02]}, 0)["stage"] == "device"
+    assert [_ideal(seconds, workers) for workers in (0, 2, 100)] == pytest.approx([1 / 0.021, 100, 500])

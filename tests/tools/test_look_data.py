@@ -1,0 +1,253 @@
+"""`look-data`: the sheet shows the crops of a run, the statistics are those of the files, mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.config import load_recipe
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.data.statistics import look_at
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.tools import look_data
+from dino_ds.tools.sheet import describe
+
+SMALL = {
+    "data.workers": "0",
+    "crops.global_size": "32",
+    "crops.local_size": "16",
+    "crops.num_local": "3",
+}
+
+
+def recipe_for(root, **more):
+    return load_recipe(None, {"data.root": str(root), **SMALL, **more})
+
+
+def noise(seed: int, width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes, three formats and modes, a copy, an image on its side, and two files that are no images."""
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    cats, dogs = tmp_path / "images/cats", tmp_path / "images/dogs"
+    noise(0, 40, 30).save(cats / "a.png")
+    noise(0, 40, 30).save(cats / "copy_of_a.png")
+    noise(1, 100, 50).convert("L").save(cats / "grey.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise(2, 90, 60).save(dogs / "turned.jpg", exif=exif)
+    noise(3, 64, 64).convert("P").save(dogs / "palette.gif")
+    (dogs / "empty.jpg").touch()
+    (dogs / "words<b>.png").write_text("not an image")
+    return tmp_path / "images"
+
+
+def look(folder, tmp_path, capsys, images=3, sample=0, json_too=True, **more):
+    look_data.run(
+        images=images, sample=sample, out=str(tmp_path / "look.png"), recipe=recipe_for(folder, **more), json=json_too
+    )
+    out = capsys.readouterr().out
+    return json.loads(out) if json_too else out
+
+
+def test_statistics_are_those_of_the_files(folder, tmp_path, capsys):
+    found = look(folder, tmp_path, capsys)
+    assert (found["images"], found["looked_at"]) == (7, 7)
+    assert found["unreadable"]["count"] == 2
+    assert {file["name"] for file in found["unreadable"]["files"]} == {
+        str(folder / "dogs/empty.jpg"),
+        str(folder / "dogs/words<b>.png"),
+    }
+    assert found["unreadable"]["reasons"] == {"empty file": 1, "not an image": 1}
+    assert found["modes"] == {"RGB": 3, "L": 1, "P": 1}
+    assert found["formats"] == {"PNG": 2, "JPEG": 2, "GIF": 1}
+    # Upright: 90 x 60 on its side is 60 x 90.
+    assert found["width"] == {"min": 40, "median": 60, "max": 100}
+    assert found["height"] == {"min": 30, "median": 50, "max": 90}
+    assert [(b["from"], b["below"], b["images"]) for b in found["shorter_side"]["histogram"]] == [
+        (0, 32, 2),
+        (32, 64, 2),
+        (64, 96, 1),
+    ]
+    assert found["aspect_ratio"]["max"] == 2 and found["aspect_ratio"]["min"] == 0.6667
+    sizes = sorted((folder / name).stat().st_size for name in ("cats/a.png", "cats/grey.jpg", "dogs/turned.jpg"))
+    assert found["file_bytes"]["min"] <= sizes[0] and found["file_bytes"]["max"] >= sizes[-1]
+    assert found["classes"]["counts"] == {"cats": 3, "dogs": 4}
+    near = found["near_duplicates"]
+    assert (near["groups"], near["images"], near["surplus"]) == (1, 2, 1)
+    assert near["largest"][0]["names"] == [str(folder / "cats/a.png"), str(folder / "cats/copy_of_a.png")]
+
+
+def test_workers_find_the_same(folder, tmp_path, capsys):
+    alone = look(folder, tmp_path, capsys)
+    assert look(folder, tmp_path, capsys, **{"data.workers": "1"}) == alone
+
+
+def test_text_names_what_the_json_names(folder, tmp_path, capsys):
+    text = look(folder, tmp_path, capsys, json_too=False)
+    for words in (
+        "empty.jpg (empty file)",
+        "words<b>.png (not an image)",
+        "cats 3",
+        "1 group of images",
+        "32 to 64",
+        "look.png",
+    ):
+        assert words in text, words
+
+
+def test_a_sample_is_named_and_has_its_size(folder, tmp_path, capsys):
+    found = look(folder, tmp_path, capsys, sample=5)
+    assert (found["images"], found["looked_at"]) == (7, 5)
+    text = look(folder, tmp_path, capsys, sample=5, json_too=False)
+    assert "5 of them, drawn at random" in text and "(among those looked at)" in text
+
+
+def test_enlarged_crops_are_those_with_fewer_pixels(tmp_path, capsys):
+    """Images of 40 x 40 and crops of 0.4 to 1 of them: none has 41 x 41 pixels, all have 25 x 25, and half 33 x 33."""
+    for number in range(300):
+        noise(number, 40, 40).save(tmp_path / f"{number}.png")
+    patch = {"model.patch_size": "1", "crops.num_local": "0"}
+    for size, low, high in ((41, 1, 1), (25, 0, 0), (33, 0.3, 0.7)):
+        found = look(tmp_path, tmp_path, capsys, **patch, **{"crops.global_size": str(size)})
+        assert low <= found["enlarged_crops"]["global"]["fraction"] <= high
+
+
+@pytest.mark.parametrize("augment", ["device", "worker"])
+def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
+    """Images, order and pixels of the first batch of a loader; unreadable images are left out."""
+    recipe = recipe_for(folder, **{"data.augment": augment})
+    source = build_source("folder", str(folder), "train", False)
+    rows = list(look_data._seen(source, recipe))
+    crops = MultiCrop(**recipe.crops.model_dump())
+    feed = Feed(build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu"))
+    batch = next(feed)
+    feed.close()
+    replaced = {text.partition(" (")[0] for text in batch.bad}
+    order = [source.name(index) for index in batch.indices.tolist()]
+    assert [row.name for row in rows] == [name for name in order if name not in replaced]
+    for row in rows:
+        place = order.index(row.name)
+        assert len(row.crops) == len(row.views) == 5
+        for shown, crop in zip(row.crops, batch.views, strict=True):
+            # A batch of 7 may be summed in another order than one of 1.
+            seen = look_data._levels(crop[place]).int() - torch.from_numpy(np.array(shown)).int()
+            assert seen.abs().max() <= 1
+
+
+def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, tmp_path, capsys):
+    look(folder, tmp_path, capsys, images=1)
+    one = Image.open(tmp_path / "look.png").convert("RGB")
+    look(folder, tmp_path, capsys, images=3)
+    three = Image.open(tmp_path / "look.png").convert("RGB")
+    assert three.width == one.width and one.height < three.height < 3 * one.height
+    colours = {colour for _, colour in three.getcolors(1 << 24)}
+    for wanted in ((232, 89, 12), (28, 126, 214)):  # the dithered palette is off by a few levels
+        assert min(max(abs(a - b) for a, b in zip(wanted, colour, strict=True)) for colour in colours) <= 24
+
+
+def test_no_local_crops(folder, tmp_path, capsys):
+    found = look(folder, tmp_path, capsys, **{"crops.num_local": "0"})
+    assert "local" not in found["enlarged_crops"]
+    assert "local crops" not in look(folder, tmp_path, capsys, json_too=False, **{"crops.num_local": "0"})
+
+
+def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
+    look(folder, tmp_path, capsys)
+    page = (tmp_path / "look.html").read_text()
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
+    parser.feed(page)
+    assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert "words<b>" not in page and "words&lt;b&gt;.png (not an image)" in page
+
+
+def test_fewer_images_than_asked_for_is_said(folder, tmp_path, capsys):
+    look_data.run(images=50, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+    assert "5 images on the sheet, 50 were asked for" in capsys.readouterr().err
+
+
+def test_embedded_photos_have_neither_files_nor_formats(tmp_path, capsys):
+    recipe = load_recipe("quickstart", {"data.workers": "0"})
+    look_data.run(images=2, sample=40, out=str(tmp_path / "a.png"), recipe=recipe, json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["file_bytes"] is None and found["formats"] == {"none": 40} and found["looked_at"] == 40
+    assert found["classes"]["count"] == 18
+
+
+class Volume:
+    """Images with two channels, which only a source of one's own has."""
+
+    labels = None
+    classes = None
+
+    def __len__(self):
+        return 3
+
+    def load(self, index):
+        return np.random.default_rng(index).integers(0, 255, (20, 30, 2), dtype=np.uint8)
+
+    def name(self, index):
+        return f"volume/{index}"
+
+
+def test_images_of_other_channels_are_described():
+    facts = list(look_at(Volume(), [0, 2], 0, 10_000))
+    assert [(fact.index, fact.width, fact.height, fact.mode, fact.problem) for fact in facts] == [
+        (0, 30, 20, "2 channels", None),
+        (2, 30, 20, "2 channels", None),
+    ]
+    assert facts[0].hash != facts[1].hash
+
+
+def test_images_beyond_the_limit_of_pixels_are_unreadable(folder, tmp_path, capsys):
+    found = look(folder, tmp_path, capsys, **{"data.max_pixels": "4000"})
+    assert found["unreadable"]["count"] == 5
+    assert found["width"]["max"] <= 64
+
+
+@pytest.mark.parametrize("images", [0, -1, 1000])
+def test_impossible_numbers_of_images(folder, tmp_path, images):
+    with pytest.raises(ConfigError, match=f"--images {images}: a sheet has 1 to 200"):
+        look_data.run(images=images, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+
+
+@pytest.mark.parametrize(
+    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is no folder one may write to")]
+)
+def test_impossible_places(folder, tmp_path, out, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        look_data.run(images=1, sample=0, out=str(tmp_path / out), recipe=recipe_for(folder), json=False)
+
+
+def test_nothing_to_look_at(tmp_path):
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
+    empty.mkdir()
+    broken.mkdir()
+    (broken / "a.jpg").touch()
+    for root, words in ((empty, "no images under"), (broken, r"none of the 1 images .*a\.jpg \(empty file\)")):
+        with pytest.raises(DataError, match=words):
+            look_data.run(images=1, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(root), json=False)
+    assert list(tmp_path.glob("*a.png*")) == []
+
+
+def test_descriptions_of_views_name_every_operation():
+    crops = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 3, "dino")
+    text = " ".join(describe(view) for seed in range(50) for view in crops.draw(90, 60, seed))
+    for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
+        assert word in text

@@ -1,0 +1,123 @@
+"""profile: the verdict on steps that are made to be bound by one resource, and the files of a real step."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from dino_ds.engine import init_distributed
+from dino_ds.errors import ConfigError
+from dino_ds.ranges import named_range
+from dino_ds.tools.profiler import profile_torch, run
+from dino_ds.tools.verdict import Call, judge, kind_of
+from tests.measure.tiny import tiny_ds, tiny_recipe
+
+FLAGS = {"ds_path": "test.json", "batch": 4, "steps": 2, "warmup": 1, "threads": 1, "json": True}
+
+
+def _matrix_product():
+    a = torch.ones(700, 700)
+    for _ in range(3):
+        a @ a
+
+
+def _slow_data():
+    with named_range("data"):
+        time.sleep(0.02)
+    _matrix_product()
+
+
+def _many_tiny_operators():
+    a = torch.ones(4)
+    for _ in range(1000):
+        a = a + 1
+
+
+def _elementwise():
+    a = torch.ones(4_000_000)
+    for _ in range(3):
+        a = a * 2
+
+
+@pytest.mark.parametrize(
+    ("step", "resource"),
+    [
+        (_slow_data, "input"),
+        (_many_tiny_operators, "host"),
+        (_matrix_product, "compute"),
+        (_elementwise, "memory"),
+    ],
+)
+def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
+    init_distributed()
+    result = profile_torch(step, 1, 2, tmp_path)
+    assert result["bound_by"] == resource, result["reason"]
+
+
+@pytest.mark.parametrize(
+    ("data", "calls", "on_gpu", "resource"),
+    [
+        (0.11, [Call("aten::mm", 0.8)], False, "input"),
+        (0.09, [Call("aten::mm", 0.8)], False, "compute"),
+        (0.0, [Call("aten::mm", 0.69)], False, "host"),
+        (0.0, [Call("aten::mm", 0.00001)] * 90_000, False, "host"),
+        (0.0, [Call("aten::mm", 0.00001)] * 90_000, True, "compute"),
+        (0.0, [Call("aten::mm", 0.3), Call("aten::gelu", 0.25), Call("aten::copy_", 0.25)], True, "memory"),
+        (0.0, [Call("aten::mm", 0.3), Call("c10d::allreduce_", 0.5)], True, "communication"),
+    ],
+)
+def test_the_rule(data, calls, on_gpu, resource):
+    verdict = judge(1.0, data, calls, on_gpu)
+    assert verdict.resource == resource and verdict.reason and verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("aten::addmm", "compute"),
+        ("aten::convolution_backward", "compute"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "compute"),
+        ("aten::native_layer_norm", "memory"),
+        ("aten::_fused_adamw_", "memory"),
+        ("gloo:all_reduce", "communication"),
+    ],
+)
+def test_kinds_of_operators(operator, kind):
+    assert kind_of(operator) == kind
+
+
+def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
+    run(recipe=tiny_recipe(), ds=tiny_ds(1), tool="torch", out=str(tmp_path), **FLAGS)
+    result = json.loads(capsys.readouterr().out)
+    assert result["data"] == "noise" and result["steps"] == 2
+    assert set(result["parts"]) == {"teacher", "student", "loss", "backward", "optimizer", "center", "ema"}
+    assert 0.5 * result["step_seconds"] < sum(result["parts"].values()) <= result["step_seconds"]
+    names = [event.get("name") for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert names.count("teacher") == 2 and names.count("ProfilerStep#3") == 1
+    assert any((tmp_path / "tensorboard").iterdir())
+    assert json.loads((tmp_path / "summary.json").read_text())["bound_by"] == result["bound_by"]
+
+
+def test_real_images_are_used_when_given(tmp_path, capsys):
+    recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
+    run(recipe=recipe, ds=tiny_ds(0), tool="torch", out=str(tmp_path), **FLAGS)
+    result = json.loads(capsys.readouterr().out)
+    assert result["data"] == "photos" and result["parts"]["data"] > 0
+    assert {"student", "ema"} < set(result["parts"])
+
+
+def test_the_python_side(tmp_path, capsys):
+    run(recipe=tiny_recipe(), ds=tiny_ds(0), tool="cprofile", out=str(tmp_path), **FLAGS | {"json": False})
+    page = capsys.readouterr().out
+    assert "| function" in page and "run_backward" in page and (tmp_path / "rank0.prof").exists()
+
+
+def test_wrong_tools_and_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--tool perf is not one of torch, cprofile, nsight"):
+        run(recipe=tiny_recipe(), ds=tiny_ds(0), tool="perf", out=str(tmp_path), **FLAGS)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can't be made"):
+        run(recipe=tiny_recipe(), ds=tiny_ds(0), tool="torch", out=str(tmp_path / "file" / "x"), **FLAGS)
