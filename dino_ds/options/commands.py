@@ -124,7 +124,7 @@ BENCHES = (
         "bench attention",
         "the plain formula, each kernel of SDPA and varlen at the sequence lengths in use",
         "dino_ds.bench.attention:run",
-        _bench_flags(steps=10),
+        _bench_flags(steps=5),
         recipe="vitti16",
         takes_ds=False,
     ),
