@@ -118,7 +118,7 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     check_torchvision()
     module, _, function = command.runs.partition(":")
     getattr(importlib.import_module(module), function)(**values)
-    from dino_ds.distributed import leave
+    from dino_ds.engine import leave
 
     leave()
 

@@ -107,9 +107,3 @@ class LaggedScalar:
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()
-
-
-def leave() -> None:
-    """Leave the process group at the end of the program: NCCL warns about ranks that do not."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.ds_config import DsConfig
+from dino_ds.engine_masters import masters_of
 from dino_ds.errors import ConfigError, NumericError
-from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.masters import Masters
 from dino_ds.models.network import DinoNetwork
 from dino_ds.optim import parameter_groups
 
@@ -73,6 +74,14 @@ def _join(timeout: timedelta) -> None:
     else:
         accelerator.set_device(distributed.local_rank())
         deepspeed.init_distributed(verbose=False, timeout=timeout)
+
+
+def leave() -> None:
+    """Leave the process group at the end of the program (NCCL warns about ranks that do not); one may join again."""
+    if dist.is_initialized():
+        import deepspeed.comm
+
+        deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that are gone
 
 
 def device() -> torch.device:
@@ -224,49 +233,7 @@ class Engine:
 
     def masters(self) -> list[Masters]:
         """Where the FP32 master weights of this engine are; see `dino_ds.masters`."""
-        optimizer = self._optimizer
-        if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-            return [self._zero3_masters(i) for i in range(len(optimizer.fp16_groups))]
-        if hasattr(optimizer, "single_partition_of_fp32_groups"):
-            return [self._zero12_masters(i) for i in range(len(optimizer.bit16_groups))]
-        if hasattr(optimizer, "fp32_groups_flat_partition"):
-            return [self._bf16_masters(i) for i in range(len(optimizer.bf16_groups))]
-        assert self.config.stage == 0 and self.config.precision == "fp32", type(optimizer).__name__
-        return [WholeMasters([(name, p) for name, p in self._engine.module.named_parameters()])]
-
-    def _zero3_masters(self, i: int) -> PartitionedMasters:
-        optimizer, layout, offset = self._optimizer, [], 0
-        for parameter in optimizer.fp16_groups[i]:
-            piece = parameter.partition_numel()
-            layout.append((self._name_of[id(parameter)], offset, piece))
-            offset += piece
-        group = optimizer._get_sub_group_process_group(i)
-        return PartitionedMasters(layout, lambda: optimizer.fp32_partitioned_groups_flat[i].detach(), group)
-
-    def _zero12_masters(self, i: int) -> Masters:
-        optimizer = self._optimizer
-        if optimizer.bit16_groups_flat[i].dtype == torch.float32:
-            return WholeMasters([(self._name_of[id(p)], p) for p in optimizer.bit16_groups[i]])
-        # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
-        order = zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i], strict=True)
-        return FlatMasters(
-            optimizer.bit16_groups_flat[i].numel(),
-            [(self._name_of[id(p)], offset) for p, offset in order],
-            lambda: optimizer.single_partition_of_fp32_groups[i].detach(),
-            optimizer.real_dp_process_group[i],
-        )
-
-    def _bf16_masters(self, i: int) -> FlatMasters:
-        optimizer, layout, offset = self._optimizer, [], 0
-        for parameter in optimizer.bf16_groups[i]:
-            layout.append((self._name_of[id(parameter)], offset))
-            offset += parameter.numel()
-        return FlatMasters(
-            optimizer.bf16_groups_flat[i].numel(),
-            layout,
-            lambda: optimizer.fp32_groups_flat_partition[i].detach(),
-            optimizer.real_dp_process_group[i],
-        )
+        return masters_of(self._optimizer, self._engine.module, self._name_of)
 
     def save(self, folder: Path, tag: str) -> None:
         """Write every rank's part of student and optimizer into folder/tag. All ranks must call it."""
