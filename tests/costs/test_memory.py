@@ -11,6 +11,8 @@ import torch
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.memory import (
+    GIB,
+    Memory,
     block_bytes,
     bucket_bytes,
     count_parameters,
