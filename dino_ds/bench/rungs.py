@@ -87,7 +87,7 @@ def why_skipped(rung: Rung, recipe: Recipe) -> str | None:
     """Why this rung can't be stood on here; None if it can."""
     cuda = torch.cuda.is_available()
     if rung.data_workers:
-        return "the crops are synthetic, nothing is waited for: `dino-ds bench step --data`"
+        return "the crops are synthetic, nothing is waited for; dino-ds bench step --data has real ones"
     if rung.name == "bf16" and not cuda and not _cpu_has_bf16():
         return "this CPU has no bf16 units"
     if rung.name == "torch.compile" and not cuda:

@@ -58,12 +58,10 @@ def run(
     memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
     steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
     timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
-    result = about(recipe, batch) | {
-        "settings": [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers],
-        "gflop_per_image": sum(recipe_flops(recipe).values()) / 1e9,
-    }
+    summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
+    result = about(recipe, batch) | {"settings": summaries}
     if compare:
-        first, second = result["settings"]
+        first, second = summaries
         result["ratio"] = second["images_per_second"] / first["images_per_second"]
     print_result(_page(result), result, json)
 
@@ -126,7 +124,8 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
     libraries = int(memory.get("imports_mib", 0.0) * MIB)
     predicted = estimate_memory(stepper.recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
-    tflops = sum(recipe_flops(stepper.recipe).values()) * images / timing.seconds / 1e12
+    flops = sum(recipe_flops(stepper.recipe).values())
+    tflops = flops * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
     spent, whole = stepper.parts.read(), sum(timing.all_seconds)
     shares = {part: spent.get(part, 0.0) / whole for part in PARTS}
@@ -138,6 +137,7 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
         "step_seconds": timing.seconds,
         "spread": timing.spread,
         "clock": timing.clock,
+        "gflop_per_image": flops / 1e9,
         "tflops": tflops,
         "matmul_tflops": peak,
         "mfu": tflops / peak,

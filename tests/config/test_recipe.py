@@ -12,6 +12,7 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config import (
     Length,
     Recipe,
+    change_recipe,
     dump_recipe,
     load_recipe,
     recipe_names,
@@ -260,3 +261,14 @@ def test_homes_exist():
     named = {word.strip(",") for home in RECIPE_HOMES.values() for word in home.split() if "." in word.strip(",.")}
     assert named <= knobs, named - knobs
     assert not {o.name.split(".")[-1] for o in recipe_options()} & set(DS_HOMES)
+
+
+def test_a_recipe_can_be_changed_like_a_new_one():
+    recipe = load_recipe("vitb16", {"data.root": "/images", "optimizer.eps": "1e-12"})
+    changed = change_recipe(recipe, {"crops.num_local": "6", "data.root": "none"})
+    assert changed.crops.num_local == 6 and changed.data.root is None
+    assert change_recipe(changed, {"crops.num_local": "10", "data.root": "/images"}) == recipe
+    with pytest.raises(ConfigError, match=r"--crops.num_locl: not a recipe key"):
+        change_recipe(recipe, {"crops.num_locl": "6"})
+    with pytest.raises(ConfigError, match=r"crops.local_size 95 is not a multiple"):
+        change_recipe(recipe, {"crops.local_size": "95"})
