@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
+
+import psutil
+import torch
 
 # In windows, which are the times between two lines of metrics.
 WARMUP = 2
@@ -16,10 +21,10 @@ SLOW, RECOVERED = 0.8, 0.9
 
 @dataclass(frozen=True)
 class Host:
-    """load: processes that want a core, averaged over a minute; cores; memory: the part that is in use, 0 to 1, of the
-    host or of the GPU, whichever is fuller."""
+    """others: cores that other processes use (other ranks too); cores: of the host; memory: the part that is in use,
+    0 to 1, of the host or of the GPU, whichever is fuller."""
 
-    load: float
+    others: float
     cores: int
     memory: float
 
@@ -90,26 +95,43 @@ def _cause(now: _State, best: _State) -> str:
         return (
             f"memory is {100 * now.host.memory:.0f} % full, and freeing or swapping takes time: lower the micro-batch"
         )
-    if now.host.load > max(now.host.cores, best.host.load + 0.25 * now.host.cores):
+    if now.host.others > best.host.others + 0.25 * now.host.cores:
         return (
-            f"other work on this host: load average {now.host.load:.1f} on {now.host.cores} cores, it was "
-            f"{best.host.load:.1f}"
+            f"other processes on this host: they use {now.host.others:.1f} of {now.host.cores} cores, it was "
+            f"{best.host.others:.1f}"
         )
     return (
-        "each step takes longer, though data, load and memory are as before: look at clock rate and temperature of the "
-        "device, at other jobs on it and, with several ranks, at the slowest of them"
+        "each step takes longer, though data, other processes and memory are as before: look at clock rate and "
+        "temperature of the device, at other jobs on it and, with several ranks, at the slowest of them"
     )
 
 
-def read_host() -> Host:
-    """The state of this host and its device."""
-    import psutil
-    import torch
+class HostReader:
+    """Each call tells of the time since the last one. The load average of a minute would come too late."""
 
-    memory = psutil.virtual_memory().percent / 100
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        memory = max(memory, 1 - (free + reserved) / total)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Host(os.getloadavg()[0], cores, memory)
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._last = self._read()
+
+    def __call__(self) -> Host:
+        then, self._last = self._last, self._read()
+        wall, busy, own = (b - a for a, b in zip(then, self._last, strict=True))
+        return Host(max(0.0, busy - own) / max(wall, 1e-3), os.cpu_count() or 1, _memory_in_use())
+
+    def _read(self) -> tuple[float, float, float]:
+        """Seconds: on the clock, of all cores at work, of this process and its loader processes."""
+        host, own = psutil.cpu_times(), 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                own += times.user + times.system
+        return time.monotonic(), host.user + getattr(host, "nice", 0.0) + host.system, own
+
+
+def _memory_in_use() -> float:
+    used = psutil.virtual_memory().percent / 100
+    if not torch.cuda.is_available():
+        return used
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return max(used, 1 - (free + reserved) / total)

@@ -36,7 +36,7 @@ from dino_ds.run import Run
 from dino_ds.run_folder import RunFolder, flat_values
 from dino_ds.step import MicroStep
 from dino_ds.stop import StopRequests
-from dino_ds.throughput import ThroughputWatch, read_host
+from dino_ds.throughput import HostReader, ThroughputWatch
 
 EXIT_STOPPED = 75
 
@@ -98,7 +98,7 @@ class _Loop:
         self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
         self._meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
         self._clock = Clock(run.recipe.data.global_batch)
-        self._throughput = ThroughputWatch(read_host)
+        self._throughput = ThroughputWatch(HostReader())
         self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
         self._window: list[tuple[MicroStep, list[str]]] = []
         self._bad_in_a_row = 0
