@@ -40,26 +40,39 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
-    import deepspeed
-    import deepspeed.ops
 
     _quiet_deepspeed()
     if dist.is_initialized():
         return
-    if "RANK" not in os.environ:
-        # Without these DeepSpeed looks for MPI.
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        _join(timeout)
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
+    # Without these DeepSpeed looks for MPI. Only until then: jobs started from here are no ranks of this group.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    before = dict(os.environ)
+    os.environ.update(alone)
+    try:
+        _join(timeout)
+    finally:
+        for name in alone.keys() - before.keys():
+            del os.environ[name]
+
+
+def _join(timeout: timedelta) -> None:
+    import deepspeed
+
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // distributed.local_world_size()))
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timedelta(minutes=timeout_minutes))
+        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         accelerator.set_device(distributed.local_rank())
-        deepspeed.init_distributed(verbose=False, timeout=timedelta(minutes=timeout_minutes))
+        deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 
 def device() -> torch.device:

@@ -27,7 +27,7 @@ _PROTOTYPE_BLOCK = 16384
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the fullest moment of a step; parts of 0 bytes are left out."""
+    """Bytes on one device at the fullest moment of a step. As text: without the parts of less than 1 %."""
 
     moment: str
     parts: dict[str, int]
@@ -37,8 +37,9 @@ class Memory:
         return sum(self.parts.values()) / GIB
 
     def __str__(self) -> str:
-        parts = sorted(self.parts.items(), key=lambda part: -part[1])
-        return f"{self.gib:.2f} GiB at {self.moment}: " + ", ".join(f"{name} {n / GIB:.2f}" for name, n in parts)
+        parts = sorted(((n / GIB, name) for name, n in self.parts.items()), reverse=True)
+        shown = ", ".join(f"{name} {gib:.2f}" for gib, name in parts if gib >= 0.01 * self.gib)
+        return f"{self.gib:.2f} GiB at {self.moment}: {shown}"
 
 
 def count_parameters(recipe: Recipe) -> int:
@@ -86,7 +87,8 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
             "buckets": buckets if config.stage == 3 else 0,
         },
     }
-    common = last_state | {"crops": step.crops, "libraries": 0 if on_gpu else libraries}
+    # On a GPU the next batch is brought while this one is used.
+    common = last_state | {"crops": step.crops * (2 if on_gpu else 1), "libraries": 0 if on_gpu else libraries}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     return Memory(peak, {name: n for name, n in (common | moments[peak]).items() if n})
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import end_after_a_death, main_module_left_out, worker_options
+from dino_ds.data.workers import end_after_a_death, main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 
 
@@ -96,6 +96,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; what they have prefetched is dropped."""
+        stop_workers(self._batches)
         self._batches = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from dino_ds.data.decode import decode_rgb, pixels
 from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, worker_options
+from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 
 SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
 """Edges of the histogram, pixels."""
@@ -48,15 +48,20 @@ class Facts:
     problem: str | None = None
 
 
-def look_at(source: Source, indices: Sequence[int], workers: int | None, max_pixels: int) -> Iterator[Facts]:
+def look_at(
+    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int
+) -> Generator[Facts, None, None]:
     """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`."""
     loader: DataLoader[Facts] = DataLoader(
         _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
     )
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
-    for batch in batches:
-        yield from batch
+    try:
+        for batch in batches:
+            yield from batch
+    finally:
+        stop_workers(batches)
 
 
 class _FactsOf(Dataset[Facts]):

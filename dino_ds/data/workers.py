@@ -93,6 +93,16 @@ def end_after_a_death(batches: object) -> str | None:
     return f"loader process {dead.pid} {how}; what the run has saved is intact, --resume goes on from there{hint}"
 
 
+def stop_workers(batches: object) -> None:
+    """End the processes of a torch DataLoader's iterator, also where a traceback still refers to it.
+
+    Else Python would wait for them at its end, and for ever: they ignore SIGTERM.
+    """
+    stop = getattr(batches, "_shutdown_workers", None)  # without processes there is none
+    if stop is not None:
+        stop()
+
+
 @contextmanager
 def main_module_left_out(unless_defines: Source) -> Iterator[None]:
     """New processes import the parent's main script: here all of DeepSpeed in each worker, for nothing."""

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from dino_ds import distributed
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, worker_options
+from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32
@@ -45,11 +45,14 @@ def extract_features(
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad = [], [], list[str]()
-    for images, targets, unreadable in batches:
-        bad += unreadable
-        if len(images):
-            features.append(describe(images.to(device)))
-            labels.append(targets.to(device))
+    try:
+        for images, targets, unreadable in batches:
+            bad += unreadable
+            if len(images):
+                features.append(describe(images.to(device)))
+                labels.append(targets.to(device))
+    finally:
+        stop_workers(batches)
     # Agreed before the first collective of features: a rank that left would be waited for.
     found = distributed.gather_objects((sum(map(len, features)), bad))
     rows = [images for images, _ in found]

@@ -165,8 +165,8 @@ _DATA = (
         "images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation",
         "dino_ds.tools.find_workers:run",
         (
-            Flag("seconds", "number", 6.0, "measured for each number of processes, in 3 rounds by turns"),
-            Flag("max_workers", "int", None, "largest number of processes", shown="this rank's share of the cores"),
+            Flag("seconds", "number", 15.0, "measured for each number of processes, in 3 rounds by turns"),
+            Flag("max_workers", "int", None, "largest number of processes", shown="the cores, shared over the GPUs"),
             Flag(
                 "step_images_per_second",
                 "number",
@@ -184,9 +184,9 @@ _DATA = (
         "a sheet of images with all their crops, and what the data set is like",
         "dino_ds.tools.look_data:run",
         (
-            Flag("images", "int", 6, "images on the sheet"),
-            Flag("sample", "int", 2000, "images that the statistics are made of, drawn at random; 0 = all", zero=True),
-            Flag("out", "text", "data.png", "the sheet; a page with more goes beside it (.html)"),
+            Flag("images", "int", 8, "images on the sheet, 200 at most"),
+            Flag("sample", "int", 10000, "images that the statistics are made of, drawn at random; 0 = all", zero=True),
+            Flag("out", "text", "look-data.png", "the sheet; a page with more goes beside it (.html)"),
             _JSON,
         ),
         takes_ds=False,

@@ -188,11 +188,14 @@ def measure(
     batch = ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"]
     try:
         trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
+        # On a GPU training has the next batch there already.
+        ahead = [view.clone() for view in trial.views if view.is_cuda]
         windows = [_window_seconds(trial) for _ in range(WARMUP + steps)][WARMUP:]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
             raise
         os._exit(_OUT_OF_MEMORY)  # ranks that still have room must not wait for this one
+    del ahead
     inner, last = (median(seconds) for seconds in zip(*windows, strict=True))
     return ((accumulation - 1) * inner + last) / accumulation
 

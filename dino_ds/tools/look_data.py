@@ -6,6 +6,7 @@ import json as json_module
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def _check(images: int, sample: int, out: str) -> Path:
 def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
     count = min(sample or len(source), len(source))
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
-    facts = look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels)
-    return list(tqdm(facts, total=count, unit="image", desc="looking", disable=not sys.stderr.isatty()))
+    with closing(look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels)) as facts:
+        return list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
 
 
 def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, synchronize
-from dino_ds.measure.trial import Trial, build_trial, join, real_feed, resolve, run_on_data
+from dino_ds.measure.trial import build_trial, join, real_feed, resolve, run_on_data
 from dino_ds.ranges import PARTS, listen
 from dino_ds.tools.verdict import Call, judge, kind_of
 
@@ -54,12 +54,15 @@ def run(
     recipe, config = resolve(recipe, ds, ds_path, batch)
     trial = build_trial(recipe, config)
     real = recipe.data.source != "folder" or recipe.data.root is not None
-    step = _on_images(trial, recipe) if real else trial.run
-    if tool == "nsight":
-        run_for_nsight(step, warmup, steps)
+    profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[tool]
+    if real:
+        # Closed also after an error: the end of the process would wait for the workers for ever.
+        with contextlib.closing(real_feed(recipe, trial)) as feed:
+            result = profiled(lambda: run_on_data(trial, feed, recipe.seed), warmup, steps, folder)
+    else:
+        result = profiled(trial.run, warmup, steps, folder)
+    if result is None:
         return
-    profiled = profile_torch if tool == "torch" else profile_python
-    result = profiled(step, warmup, steps, folder)
     images = batch * distributed.world_size()
     about = {
         "backbone": recipe.model.backbone,
@@ -88,11 +91,6 @@ def _folder(out: str, tool: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
     return folder
-
-
-def _on_images(trial: Trial, recipe: Recipe) -> Callable[[], object]:
-    feed = real_feed(recipe, trial)
-    return lambda: run_on_data(trial, feed, recipe.seed)
 
 
 def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -188,7 +186,7 @@ def profile_python(step: Callable[[], object], warmup: int, steps: int, folder: 
     }
 
 
-def run_for_nsight(step: Callable[[], object], warmup: int, steps: int) -> None:
+def run_for_nsight(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> None:
     """Named ranges and the profiler's start and stop, for `nsys profile --capture-range=cudaProfilerApi`."""
     for _ in range(_WAIT + warmup):
         step()

@@ -20,7 +20,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, worker_options
+from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 from dino_ds.measure.timing import synchronize
 
@@ -84,13 +84,16 @@ class _Stages:
         loader: DataLoader[Batch] = DataLoader(ready, batch_sampler=sampler, collate_fn=_as_it_is, **options)
         with main_module_left_out(unless_defines=self._source):
             batches = iter(loader)
-        for _ in range(options["prefetch_factor"] + 1):  # they were ready before anybody waited
-            next(batches)
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            for _ in range(_BATCHES):
+        try:
+            for _ in range(options["prefetch_factor"] + 1):  # they were ready before anybody waited
                 next(batches)
-            self._note("hand over", time.perf_counter() - begin, _BATCHES * self._images)
+            for _ in range(rounds):
+                begin = time.perf_counter()
+                for _ in range(_BATCHES):
+                    next(batches)
+                self._note("hand over", time.perf_counter() - begin, _BATCHES * self._images)
+        finally:
+            stop_workers(batches)
 
     def _decoded(self) -> list[np.ndarray]:
         """Pixels of `images` images; unreadable ones are passed over, and their time does not count."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import psutil
@@ -155,3 +159,46 @@ def test_bottleneck_is_the_costliest_stage_or_the_training_process():
     assert _bottleneck({**seconds, "read": [0.1]}, 4)["stage"] == "read"
     assert _bottleneck({**seconds, "device": [0.02]}, 0)["stage"] == "device"
     assert [_ideal(seconds, workers) for workers in (0, 2, 100)] == pytest.approx([1 / 0.021, 100, 500])
+
+
+_JOB = """
+import sys
+from dino_ds.config import load_recipe
+from dino_ds.data.feed import Feed
+from dino_ds.tools import find_workers
+
+def bring(feed, bring=Feed.__next__):
+    views = bring(feed)
+    if feed._loader._batches is not None and hasattr(feed._loader._batches, "_workers"):
+        print("a loader process works", flush=True)
+    return views
+
+if __name__ == "__main__":
+    Feed.__next__ = bring
+    find_workers.run(
+        seconds=float(sys.argv[2]), max_workers=1, step_images_per_second=None, json=True,
+        recipe=load_recipe(None, {"data.root": sys.argv[1], "data.augment": "worker"}),  # so it waits for the loader
+    )
+"""
+
+
+def test_ctrl_c_ends_the_command_and_its_processes(folder, tmp_path):
+    """The traceback that Python prints still refers to the loader; its processes must end all the same."""
+    script = tmp_path / "job.py"
+    script.write_text(_JOB)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(script), str(folder), "6"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as job:
+        assert job.stdout is not None and job.stdout.readline() == "a loader process works\n"
+        family = psutil.Process(job.pid).children(recursive=True)
+        job.send_signal(signal.SIGINT)
+        try:
+            code = job.wait(30)
+        finally:
+            job.kill()
+        _, alive = psutil.wait_procs(family, timeout=15)
+    assert len(family) >= 3  # resource tracker, server, loader process
+    assert code != 0
+    assert alive == []
