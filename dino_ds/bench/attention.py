@@ -94,7 +94,7 @@ class _Case:
         try:
             self.forward_and_backward(loops=1)
         except (RuntimeError, NotImplementedError) as error:
-            return str(error).splitlines()[0][:120]
+            return str(error).partition(". ")[0].splitlines()[0]
         return None
 
     def forward(self) -> None:

@@ -11,7 +11,7 @@ from dino_ds.bench.rungs import Rung, all_rungs, build_rung, why_skipped
 from dino_ds.config import Recipe
 from dino_ds.engine import device
 from dino_ds.measure.memory import ChildResult, run_in_child
-from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
 
 TOLERANCE = 1e-5
@@ -112,7 +112,7 @@ def _page(result: dict[str, Any]) -> str:
         if row["skipped"]:
             rows.append((row["name"], kind, "skipped", "", "", "", ""))
         else:
-            rates = (f"{row['images_per_second']:.3g}", f"{100 * row['spread']:.0f} %")
+            rates = (f"{short(row['images_per_second'])}", f"{100 * row['spread']:.0f} %")
             gains = (f"{row['speedup_step']:.3f}", f"{row['speedup_total']:.3f}", f"{row['peak_memory_mib']:.0f}")
             rows.append((row["name"], kind, *rates, *gains))
     header = ("rung", "result", "images/s", "spread", "× before", "× plain", "peak MiB")
@@ -147,7 +147,9 @@ def _draw(result: dict[str, Any]) -> Any:
     figure = Figure(figsize=(11, 0.45 * len(rows) + 1.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     bars = left.barh(names, [row["images_per_second"] for row in rows], color=colours)
-    left.bar_label(bars, [f"{row['images_per_second']:.3g}  ({row['speedup_total']:.2f}×)" for row in rows], padding=3)
+    left.bar_label(
+        bars, [f"{short(row['images_per_second'])}  ({row['speedup_total']:.2f}×)" for row in rows], padding=3
+    )
     left.set_xlabel("images/s (× the plain step)")
     memory = right.barh(names, [row["peak_memory_mib"] for row in rows], color=colours)
     right.bar_label(memory, fmt="%.0f", padding=3)

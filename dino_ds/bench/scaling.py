@@ -17,7 +17,7 @@ from dino_ds.config import Recipe
 from dino_ds.engine import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import run_in_children
-from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.measure.trial import Trial, build_trial, resolve
 
@@ -67,8 +67,7 @@ def take_steps(
         ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
         trials[str(stage)] = build_trial(*resolve(Recipe.model_validate(recipe), ds, "bench scaling", batch))
     runs = {stage: trial.run for stage, trial in trials.items()}
-    # Wall time, on one rank too: ranks wait for each other.
-    timings = time_interleaved(runs, steps, warmup, device(), ranks=2)
+    timings = time_interleaved(runs, steps, warmup, device(), waits=True)  # on one rank too, to compare
     return {
         stage: {
             "seconds": timings[stage].seconds,
@@ -105,8 +104,8 @@ def _page(result: dict[str, Any]) -> str:
     rows = [
         (
             f"ZeRO {row['stage']}",
-            f"{row['images_per_second_1']:.3g}",
-            f"{row['images_per_second']:.3g}",
+            f"{short(row['images_per_second_1'])}",
+            f"{short(row['images_per_second'])}",
             f"{row['speedup']:.2f}",
             f"{100 * row['communication_share']:.1f} %",
             f"{100 * row['spread']:.0f} %",

@@ -16,7 +16,7 @@ from dino_ds.engine import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
 from dino_ds.measure.memory import MIB
-from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, real_feed, resolve, run_on_data
 from dino_ds.ranges import PARTS, listen
@@ -57,7 +57,7 @@ def run(
     resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
     steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
-    timings = time_interleaved(steppers, steps, warmup, device(), distributed.world_size())
+    timings = time_interleaved(steppers, steps, warmup, device(), waits=data or distributed.world_size() > 1)
     summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
     result = about(recipe, batch) | {"settings": summaries}
     if compare:
@@ -102,7 +102,7 @@ class _Stepper:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
         self._feed = real_feed(recipe, self.trial) if data else None
         self._left = warmup
-        self.parts = PartTimes(self.trial.step.engine.device, distributed.world_size())
+        self.parts = PartTimes(device(), waits=data or distributed.world_size() > 1)
 
     def __call__(self) -> None:
         if self._left:
@@ -151,7 +151,7 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
 def _page(result: dict[str, Any]) -> str:
     settings = result["settings"]
     rows: list[tuple[str, Any]] = [
-        ("images/s", lambda s: f"{s['images_per_second']:.3g}"),
+        ("images/s", lambda s: f"{short(s['images_per_second'])}"),
         ("step, s", lambda s: f"{s['step_seconds']:.4g}"),
         ("spread", lambda s: f"{100 * s['spread']:.0f} %"),
         ("TFLOP/s", lambda s: f"{s['tflops']:.3g}"),

@@ -21,6 +21,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def short(value: float) -> str:
+    """Three digits, and no exponent for large values."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
     """On rank 0: `page`, or `result` as one JSON object and nothing else."""
     if distributed.rank() == 0:

@@ -38,9 +38,9 @@ class Timing:
         return (max(self.all_seconds) - min(self.all_seconds)) / self.seconds
 
 
-def clock_of(device: torch.device, ranks: int = 1) -> str:
-    """ "cpu" for one process that computes with one thread on the CPU, else "wall"."""
-    return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and ranks == 1 else "wall"
+def clock_of(device: torch.device, waits: bool = False) -> str:
+    """ "cpu" for what computes with one thread on the CPU and `waits` for no other process, else "wall"."""
+    return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and not waits else "wall"
 
 
 def synchronize(device: torch.device) -> None:
@@ -50,7 +50,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_interleaved(
-    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, ranks: int = 1
+    runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
 ) -> dict[str, Timing]:
     """Each of `runs` `repeats` times after `warmup` times, by turns and in turned order every second round."""
     cpu: dict[str, list[float]] = {name: [] for name in runs}
@@ -64,15 +64,15 @@ def time_interleaved(
             if i >= warmup:
                 cpu[name].append(time.process_time() - begin_cpu)
                 wall[name].append(time.perf_counter() - begin_wall)
-    clock = clock_of(device, ranks)
+    clock = clock_of(device, waits)
     return {name: Timing(tuple(cpu[name]), tuple(wall[name]), clock) for name in runs}
 
 
 class PartTimes:
     """A listener of `dino_ds.ranges`: seconds of each named range, summed; on a GPU by events, without a wait."""
 
-    def __init__(self, device: torch.device, ranks: int = 1) -> None:
-        self._device, self._clock = device, clock_of(device, ranks)
+    def __init__(self, device: torch.device, waits: bool = False) -> None:
+        self._device, self._clock = device, clock_of(device, waits)
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 

@@ -203,7 +203,7 @@ def measure(
 def _window_seconds(trial: Trial) -> tuple[float, float]:
     """(of a micro-batch inside the window, 0 if there is none; of the last one, with the optimizer)."""
     where = trial.step.engine.device
-    now = time.process_time if clock_of(where, distributed.world_size()) == "cpu" else time.perf_counter
+    now = time.process_time if clock_of(where, distributed.world_size() > 1) == "cpu" else time.perf_counter
     synchronize(where)
     times = [now()]
     for _ in range(trial.accumulation):

@@ -97,7 +97,7 @@ def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: P
     """Steps under torch's profiler: one that waits, `warmup` that it sees and forgets, `steps` that it keeps."""
     where = device()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.type == "cuda" else [])]
-    parts = PartTimes(where, ranks=2)  # wall time on one rank too: waiting for data takes no CPU time
+    parts = PartTimes(where, waits=True)  # for data
     rank = distributed.rank()
     profiler = profile(
         activities=activities,
@@ -158,7 +158,7 @@ def _by_operator(calls: list[Call], steps: int) -> list[dict[str, Any]]:
 
 def profile_python(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> dict[str, Any]:
     """Steps under cProfile: which Python functions take the host's time. Only the main thread is seen."""
-    parts = PartTimes(device(), ranks=2)
+    parts = PartTimes(device(), waits=True)
     for _ in _progress(_WAIT + warmup):
         step()
     profiler = cProfile.Profile()

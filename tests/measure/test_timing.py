@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dino_ds.measure.host import describe_host, host_line, matmul_tflops
-from dino_ds.measure.tables import markdown_table, print_result
-from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.timing import PartTimes, Timing, clock_of, time_interleaved
 from dino_ds.ranges import listen, named_range
 
 CPU = torch.device("cpu")
@@ -28,6 +28,13 @@ def test_median_and_spread():
     timing = Timing(cpu=(1.0, 2.0, 4.0), wall=(9.0, 9.0, 9.0), clock="cpu")
     assert (timing.seconds, timing.spread) == (2.0, 1.5)
     assert Timing((1.0,), (9.0,), "wall").seconds == 9.0
+
+
+def test_what_waits_for_others_is_timed_by_the_wall(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert (clock_of(CPU), clock_of(CPU, waits=True), clock_of(torch.device("cuda"))) == ("cpu", "wall", "wall")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert clock_of(CPU) == "wall"
 
 
 def test_part_times_add_up_by_name():
@@ -50,6 +57,7 @@ def test_host_and_peak():
 
 
 def test_tables(capsys):
+    assert [short(x) for x in (0.12345, 99.94, 1234.5)] == ["0.123", "99.9", "1234"]
     table = markdown_table(("name", "s"), [("a", "1.25")])
     assert table == "| name |    s |\n| ---- | ---: |\n| a    | 1.25 |"
     print_result(table, {"a": 1}, as_json=True)
