@@ -139,6 +139,8 @@ class Engine:
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
         _read_finiteness_once(self._optimizer)
+        if config.stage == 0 and distributed.world_size() == 1:
+            self._engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
         self._stage0_norm: float | None = None
 
     @property

@@ -33,8 +33,8 @@ class QueryKeyValue(nn.Linear):
         """x (tokens, d) -> queries (tokens or len(query_rows), d), keys and values (tokens, 2d)."""
         d = self.in_features
         if query_rows is None:
-            out = super().forward(x)
-            return out[:, :d], out[:, d:]
+            queries, keys_values = super().forward(x).split((d, 2 * d), dim=1)
+            return queries, keys_values
         bias = self.bias
         queries = F.linear(x.index_select(0, query_rows), self.weight[:d], bias[:d])
         return queries, F.linear(x, self.weight[d:], bias[d:])
@@ -59,15 +59,14 @@ class Attention(nn.Module):
         return self.proj(attend(queries, keys_values, packing, cls_only))
 
     def _size_by_size(self, queries: Tensor, keys_values: Tensor, packing: Packing, cls_only: bool) -> Tensor:
-        outputs, q_at, kv_at = [], 0, 0
-        for sequences, tokens in packing.groups:
-            asked = 1 if cls_only else tokens
-            rows, kv_rows = slice(q_at, q_at + sequences * asked), slice(kv_at, kv_at + sequences * tokens)
-            q = rearrange(queries[rows], "(s n) (h c) -> s h n c", s=sequences, h=self.heads)
-            k, v = rearrange(keys_values[kv_rows], "(s n) (two h c) -> two s h n c", two=2, s=sequences, h=self.heads)
+        # split, not slices: their gradients are put together in one piece instead of added to zeros.
+        sizes = [sequences * tokens for sequences, tokens in packing.groups]
+        asked = [sequences for sequences, _ in packing.groups] if cls_only else sizes
+        outputs = []
+        for (sequences, _), q, kv in zip(packing.groups, queries.split(asked), keys_values.split(sizes), strict=True):
+            q = rearrange(q, "(s n) (h c) -> s h n c", s=sequences, h=self.heads)
+            k, v = rearrange(kv, "(s n) (two h c) -> two s h n c", two=2, s=sequences, h=self.heads)
             outputs.append(rearrange(self._attend(q, k, v), "s h n c -> (s n) (h c)"))
-            q_at += sequences * asked
-            kv_at += sequences * tokens
         return torch.cat(outputs)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
