@@ -113,9 +113,11 @@ def resolve_ds_config(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
     zero = raw.setdefault("zero_optimization", {"stage": 0})
+    notes = _drop_idle_sharding(raw, zero, precision, world_size)
+    zero = raw["zero_optimization"]
     stage = int(zero["stage"])
     _fill_zero(raw, zero, stage, min(parameters or BUCKET_ELEMENTS, BUCKET_ELEMENTS))
-    notes = _fill_accumulation_dtype(raw, precision, stage, accumulation)
+    notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
         del raw["comms_logger"]  # its mere presence turns it on
@@ -208,6 +210,15 @@ def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world
         f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
         f"= {product}; set {' or '.join(cures)}"
     )
+
+
+def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: str, world_size: int) -> list[str]:
+    """ZeRO 1 and 2 shard nothing on one process; in FP32, where the weights are their own masters, they only copy."""
+    stage = zero["stage"]
+    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or offloads_optimizer(zero):
+        return []
+    raw["zero_optimization"] = {"stage": 0}
+    return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
 
 
 def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int, bucket: int) -> None:

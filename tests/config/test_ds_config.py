@@ -51,8 +51,9 @@ def test_shipped_files_pass_and_deepspeed_takes_them(name: str):
     path = str(FOLDER / name)
     json.loads(Path(path).read_text())  # plain JSON, for editors
     config = load_ds_config(path, {})
+    assert resolve_ds_config(config, path, 64, 2).stage == int(name[4])
     resolved = resolve_ds_config(config, path, 64, 1)
-    assert f"zero{resolved.stage}_{resolved.precision}" == "_".join(Path(name).stem.split("_")[:2])
+    assert resolved.precision == Path(name).stem.split("_")[1]
     assert resolved.clipping == 3.0
     assert "auto" not in json.dumps(resolved.raw)
     theirs = _deepspeed_config(resolved.raw)
@@ -277,3 +278,17 @@ def test_levers_have_defaults_and_are_read():
     section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": True}
     assert _resolve({"dino_ds": section}).levers == Levers(**section)
     assert _resolve({"dino_ds": {"attention_backend": "auto"}}).levers.attention_backend == "auto"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharding_over_one_process_in_fp32_is_left_out(stage: int):
+    """It would only copy; with more ranks, in bf16 (masters) or with offload (their place) it acts."""
+    section = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 7}}
+    alone = _resolve(section, ranks=1)
+    assert alone.stage == 0 and alone.raw["zero_optimization"] == {"stage": 0}
+    assert alone.notes == [
+        f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"
+    ]
+    offload = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
+    for content, ranks in ((section, 2), (section | {"bf16": {"enabled": True}}, 1), (offload, 1)):
+        assert _resolve(content, ranks=ranks).stage == stage
