@@ -17,6 +17,7 @@ if __name__ == "__main__":
     sys.exit(0)
 
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -109,16 +110,16 @@ class _Loop:
         if step.applied_steps == 0:
             self._evaluate()
         signals = StopRequests(step)
-        batches = run.build_feed()
-        self._clock.read()
-        while step.applied_steps < self._last_step:
-            with self._clock.waiting():
-                batch = next(batches)
-            out = self._train(batch)
-            if out.progress is Progress.SKIPPED:
-                self._report_skip()
-            elif out.progress is Progress.STEPPED:
-                self._after_step(out, batch, signals)
+        with closing(run.build_feed()) as feed:
+            self._clock.read()
+            while step.applied_steps < self._last_step:
+                with self._clock.waiting():
+                    batch = next(feed)
+                out = self._train(batch)
+                if out.progress is Progress.SKIPPED:
+                    self._report_skip()
+                elif out.progress is Progress.STEPPED:
+                    self._after_step(out, batch, signals)
         self._finish()
 
     def _train(self, batch: Views) -> MicroStep:

@@ -17,7 +17,7 @@ _NAME = "bench memory"
 
 
 def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
-    """Peak memory of each of the four in a process of its own, their steps by turns in this one; ZeRO 1."""
+    """Peak memory of each of the four in a process of its own, their steps by turns in this one; bf16 at ZeRO 1."""
     batch = begin(batch, threads, _NAME)
     variants = {
         (precision, checkpointing): _ds_config(precision, checkpointing)
@@ -65,7 +65,7 @@ def _page(result: dict[str, Any]) -> str:
         )
         for row in result["variants"]
     ]
-    header = ("ZeRO 1", "peak MiB", "without libraries", "× first", "step, s", "× first")
+    header = ("setting", "peak MiB", "without libraries", "× first", "step, s", "× first")
     clock = "CPU time of one thread" if result["clock"] == "cpu" else "wall time"
     where = "resident set" if result["host"]["gpu"] is None else "the device's allocator"
     return "\n".join(

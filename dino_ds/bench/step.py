@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,9 @@ def run(
     batch = begin(batch, threads)
     resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
-    steppers = {name: _Stepper(*pair, warmup, data) for name, pair in resolved.items()}
-    timings = time_interleaved(steppers, steps, warmup, device(), waits=data or distributed.world_size() > 1)
+    with ExitStack() as open_feeds:
+        steppers = {name: _Stepper(*pair, warmup, data, open_feeds) for name, pair in resolved.items()}
+        timings = time_interleaved(steppers, steps, warmup, device(), waits=data or distributed.world_size() > 1)
     summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
     result = about(recipe, batch) | {"settings": summaries}
     if compare:
@@ -98,9 +100,9 @@ def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> di
 class _Stepper:
     """The step of one setting; its parts are timed after the warm-up."""
 
-    def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool) -> None:
+    def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool, open_feeds: ExitStack) -> None:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
-        self._feed = real_feed(recipe, self.trial) if data else None
+        self._feed = open_feeds.enter_context(closing(real_feed(recipe, self.trial))) if data else None
         self._left = warmup
         self.parts = PartTimes(device(), waits=data or distributed.world_size() > 1)
 
