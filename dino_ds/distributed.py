@@ -32,6 +32,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
+def usable_cores() -> list[int]:
+    """The cores that this process may use; of systems that don't say, all."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     """The element-wise sum over all ranks, in place; every rank must call it."""
     if world_size() > 1:

@@ -69,7 +69,7 @@ def _join(timeout: timedelta) -> None:
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // distributed.local_world_size()))
+            torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
         deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         accelerator.set_device(distributed.local_rank())

@@ -14,6 +14,7 @@ from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules
 from dino_ds.checkpoint import Checkpoints, save_teacher
 from dino_ds.config import Recipe
+from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
 from dino_ds.data.loader import Position, build_loader, steps_per_epoch
@@ -64,7 +65,7 @@ class Run:
             return levers.attention
         sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
         kernels: dict[str, list[str]] = {}
-        for tokens in [(size // arch.patch_size) ** 2 + 1 + arch.registers for size in sizes]:
+        for tokens in [tokens_of(arch, size) for size in sizes]:
             kernel = levers.attention_backend
             if kernel == "auto":
                 where, dtype = self.step.engine.device, DTYPES[self.config.precision]

@@ -27,7 +27,7 @@ STAGES = (0, 1, 2, 3)
 def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, ranks: int, json: bool) -> None:
     """The step at every ZeRO stage on 1 and on `ranks` processes, `batch` images on each. Raises ConfigError."""
     batch = begin(batch, threads, "bench scaling")
-    places = torch.cuda.device_count() if torch.cuda.is_available() else len(_cores())
+    places = torch.cuda.device_count() if torch.cuda.is_available() else len(distributed.usable_cores())
     if not 1 < ranks <= places:
         raise ConfigError(f"--ranks {ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)")
     arguments: dict[str, Any] = {
@@ -35,8 +35,8 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         "batch": batch,
         "steps": steps,
         "warmup": warmup,
+        "stages": list(STAGES),
     }
-    arguments["stages"] = list(STAGES)
     found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
     rows = []
     for stage in map(str, STAGES):
@@ -61,7 +61,7 @@ def take_steps(
 ) -> dict[str, dict[str, float]]:
     """What each rank does: by ZeRO stage its seconds and its share of communication."""
     if device().type == "cpu" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {_cores()[distributed.rank()]})
+        os.sched_setaffinity(0, {distributed.usable_cores()[distributed.rank()]})
     trials = {}
     for stage in stages:
         ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
@@ -92,11 +92,6 @@ def _communication_share(trial: Trial, step_seconds: float) -> float:
         if event.name.startswith("gloo:") or "ncclDevKernel" in event.name
     ]
     return sum(spans) / 1e6 / step_seconds
-
-
-def _cores() -> list[int]:
-    """The cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _page(result: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dino_ds.data.sources import Source
-from dino_ds.distributed import local_world_size
+from dino_ds.distributed import local_world_size, usable_cores
 from dino_ds.errors import DataError
 
 _MAX_WORKERS = 16
@@ -37,8 +37,7 @@ def automatic_workers() -> int:
 
     On 2 cores and 2 ranks that is 0: a worker would only take turns with the training process on its core.
     """
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(0, min(cores // local_world_size() - 1, _MAX_WORKERS))
+    return max(0, min(len(usable_cores()) // local_world_size() - 1, _MAX_WORKERS))
 
 
 def worker_options(workers: int | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dino_ds.distributed import usable_cores
 from dino_ds.measure.timing import clock_of, synchronize
 from dino_ds.run_folder import versions
 
@@ -24,7 +25,7 @@ def describe_host() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(usable_cores()),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "cuda": torch.version.cuda if cuda else None,

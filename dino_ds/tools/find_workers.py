@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dino_ds.config import Recipe
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.data.batches import batch_bytes
-from dino_ds.data.feed import Feed
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.loader import Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.workers import check_shared_memory, worker_options
@@ -21,6 +20,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
+from dino_ds.run import build_feed
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
 
 _MICRO_BATCH = 16
@@ -122,23 +122,8 @@ def _measure_once(
     seconds: float,
 ) -> tuple[float, Position]:
     """Images per second from `start` on, and where the next measurement finds images that nobody has read yet."""
-    data = recipe.data
-    loader = build_loader(
-        source,
-        MultiCrop(**recipe.crops.model_dump()),
-        recipe.seed,
-        micro_batch,
-        micro_batch,
-        0,
-        1,
-        workers,
-        start,
-        augment=data.augment,
-        max_pixels=data.max_pixels,
-        channels=recipe.model.in_chans,
-        device=device,
-    )
-    feed = Feed(loader, device)
+    changes = {"data.global_batch": str(micro_batch), "data.workers": str(workers)}
+    feed = build_feed(change_recipe(recipe, changes), source, micro_batch, device, start)
     try:
         warm_up = max(workers, 1)  # the first batch of each process, which it needs time to start for
         for _ in range(warm_up):

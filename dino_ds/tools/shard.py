@@ -20,6 +20,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
+from dino_ds.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools.repack import Shrink, names_digest, repack
 from dino_ds.tools.shard_writer import ShardRecord, start_worker, write_shard
@@ -74,7 +75,7 @@ def run(
     }
     try:
         per_shard = _prepare(folder, plan, images, recoding)
-        records = _write_all(folder, images, recoding, per_shard, workers or len(os.sched_getaffinity(0)))
+        records = _write_all(folder, images, recoding, per_shard, workers or len(usable_cores()))
         _finish(folder, images, plan, per_shard, records)
     except OSError as error:
         raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; mend --out") from error
