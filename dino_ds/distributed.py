@@ -81,32 +81,56 @@ def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-class LaggedScalar:
-    """A device scalar that the host reads one push late, so that it never waits for the device."""
+class Votes:
+    """What ranks tell each other once per step: it travels in an all-reduce that is there anyway.
 
-    def __init__(self) -> None:
+    A vote stands until it is changed; sums are read one step late, so that the host never waits for the device.
+    They are FP32: votes are small whole numbers, and votes x ranks < 2^24.
+    """
+
+    def __init__(self, names: tuple[str, ...], where: torch.device) -> None:
+        self._mine = dict.fromkeys(names, 0.0)
+        self._sent = torch.zeros(len(names), device=where)
+        self._changed = False
         self._newest: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._readable: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def push(self, value: torch.Tensor) -> None:
+    def cast(self, name: str, value: float = 1.0) -> None:
+        """Change this rank's vote; signal handlers and other threads may call it."""
+        self._mine[name] = value
+        self._changed = True
+
+    def cast_by_me(self, name: str) -> float:
+        return self._mine[name]
+
+    def ballot(self) -> torch.Tensor:
+        """This rank's votes (names,) on the device, to be summed over ranks."""
+        if self._changed:
+            self._changed = False
+            for i, value in enumerate(self._mine.values()):
+                self._sent[i].fill_(value)
+        return self._sent
+
+    def push(self, sums: torch.Tensor) -> None:
+        """Once per step, the same on every rank: what the ballots summed up to."""
         self._readable = self._newest
-        if not value.is_cuda:
-            self._newest = (value.detach().clone(), None)
+        if not sums.is_cuda:
+            self._newest = (sums.detach().clone(), None)
             return
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-        host.copy_(value.detach(), non_blocking=True)
+        host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+        host.copy_(sums.detach(), non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._newest = (host, event)
 
-    def read(self) -> float:
-        """The value before the newest one; 0 until there is one."""
+    def count(self, name: str) -> float:
+        """The sum over ranks as of the step before the last; the same on every rank. 0 until there is one."""
         if self._readable is None:
             return 0.0
         host, event = self._readable
         if event is not None:
             event.synchronize()
-        return float(host)
+        return float(host[list(self._mine).index(name)])
 
 
 def barrier() -> None:

@@ -25,3 +25,15 @@ class NumericError(UserError):
     """Training stopped because its numbers went wrong: NaN/Inf loss or loss scale at its minimum (exit code 4)."""
 
     exit_code = 4
+
+
+class StorageError(UserError):
+    """The disk is full or can't be written to (exit code 5)."""
+
+    exit_code = 5
+
+
+class PeerError(UserError):
+    """A rank hangs or is gone (exit code 6)."""
+
+    exit_code = 6

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_ds.distributed import LaggedScalar, sum_across_ranks
+from dino_ds.distributed import Votes, sum_across_ranks
 from dino_ds.engine import Engine, Progress
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
 from dino_ds.optim import PROTOTYPES, group_settings
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Knobs, Schedules
 from dino_ds.teacher import Teacher
+
+VOTES = ("stop", "saved", "save_failed")
+"""What ranks tell each other with every step; see `dino_ds.distributed.Votes`."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,10 @@ class MicroStep:
 
 
 class DinoStep:
-    """Student, teacher, objective and schedules moving together; `applied_steps` is the clock of the run."""
+    """Student, teacher, objective and schedules moving together; `applied_steps` is the clock of the run.
+
+    `votes` (VOTES) travel with the centre's all-reduce.
+    """
 
     def __init__(self, engine: Engine, teacher: Teacher, objective: DinoLoss, schedules: Schedules) -> None:
         self.engine = engine
@@ -39,8 +45,7 @@ class DinoStep:
         self.objective = objective
         self.schedules = schedules
         self.applied_steps = 0
-        self.stop_requested = False
-        self._stop_votes = LaggedScalar()
+        self.votes = Votes(VOTES, engine.device)
         self._set_knobs()
 
     def micro_batch(self, views: list[Tensor], drop_keys: Tensor | None) -> MicroStep:
@@ -66,18 +71,13 @@ class DinoStep:
         center = self.objective.center
         with named_range("center"):
             pending = center.pending()
-            vote = pending.new_full((1,), float(self.stop_requested))
-            total = sum_across_ranks(torch.cat((pending, vote)))
-            center.commit(total[:-1])
-            self._stop_votes.push(total[-1])
+            total = sum_across_ranks(torch.cat((pending, self.votes.ballot())))
+            center.commit(total[: len(pending)])
+            self.votes.push(total[len(pending) :])
         with named_range("ema"):
             self.teacher.update(knobs.teacher_momentum)
         self.applied_steps += 1
         self._set_knobs()
-
-    def stop_agreed(self) -> bool:
-        """Whether a rank had been asked to stop by the step before the last; the same answer on every rank."""
-        return self._stop_votes.read() > 0
 
     def restore(self, applied_steps: int) -> None:
         """Set the clock, after student, teacher and centre were loaded."""

@@ -30,11 +30,11 @@ class StopRequests:
         if number == signal.SIGINT and self.name == "SIGINT":
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        self._step.stop_requested = True
+        self._step.votes.cast("stop")
 
     def look(self) -> None:
         """Once per step: is the launcher still there?"""
-        if self._launcher is None or self._step.stop_requested:
+        if self._launcher is None or self._step.votes.cast_by_me("stop"):
             return
         try:
             orphaned = self._launcher.ppid() != self._launcher_parent
@@ -42,7 +42,7 @@ class StopRequests:
             orphaned = True
         if orphaned:
             self.name = "the end of the launcher"
-            self._step.stop_requested = True
+            self._step.votes.cast("stop")
 
 
 def _node_launcher() -> psutil.Process | None:

@@ -148,7 +148,7 @@ class _Loop:
             self._evaluate()
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.views), done)
-        stop = run.step.stop_agreed() and not last
+        stop = run.step.votes.count("stop") > 0 and not last
         if last or stop or (self._save_every and done % self._save_every == 0):
             with self._clock.paused():
                 self._collect_bad_images()
