@@ -249,6 +249,9 @@ class Recipe(Section):
     )
     keep_checkpoints: Count = _field(3, "newest checkpoints that are kept")
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
+    hang_seconds: CountOrZero = _field(
+        600, "no progress of a rank for so long ends the run (start-up, saving, evaluation: three times); 0 = never"
+    )
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()

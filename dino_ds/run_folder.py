@@ -23,6 +23,7 @@ _FREE = (
     "save_every",
     "keep_checkpoints",
     "max_bad_steps",
+    "hang_seconds",
     "eval.every",
     "eval.root",
     "data.workers",

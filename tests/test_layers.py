@@ -8,11 +8,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "health"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
     {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
+    {"bad_steps", "reports"},
+    {"loop"},
     {"train", "measure"},
     {"bench", "tools"},
     {"preflight", "options"},
