@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _LAUNCHERS = ("deepspeed", "torchrun", "dino-ds", "ds")
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "su", "sudo", "sshd", "screen", "tmux: server")
 _LAUNCHER_MODULES = (
     "deepspeed.launcher.launch",
     "deepspeed.launcher.runner",
@@ -69,16 +70,26 @@ def death_of(pid: int) -> str:
     return f"with code {status >> 8}"
 
 
-def launchers_above(pid: int) -> list[Process]:
-    """The launchers that have started a rank, nearest first: its parent, and the parent's, while they are launchers."""
+def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:
+    """Who has started a process and may end without it, nearest first: launchers by name and, of a rank (the environment
+    has RANK), whatever its parent is but a shell: that may end and leave its jobs behind."""
     found: list[Process] = []
     process = find_process(pid)
     while process is not None and process.parent > 1:
         process = find_process(process.parent)
-        if process is None or not _is_launcher(process.pid):
+        if process is None or not (
+            _is_launcher(process.pid) or (of_a_rank and not found and not _is_shell(process.pid))
+        ):
             break
         found.append(process)
     return found
+
+
+def _is_shell(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() in _SHELLS
+    except OSError:
+        return True
 
 
 def _is_launcher(pid: int) -> bool:

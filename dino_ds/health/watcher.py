@@ -70,7 +70,7 @@ class Watcher:
         self._heartbeats = Heartbeats(self._run_dir)
         self._lock = RunLock(self._run_dir, orders.pid)
         self._process = find_process(orders.pid)
-        self._launchers = launchers_above(orders.pid)
+        self._launchers = launchers_above(orders.pid, "RANK" in os.environ)
         self._disk = _Disk()
         self._moves, self._idle, self._slowest = -1, 0.0, 0.0
         self._doomed_at: float | None = None
