@@ -18,7 +18,7 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.config import load_recipe
 from dino_ds.ds_config import find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.errors import ConfigError, UserError
+from dino_ds.errors import ConfigError, UserError, lines_for_people
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        _say_error(str(error))
+        _say_error(str(error), debug=debug)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
@@ -123,12 +123,12 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     leave()
 
 
-def _say_error(message: str, pause: bool = True) -> None:
+def _say_error(message: str, pause: bool = True, debug: bool = False) -> None:
     """Rank 0 speaks; on other nodes the first rank, with its host's name."""
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     host = f"{socket.gethostname()}: " if rank else ""
     if local_rank == 0:
-        for line in message.splitlines():
+        for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause:
         time.sleep(_SECONDS_FOR_RANK_0)

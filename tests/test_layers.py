@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges"},
+    {"__init__", "errors", "names", "architectures", "ranges", "text_file"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
     {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
@@ -21,7 +21,7 @@ LAYERS = [
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
 ROOMS += [{"engine", "engine_masters"}]
-ROOMS += [{"errors", "names", "architectures", "__init__"}]
+ROOMS += [{"errors", "names", "architectures", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:

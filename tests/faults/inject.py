@@ -1,4 +1,4 @@
-"""Faults, and when they happen: hooks that a test has run in each rank before it starts. Nothing of this is in the product.
+"""Faults, and when they happen: hooks that a test has run in each rank before it starts; the product knows of none.
 
 A fault is a picklable function of the rank. `at_step` lets one happen in the middle of training, `now` before it.
 """

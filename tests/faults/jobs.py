@@ -1,7 +1,7 @@
 """Two-rank training jobs that a test starts, breaks and looks at: about a second each.
 
-    job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
-    outcome = job.wait(seconds=60)          # exit codes, what was printed, seconds from the fault to the end, orphans
+job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
+outcome = job.wait(seconds=60)          # exit codes, what was printed, seconds from the fault to the end, orphans
 """
 
 from __future__ import annotations

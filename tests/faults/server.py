@@ -1,4 +1,4 @@
-"""The fork server: imports torch and DeepSpeed once and forks training processes that are at work after a tenth of a second.
+"""The fork server: imports torch and DeepSpeed once and forks training processes, at work after a tenth of a second.
 
 It never computes and never joins a process group, so that it has one thread and no lock is held when it forks. Every
 job has a process of its own between the server and its ranks, as a launcher would be. Where that one dies, the server
@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def serve(pipe: Any) -> None:
                 order = pipe.recv()
             except EOFError:
                 return
-            pipe.send(dict(ended) if order is None else _fork(lambda: _launch(order), order.folder / "launcher.txt"))
+            pipe.send(dict(ended) if order is None else _fork(partial(_launch, order), order.folder / "launcher.txt"))
         ended.update(_reap())
 
 
@@ -118,7 +119,7 @@ def _launch(order: Order) -> int:
     os.setsid()
     names = {}
     for rank in range(order.world):
-        process = _fork(lambda rank=rank: _rank(order, rank), order.folder / f"rank_{rank}.txt")
+        process = _fork(partial(_rank, order, rank), order.folder / f"rank_{rank}.txt")
         names[process] = rank
         _note(order.folder, {"rank": rank, "process": process})
     while names:
