@@ -130,7 +130,7 @@ class DataSection(Section):
     augment: Literal["device", "worker"] = _field(
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
     )
-    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
+    max_pixels: Count = _field(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from dino_ds.data.decode import MAX_PIXELS
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
 
+_MAX_PIXELS = 178956970
+"""Pillow's own limit: shrinking is how images come below the recipe's."""
 _ENDINGS = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "PPM": ".ppm"}
 
 
@@ -78,8 +79,8 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise UnreadableImage(name, f"{width} x {height} pixels are more than {MAX_PIXELS}")
+            if width * height > _MAX_PIXELS:
+                raise UnreadableImage(name, f"{width} x {height} pixels are more than {_MAX_PIXELS}")
             factor = side / min(width, height)
             if factor >= 1:
                 return data, False

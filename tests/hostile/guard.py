@@ -1,4 +1,4 @@
-"""What no input may do: raise another exception than ours, take more than ten seconds or 500 MB, leave half a folder."""
+"""What no input may do: raise another exception than ours, take ten seconds or 500 MB, leave half a folder."""
 
 from __future__ import annotations
 
