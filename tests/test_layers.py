@@ -9,8 +9,18 @@ PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
-    {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
-    {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
+    {"data", "models", "objective", "schedules", "optim", "masters", "saved_state", "costs"},
+    {
+        "teacher",
+        "engine",
+        "engine_masters",
+        "engine_state",
+        "checkpoint",
+        "metrics",
+        "throughput",
+        "build",
+        "run_folder",
+    },
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
@@ -20,7 +30,7 @@ LAYERS = [
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters"}]
+ROOMS += [{"engine", "engine_masters", "engine_state"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]
 
 
