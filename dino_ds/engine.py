@@ -11,7 +11,6 @@ import math
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -253,14 +252,6 @@ class Engine:
         if not self.config.dynamic_loss_scale:
             return None
         return {name: getattr(self._optimizer.loss_scaler, name) for name in _SCALER}
-
-    def save(self, folder: Path, tag: str) -> None:
-        """Write every rank's part of student and optimizer into folder/tag. All ranks must call it."""
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state={}, save_latest=False)
-
-    def load(self, folder: Path, tag: str) -> None:
-        """Read what `save` wrote, with the same stage, precision and number of ranks."""
-        self._engine.load_checkpoint(str(folder), tag=tag)
 
     def _flats(self) -> list[Flat]:
         return flats_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
