@@ -290,7 +290,19 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+DOCTOR = Command(
+    "doctor",
+    "this machine and this installation on one page: what fits, what is slow, each problem with its remedy",
+    "dino_ds.tools.doctor:run",
+    (
+        Flag("run_dir", "text", "runs", "folder that runs go to"),
+        Flag("quick", "switch", False, "leave out what is measured: reading images, summing over two processes"),
+        _JSON,
+    ),
+    loads_torch=False,
+)
+
+_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
