@@ -2,66 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a step).
-
-    `default` is what the function gets; where that is None, `shown` says what it means.
-    """
-
-    name: str
-    kind: str
-    default: str | int | float | bool | None
-    description: str
-    shown: str = ""
-    zero: bool = False
-
-    @property
-    def default_text(self) -> str:
-        return self.shown or str(self.default).lower()
-
-
-@dataclass(frozen=True)
-class Command:
-    """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
-
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default. takes_train: what follows
-    "--" are options of `train`; the function gets them as `train_words`, and as `train` what they mean. loads_torch:
-    a torch that does not load stops it before it starts.
-    """
-
-    name: str
-    summary: str
-    runs: str
-    flags: tuple[Flag, ...] = ()
-    takes_recipe: bool = True
-    recipe: str | None = None
-    takes_ds: bool = True
-    ds_config: str = "ds_configs/zero0_fp32.json"
-    needs_images: bool = False
-    takes_train: bool = False
-    loads_torch: bool = True
-
-    @property
-    def all_flags(self) -> tuple[Flag, ...]:
-        """Its own flags after those that follow from what it takes."""
-        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
-        recipe = Flag(
-            "config",
-            "text",
-            self.recipe,
-            "the recipe: a shipped name or a YAML file: what is learned",
-            shown=self.recipe or "the ViT-S/16 of the DINO paper",
-        )
-        debug = Flag("debug", "switch", False, "show tracebacks of errors")
-        return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
-
-
-_JSON = Flag("json", "switch", False, "print one JSON object")
+from dino_ds.options.command import JSON as _JSON
+from dino_ds.options.command import Command, Flag
+from dino_ds.options.machine_commands import DOCTOR, LAUNCH
 
 TRAIN = Command(
     "train",
@@ -92,31 +35,6 @@ TRAIN = Command(
         ),
     ),
     needs_images=True,
-)
-
-LAUNCH = Command(
-    "launch",
-    "check the machines, then start `train` on all of them: -- TRAIN OPTIONS",
-    "dino_ds.launching.launch:run",
-    (
-        Flag("hostfile", "text", None, "the machines, a line each: NAME slots=N", shown="this machine alone"),
-        Flag("include", "text", None, "only these of the hostfile: NAME@NAME:0,2", shown="all"),
-        Flag("exclude", "text", None, "all but these of the hostfile: NAME@NAME:0,2", shown="none"),
-        Flag("ranks", "int", None, "processes on each machine", shown="the slots, or one a GPU, or 1"),
-        Flag("launcher", "text", "deepspeed", "deepspeed or torchrun"),
-        Flag("nodes", "text", None, "with torchrun: machines, or LEAST:MOST of an elastic run", shown="1"),
-        Flag("no_ssh", "switch", False, "start only this machine's processes; the same is done on the others"),
-        Flag("node_rank", "int", None, "with --no_ssh: this machine's line in the hostfile, from 0", "none", zero=True),
-        Flag("master_addr", "text", None, "where the ranks meet", shown="the first machine"),
-        Flag("master_port", "int", None, "port of that machine", shown="29500; on one machine a free one"),
-        Flag("max_restarts", "int", 0, "start again after a failure, so many times", zero=True),
-        Flag("skip_checks", "switch", False, "do not look at the machines first"),
-        Flag("dry_run", "switch", False, "check, show the command, and start nothing"),
-    ),
-    takes_recipe=False,
-    takes_ds=False,
-    takes_train=True,
-    loads_torch=False,
 )
 
 
@@ -303,7 +221,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
