@@ -22,7 +22,9 @@ def read_text(path: str, kind: str) -> str:
             if state.st_size > MAX_BYTES:
                 raise ConfigError(f"{path} cannot be read as {kind}: {state.st_size} bytes, {MAX_BYTES} are allowed")
             return file.read(MAX_BYTES).decode("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read as {kind}: it is no UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError(f"{path} cannot be read as {kind}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -127,7 +127,7 @@ def index_beside(shards: Sequence[str]) -> tuple[Listing | None, str | None]:
             return None, f"{path} contradicts itself; the shards were indexed anew"
         if shards_are_current(listing, folder):
             return listing, None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, f"{path} is damaged or of another version; the shards were indexed anew"
     return None, f"{path} is of other shards than those that lie there now; they were indexed anew"
 

@@ -18,6 +18,8 @@ from dino_ds.errors import DataError
 
 _MAX_PIXELS = 178956970
 """Pillow's own limit: shrinking is how images come below the recipe's."""
+_MOST_PARTS = 64
+"""Folders deeper than this can't be made everywhere."""
 _ENDINGS = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "PPM": ".ppm"}
 
 
@@ -35,7 +37,7 @@ def member_of(source: Source, index: int) -> str:
     parts = [part for part in text.replace("\0", "?").split("/") if part not in ("", ".", "..")]
     if not parts:
         return str(index)
-    return "/".join([*parts[:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
+    return "/".join([*parts[-_MOST_PARTS:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
 
 
 def names_digest(source: Source) -> str:
