@@ -20,13 +20,13 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.config import load_recipe
 from dino_ds.ds_config import find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.errors import INTERRUPTED, ConfigError, UserError
+from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
-from dino_ds.preflight import check_hostfile, check_torchvision
+from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
 
 # Launchers stop all ranks when one ends: rank 0 must have spoken before.
 _SECONDS_FOR_RANK_0 = 3.0
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        _say_error(str(error), error.said_by_me)
+        _say_error(str(error), error.said_by_me, debug=debug)
         _exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
@@ -69,7 +69,15 @@ def _dispatch(words: list[str]) -> None:
     if found is None:
         raise ConfigError(_no_command(words))
     command, rest = found
+    if command is TRAIN:
+        adopt_ranks(os.environ)
+        check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if command is TRAIN:
+        batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
+        resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
+        # Before the slow imports: a second job should not take half a minute to end.
+        RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
     def call(**given: Any) -> None:
         _call(command, {**files, **given})
@@ -91,8 +99,6 @@ def _no_command(words: list[str]) -> str:
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """The command's own flags, and what it reads from files, everything checked. Raises ConfigError."""
-    if command is TRAIN:
-        check_hostfile()
     fixed: dict[str, Any] = {flag.name: flags.fixed.get(flag.name, flag.default) for flag in command.all_flags}
     config, ds_config, _ = fixed.pop("config", None), fixed.pop("ds_config", None), fixed.pop("debug")
     files: dict[str, Any] = {}
@@ -116,31 +122,33 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
     if problems:
         raise ConfigError("\n".join(problems))
     if command is TRAIN:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        resolve_ds_config(files["ds"], ds_config, files["recipe"].data.global_batch, world_size)
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
-        # Before the slow imports: a second job should not take half a minute to end.
-        RunLock(Path(fixed["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
+    if flags.train is not None:
+        options, train_files = _collect(TRAIN, flags.train)
+        files["train_words"] = flags.train_words
+        files["train"] = {**options, **train_files, "config": flags.train.fixed.get("config")}
     return fixed, files
 
 
 def _call(command: Command, values: dict[str, Any]) -> None:
-    check_torchvision()
+    if command.loads_torch:
+        check_torchvision()
     module, _, function = command.runs.partition(":")
     getattr(importlib.import_module(module), function)(**values)
-    from dino_ds.engine import leave
+    if "dino_ds.engine" in sys.modules:
+        from dino_ds.engine import leave
 
-    faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)
-    leave()
-    faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)
+        leave()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True) -> None:
+def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
     """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
     host = f"{socket.gethostname()}: " if rank and said_by_me is None else ""
     if local_rank == 0 if said_by_me is None else said_by_me:
-        for line in message.splitlines():
+        for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
         time.sleep(_SECONDS_FOR_RANK_0)

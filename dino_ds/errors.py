@@ -1,5 +1,7 @@
 """The one error family for mistakes a user can mend: printed as one line, without a traceback. And all exit codes."""
 
+from __future__ import annotations
+
 EXIT_CODES = {
     0: "done",
     1: "a bug of dino_ds: please report it, with the traceback",
@@ -13,6 +15,8 @@ EXIT_CODES = {
 }
 STOPPED = 75
 INTERRUPTED = 130
+
+_MOST_LINES, _MOST_CHARACTERS = 10, 400
 
 
 class UserError(Exception):
@@ -55,3 +59,18 @@ class PeerError(UserError):
     """A rank hangs or is gone (exit code 6)."""
 
     exit_code = 6
+
+
+def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
+    """The lines of an error as a terminal may show them: printable, of bounded length, at most ten unless
+    `all_of_them` are wanted. What it quotes comes from files and may hold anything."""
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
+    lines = [line if len(line) <= _MOST_CHARACTERS else _shortened(line) for line in lines]
+    if all_of_them or len(lines) <= _MOST_LINES:
+        return lines
+    return [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} problems more; --debug shows all"]
+
+
+def _shortened(line: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return f"{line[:half]} ... {line[-half:]}"

@@ -101,6 +101,7 @@ class Loop:
         self._bad_steps.reset()
         self._clock.step()
         self._look_for_wishes()
+        self._say_save(run.look_at_save())
         self._log.progress(done)
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
@@ -114,7 +115,7 @@ class Loop:
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.views), done)
         if last or stop or (self._save_every and done % self._save_every == 0):
-            self._save()
+            self._save(wait=last or stop)
         if stop:
             self._end_early()
 
@@ -128,7 +129,7 @@ class Loop:
             self._bad_steps.report(window)
         if any(stops):
             if run.step.applied_steps > self._saved_step:
-                self._save()
+                self._save(wait=True)
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
@@ -145,12 +146,16 @@ class Loop:
         if self._beat.wished and not votes.cast_by_me("stop"):
             votes.cast("stop")
 
-    def _save(self) -> None:
+    def _save(self, wait: bool) -> None:
         self._beat.enter("save", self._run.step.applied_steps)
         with self._clock.paused():
             self._reports.collect_bad_images()
-            self._run.save()
+            self._say_save(self._run.save(wait))
         self._saved_step = self._run.step.applied_steps
+
+    def _say_save(self, lines: str | None) -> None:
+        if lines is not None:
+            self._log.say(lines)
 
     def _end_early(self) -> None:
         """Raises SystemExit(75)."""

@@ -56,6 +56,7 @@ class Reports:
             "bad_images": len(run.bad_images),
             **speed,
             **rolling,
+            **run.save_figures(),
             "memory_gib": memory_gib(),
             "memory_predicted_gib": self._predicted_gib,
         }

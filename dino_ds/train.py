@@ -35,12 +35,19 @@ from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.loop import Loop
 from dino_ds.metrics import RunLog
 from dino_ds.run import Run
-from dino_ds.run_folder import RunFolder, flat_values
+from dino_ds.run_folder import Resume, RunFolder, flat_values
 from dino_ds.stop import StopRequests
 
 
 def train(
-    *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str, run_dir: str, max_steps: int | None, resume: bool
+    *,
+    recipe: Recipe,
+    ds: Mapping[str, Any],
+    ds_path: str,
+    run_dir: str,
+    max_steps: int | None,
+    resume: Resume,
+    allow_change: str | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
@@ -63,7 +70,7 @@ def train(
                 init_distributed()
                 note = _take(lock, heartbeats)
                 dog.beat.list_in_folder()
-                run, log, last_step, memory = _build(recipe, ds, ds_path, path, max_steps, resume)
+                run, log, last_step, memory = _build(recipe, ds, ds_path, path, max_steps, resume, allow_change)
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
@@ -89,7 +96,13 @@ def _give_back(lock: RunLock, heartbeats: Heartbeats) -> None:
 
 
 def _build(
-    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, path: Path, max_steps: int | None, resume: bool
+    recipe: Recipe,
+    ds: Mapping[str, Any],
+    ds_path: str,
+    path: Path,
+    max_steps: int | None,
+    resume: Resume,
+    allow_change: str | None,
 ) -> tuple[Run, RunLog, int, Memory]:
     """The run, its log, its last step and the predicted memory."""
     data = recipe.data
@@ -97,12 +110,12 @@ def _build(
     config = resolve_ds_config(dict(ds), ds_path, data.global_batch, ranks, fp16_supported(), parameters)
     memory = estimate_memory(recipe, config, ranks, torch.cuda.is_available(), libraries=round(memory_gib() * 2**30))
     with distributed.together():
-        folder = RunFolder(path, recipe, config, resume)
+        folder = RunFolder(path, recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     run = Run(recipe, config, source, folder)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
-    folder.write()
+    run.open_folder()
     return run, RunLog(folder.path, run.step.applied_steps, last_step), last_step, memory
 
 
@@ -121,7 +134,7 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) 
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
-    for text in (*config.notes, *getattr(run.source, "notes", ()), *filter(None, [note])):
+    for text in (*config.notes, *getattr(run.source, "notes", ()), *run.notes, *filter(None, [note])):
         log.say(f"note     {text}")
     if run.folder.resume:
         where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"

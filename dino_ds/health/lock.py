@@ -89,7 +89,7 @@ class RunLock:
     @property
     def guards_a_run(self) -> bool:
         """Whether there is a run in the folder, to which more belongs than the lock."""
-        return (self._run_dir / "config.yaml").exists()
+        return (self._run_dir / "config.yaml").exists() or (self._run_dir / "checkpoints").exists()
 
     def release(self) -> None:
         """Give the lock back, if it is ours, and remove the folders made for it that are still empty."""

@@ -71,15 +71,18 @@ def death_of(pid: int) -> str:
 
 
 def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:
-    """Who has started a process and may end without it, nearest first: launchers by name and, of a rank (the environment
-    has RANK), whatever its parent is but a shell: that may end and leave its jobs behind."""
+    """Who has started a process, nearest first, and is not to be outlived by it.
+
+    Launchers by name and, of a rank (the environment has RANK), whatever its parent is but a shell: that may end and
+    leave its jobs behind.
+    """
     found: list[Process] = []
     process = find_process(pid)
     while process is not None and process.parent > 1:
         process = find_process(process.parent)
-        if process is None or not (
-            _is_launcher(process.pid) or (of_a_rank and not found and not _is_shell(process.pid))
-        ):
+        if process is None:
+            break
+        if not _is_launcher(process.pid) and (found or not of_a_rank or _is_shell(process.pid)):
             break
         found.append(process)
     return found
