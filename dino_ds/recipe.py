@@ -253,6 +253,7 @@ class Recipe(Section):
         True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
     )
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
+    hang_seconds: CountOrZero = _field(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()

@@ -31,6 +31,7 @@ _FREE = (
     "keep_every",
     "save_in_background",
     "max_bad_steps",
+    "hang_seconds",
     "eval.every",
     "eval.root",
     "data.workers",

@@ -8,13 +8,15 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
     {"teacher", "engine", "engine_masters", "engine_state", "checkpoint", "checkpoint_saving"}
     | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
+    {"bad_steps", "reports"},
+    {"loop"},
     {"train", "measure"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
