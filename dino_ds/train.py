@@ -65,7 +65,7 @@ def train(
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
-        with failures.told(), StopRequests(dog.beat, stop_early) as stop:
+        with failures.told(), StopRequests(dog.beat, stop_early, failures.ended_at_once) as stop:
             try:
                 init_distributed()
                 note = _take(lock, heartbeats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,11 @@ class Failures:
     def stopped_early(self, why: str) -> None:
         """This rank ends at a signal before the first step: the others need not ask what has become of it."""
         self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
+
+    def ended_at_once(self, code: int, message: str) -> None:
+        """This rank ends with `code` in a moment; it says why."""
+        if self._claim(code, message, "error") is not False:
+            print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
 
     def _tell(self, error: UserError) -> None:
         claimed = self._claim(error.exit_code, str(error), "error")
