@@ -161,7 +161,9 @@ class Watcher:
         self._beat.wish("the end of the launcher")
         if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
             self._doomed_at = now
-            self._last_words("error", PEER_LOST, "the launcher is gone, and no step came to its end")
+            message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"
+            self._fail("launcher", message)
+            self._last_words("error", PEER_LOST, message)
 
     def _follow(self, now: float) -> None:
         """Another rank has failed: this one ends by itself, or is ended."""
