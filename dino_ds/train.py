@@ -61,7 +61,6 @@ def train(
 
         def stop_early(why: str) -> None:
             failures.stopped_early(why)
-            _give_back(lock, heartbeats)
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 

@@ -98,7 +98,8 @@ class Failures:
         who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
         step, where = self._beat.step, self._beat.where
         peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
-        self._tell(peer)
+        claimed = self._claim(peer.exit_code, str(peer), "error")
+        peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer
 
     def _wait_for_cause(self) -> Failure | None:

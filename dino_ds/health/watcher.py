@@ -257,6 +257,9 @@ class Watcher:
         if beat.listed:
             self._disk.look(lambda: self._heartbeats.publish(self._heartbeat()))
         if orders.rank == 0:
+            if not self._lock.guards_a_run and self._heartbeats.folder.exists():
+                time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason of this end
+                self._disk.look(self._heartbeats.remove)
             self._disk.look(self._lock.release)
 
 
