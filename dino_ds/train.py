@@ -61,7 +61,8 @@ def train(
 
         def stop_early(why: str) -> None:
             failures.stopped_early(why)
-            _give_back(lock, heartbeats)
+            # Of several ranks the others read there why this one is gone.
+            _give_back(lock, heartbeats if ranks == 1 else None)
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
@@ -88,9 +89,9 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     return note
 
 
-def _give_back(lock: RunLock, heartbeats: Heartbeats) -> None:
+def _give_back(lock: RunLock, heartbeats: Heartbeats | None) -> None:
     if distributed.rank() == 0:
-        if not lock.guards_a_run:
+        if heartbeats is not None and not lock.guards_a_run:
             heartbeats.remove()
         lock.release()
 

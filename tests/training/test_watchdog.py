@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 
 import pytest
 
 from tests.faults import inject, jobs
-from tests.training.harness import image_folder, losses_of
+from tests.training.harness import image_folder
 
 HANG = {"hang_seconds": "6", "length": "100000 steps"}
 
