@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from dino_ds.health.records import Heartbeats
 from tests.faults import inject, jobs
-from tests.training.harness import image_folder, losses_of
+from tests.training.harness import REPOSITORY, image_folder, losses_of
 
 
 @pytest.fixture(scope="module")
@@ -26,31 +29,45 @@ def straight(images, tmp_path_factory):
     return losses_of(run)
 
 
-def _freeze_loader_and_ask(rank):
-    """Rank 1's images stop coming, and then rank 0 is asked to stop: it waits in a collective for rank 1."""
-    inject.at_step(5, (1,), inject.freeze_loader)(rank)
-    inject.at_step(6, (0,), functools.partial(_ask_soon, signal.SIGUSR1))(rank)
+class Stuck:
+    """Images of noise that don't come on rank 1 while there is a file "stuck", as from a disk that does not answer."""
+
+    def __init__(self, root):
+        self._stuck = Path(root) / "stuck"
+
+    def __len__(self):
+        return 24
+
+    def load(self, index):
+        while self._stuck.exists() and os.environ["RANK"] == "1":
+            time.sleep(0.2)
+        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (40, 48, 3), dtype=np.uint8))
+
+    def name(self, index):
+        return f"noise/{index}"
 
 
-def _ask_soon(number):
-    """From a child, while this process goes on."""
-    pid = os.getpid()
-    if os.fork() == 0:
-        time.sleep(1)
-        os.kill(pid, number)
-        os._exit(0)
-
-
-def test_a_rank_whose_images_do_not_come_holds_nobody_up(images, straight, tmp_path):
+def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
     """All save the step that all have done; the run goes on with the very images that had not come."""
-    run, changes = tmp_path / "run", {"data.workers": "1"}
-    outcome = jobs.start(run, images, fault=_freeze_loader_and_ask, changes=changes).wait(120)
+    root = tmp_path / "images"
+    root.mkdir()
+    here = {"PYTHONPATH": str(REPOSITORY)}
+    changes = {"data.workers": "1", "data.source": f"{__name__}:Stuck", "length": "40 steps"}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert jobs.start(theirs, root, changes=changes, environment=here).wait(120).codes == [0, 0]
+    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.1), times=1000)
+    job = jobs.start(ours, root, changes=changes, fault=slow, environment=here)
+    job.wait_for_steps(ours, 3)
+    (root / "stuck").touch()
+    job.wait_for(lambda: any(beat.seconds_since_progress > 3 for beat in Heartbeats(ours).read()))
+    job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
+    outcome = job.wait(60)
     assert outcome.codes == [75, 75] and outcome.orphans == [] and outcome.errors == []
-    saved = losses_of(run)[-1][0]
+    saved = losses_of(ours)[-1][0]
     assert f"stopped  by SIGUSR1 (rank 0) at step {saved}; saved step {saved}." in outcome.text
-    assert 5 <= saved < 12
-    assert jobs.start(run, images, resume=True, changes=changes).wait(120).codes == [0, 0]
-    assert losses_of(run) == straight
+    (root / "stuck").unlink()
+    assert jobs.start(ours, root, resume=True, changes=changes, environment=here).wait(120).codes == [0, 0]
+    assert losses_of(ours) == losses_of(theirs)
 
 
 def _slow_evaluation(rank):
