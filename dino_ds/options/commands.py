@@ -241,6 +241,23 @@ _SHARDING = (
     ),
 )
 
+_CHECKPOINTS = (
+    Command(
+        "convert",
+        "a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network",
+        "dino_ds.tools.convert:run",
+        (
+            Flag("checkpoint", "text", None, "the checkpoint: RUN/checkpoints/step_...", shown="none"),
+            Flag("out", "text", None, "a new folder: a run to resume, or that of student.safetensors", shown="none"),
+            Flag("ranks", "int", None, "number of ranks: files of the new checkpoint", shown="1"),
+            Flag("student", "switch", False, "write the student's FP32 weights by name instead of a checkpoint"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
+)
+
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -274,7 +291,9 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
+COMMANDS: dict[str, Command] = {
+    command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_CHECKPOINTS)
+}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
