@@ -46,9 +46,8 @@ def _values(folder):
 
 
 def _convert(trained, out, **flags):
-    convert(
-        checkpoint=str(trained / "run" / STEP), out=str(out), **{"ranks": None, "student": False, "json": False} | flags
-    )
+    flags = {"ranks": None, "student": False, "json": False} | flags
+    convert(checkpoint=str(trained / "run" / STEP), out=str(out), **flags)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -95,11 +94,12 @@ def test_the_student_s_weights_by_name(trained, tmp_path):
 def test_it_runs_where_there_is_no_deepspeed(trained, tmp_path):
     """From the command line; DeepSpeed, which a machine without a compiler may lack, is not imported."""
     code = (
-        "import sys; sys.modules['deepspeed'] = None; from dino_ds.tools.convert import run; run(**eval(sys.argv[1]))"
+        "import json, sys; sys.modules['deepspeed'] = None; from dino_ds.tools.convert import run; "
+        "run(**json.loads(sys.argv[1]))"
     )
     flags = {"checkpoint": str(trained / "run" / STEP), "out": str(tmp_path / "out"), "ranks": 4}
     flags |= {"student": False, "json": False}
-    done = subprocess.run([sys.executable, "-c", code, repr(flags)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(flags)], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("step 3: 2 ranks -> 4, ") and (tmp_path / "out/checkpoints/latest").is_file()
 
 
