@@ -242,10 +242,11 @@ class Engine:
         """
         parameters = put_back(saved, self._flats(), self._shapes, self._optimizer)
         for name in _COUNTERS:
-            setattr(self._engine, name, parameters.counters[name])
+            setattr(self._engine, name, parameters.counters.get(name, 0))
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
         if self.config.dynamic_loss_scale:
-            vars(self._optimizer.loss_scaler).update(parameters.loss_scaler)
+            known = {name: value for name, value in parameters.loss_scaler.items() if name in _SCALER}
+            vars(self._optimizer.loss_scaler).update(known)
 
     def _scaler_state(self) -> dict[str, float] | None:
         """Of fp16's dynamic loss scaler: what moves; its settings are the ds config's."""

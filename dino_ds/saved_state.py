@@ -83,7 +83,8 @@ class SavedParameters:
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:
                     for name, start, stop, offset in flat["pieces"]:
-                        self._places.setdefault(name, []).append(_Place(start, stop, rank, flat["name"], offset))
+                        place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
+                        self._places.setdefault(name, []).append(place)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
                             raise CheckpointError(f"the checkpoint has two Adam step counts for {name}: it is damaged")
             self._check_whole()

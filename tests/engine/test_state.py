@@ -241,7 +241,7 @@ def test_another_precision(old, new):
     assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
 
 
-@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2)), (Setup(2), Setup(2))], ids=str)
+@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2))], ids=str)
 @pytest.mark.parametrize("windows", [0, 1, RELEASED_AT])
 def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(windows, old, new):
     """Their Adam state starts at the release, whether that lies before the save, after it, or just there."""
@@ -249,7 +249,7 @@ def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(win
     counts = by_parameter(saved)[1]
     assert set(counts.values()) == ({windows} if windows < RELEASED_AT else {0, windows})
     _, new_losses, new_end = resume(new, saved, more=3)
-    assert new_losses == pytest.approx(losses, rel=0 if old == new else 1e-5)
+    assert new_losses == pytest.approx(losses, rel=1e-5)
     after = by_parameter(new_end)[1]
     assert after == by_parameter(ended)[1]
     assert after["head.prototypes.weight"] == windows + 3 - RELEASED_AT
@@ -267,8 +267,10 @@ def _go_back(setup, saved, more):
     return loaded, run_windows(step, saved.layouts[0]["counters"]["global_steps"], more, BATCH), _take(step)
 
 
-@pytest.mark.parametrize("setup", [Setup(0), Setup(2, "fp16"), Setup(3), Setup(3, zero=SUB_GROUPS | HPZ)], ids=str)
-@pytest.mark.parametrize("windows", [0, SAVED_AT])
+USED = [(Setup(0), SAVED_AT), (Setup(2, "fp16"), SAVED_AT), (Setup(3), 0), (Setup(3, zero=SUB_GROUPS | HPZ), SAVED_AT)]
+
+
+@pytest.mark.parametrize(("setup", "windows"), USED, ids=str)
 def test_an_engine_in_use_goes_back_to_a_state(setup, windows):
     saved, losses, ended = straight(setup, 2, windows)
     loaded, new_losses, new_end = zip(*run_on_ranks(_go_back, setup, saved, 2), strict=True)
@@ -323,6 +325,27 @@ def test_another_network_is_refused(stage):
             "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
         )
         assert untouched
+
+
+def test_what_differs_is_named():
+    saved, _, _ = straight(Setup(2))
+    parameters = SavedParameters(saved)
+    parameters.check_fits(parameters.shapes)
+    first, *_ = parameters.shapes
+    with pytest.raises(CheckpointError, match=r"in 2 tensors, first backbone\.new absent vs \[3\]"):
+        parameters.check_fits({"backbone.new": (3,)} | {n: s for n, s in parameters.shapes.items() if n != first})
+
+
+def test_large_parameters_are_read_in_parts(monkeypatch):
+    saved, _, _ = straight(Setup(2))
+    values, _ = by_parameter(saved)
+    monkeypatch.setattr("dino_ds.saved_state._READ_ELEMENTS", 7)
+    parameters = SavedParameters(saved)
+    for (kind, name), whole in values.items():
+        parts = list(parameters.read(kind, name, 3, len(whole) - 2))
+        assert max(len(part) for _, part in parts) <= 7
+        assert torch.equal(torch.cat([part for _, part in parts]), whole[3:-2])
+        assert [first for first, _ in parts] == list(itertools.accumulate((len(p) for _, p in parts[:-1]), initial=3))
 
 
 def test_damaged_layouts_are_refused():
