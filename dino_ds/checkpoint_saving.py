@@ -115,6 +115,10 @@ class Saving:
                 lines += self._commit(flight, must=False)
         return lines
 
+    def finish(self) -> list[str]:
+        """Waits for the save that is being written, if there is one; lines to say. All ranks must call it."""
+        return self._land(must=False) if self._flight is not None else []
+
     def _take_off(
         self,
         tensors: Mapping[str, Tensor],

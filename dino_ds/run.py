@@ -140,6 +140,10 @@ class Run:
         """
         return _text(self._saving.look())
 
+    def finish_save(self) -> str | None:
+        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them."""
+        return _text(self._saving.finish())
+
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""
         return self._saving.cost

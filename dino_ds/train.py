@@ -190,6 +190,7 @@ class _Loop:
         limit = run.recipe.max_bad_steps
         self._log.say(f"{what}: nothing moved ({self._bad_in_a_row} in a row; {limit} stop the run)")
         if self._bad_in_a_row >= limit:
+            self._say_save(run.finish_save())
             raise NumericError(
                 f"{what}, {limit} times in a row; checkpoints in {run.folder.path} are from before. "
                 "Look at these images, lower optimizer.lr, or use a bf16 or fp32 ds config"
