@@ -98,7 +98,8 @@ if SOAK:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_resume_under_another_setup(tmp_path, pair):
     """Against the run that was not interrupted: the same images in each global batch, teacher and centre exact at the
-    start, and the loss of every step. FP32 sums in another order; bf16 and fp16 round at other places."""
+    start, and the loss of every step. FP32 sums in another order, bf16 and fp16 round at other places; a loss in bf16
+    differs from that in fp16 by percents, as the logits are divided by a temperature of 0.04."""
     before, after = PAIRS[pair]
     root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
     before.train(root, straight, SAVED_AT + MORE)
@@ -110,9 +111,10 @@ def test_resume_under_another_setup(tmp_path, pair):
     assert loaded == saved
     expected = {step: keys for step, keys in _samples(straight, 0).items() if int(step) >= SAVED_AT}
     assert _samples(parts, SAVED_AT) == expected and len(expected) == MORE
-    exact = all("fp32" in setup.ds for setup in (before, after))
+    kinds = {setup.ds.split("_")[1] for setup in (before, after)}
+    tolerance = 1e-5 if kinds == {"fp32"} else 1e-2 if len(kinds) == 1 else 0.1
     for (step, mine), (other, theirs) in zip(losses_of(parts), losses_of(straight), strict=True):
-        assert step == other and mine == pytest.approx(theirs, rel=1e-5 if exact else 1e-2)
+        assert step == other and mine == pytest.approx(theirs, rel=tolerance)
     assert "note     resumed from ZeRO " in log_of(parts)
 
 
