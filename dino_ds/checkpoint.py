@@ -101,7 +101,7 @@ class Checkpoints:
         assert manifest is not None
         with distributed.together():
             accept(manifest)
-        if problem := _first(_check_my_share(folder, manifest)):
+        if problem := _first(find_damage(folder, manifest)):
             return None, problem
         return manifest, ""
 
@@ -198,8 +198,8 @@ class Checkpoints:
             return None
 
 
-def _check_my_share(folder: Path, manifest: Manifest) -> str:
-    """Reads this rank's share of the files; what is wrong with the first bad one, or nothing."""
+def find_damage(folder: Path, manifest: Manifest) -> str:
+    """Reads this rank's share of the files: what is wrong with the first bad one, or nothing."""
     names = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()

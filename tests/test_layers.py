@@ -16,7 +16,7 @@ LAYERS = [
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
-    {"bench", "tools"},
+    {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},
 ]

@@ -2,62 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a step).
-
-    `default` is what the function gets; where that is None, `shown` says what it means.
-    """
-
-    name: str
-    kind: str
-    default: str | int | float | bool | None
-    description: str
-    shown: str = ""
-    zero: bool = False
-
-    @property
-    def default_text(self) -> str:
-        return self.shown or str(self.default).lower()
-
-
-@dataclass(frozen=True)
-class Command:
-    """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
-
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default.
-    """
-
-    name: str
-    summary: str
-    runs: str
-    flags: tuple[Flag, ...] = ()
-    takes_recipe: bool = True
-    recipe: str | None = None
-    takes_ds: bool = True
-    ds_config: str = "ds_configs/zero0_fp32.json"
-    needs_images: bool = False
-
-    @property
-    def all_flags(self) -> tuple[Flag, ...]:
-        """Its own flags after those that follow from what it takes."""
-        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
-        recipe = Flag(
-            "config",
-            "text",
-            self.recipe,
-            "the recipe: a shipped name or a YAML file: what is learned",
-            shown=self.recipe or "the ViT-S/16 of the DINO paper",
-        )
-        debug = Flag("debug", "switch", False, "show tracebacks of errors")
-        return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
-
-
-_JSON = Flag("json", "switch", False, "print one JSON object")
+from dino_ds.options.command import JSON as _JSON
+from dino_ds.options.command import Command, Flag
+from dino_ds.options.machine_commands import DOCTOR, LAUNCH
 
 TRAIN = Command(
     "train",
@@ -241,6 +188,23 @@ _SHARDING = (
     ),
 )
 
+_CHECKPOINTS = (
+    Command(
+        "convert",
+        "a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network",
+        "dino_ds.tools.convert:run",
+        (
+            Flag("checkpoint", "text", None, "the checkpoint: RUN/checkpoints/step_...", shown="none"),
+            Flag("out", "text", None, "a new folder: a run to resume, or that of student.safetensors", shown="none"),
+            Flag("ranks", "int", None, "number of ranks: files of the new checkpoint", shown="1"),
+            Flag("student", "switch", False, "write the student's FP32 weights by name instead of a checkpoint"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
+)
+
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -274,7 +238,8 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
+_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_CHECKPOINTS)
+COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

@@ -290,6 +290,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     module, _, function = command.runs.partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
+    files += ["train_words", "train"] if command.takes_train else []
     assert set(parameters) == {*(flag.name for flag in command.flags), *files}
 
 
