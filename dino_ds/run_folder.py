@@ -155,6 +155,8 @@ class RunFolder:
         """What is different from the run that saved a checkpoint, in lines for people."""
         old, new = saved.model_dump(), self.description()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
+        other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
+        notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
