@@ -87,6 +87,8 @@ class Saving:
             lines += self._take_off(files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
             lines += self._land(must=wait)
+        if wait:
+            lines += self._chores.wait(must=True)
         return lines
 
     def look(self) -> list[str]:
@@ -98,9 +100,12 @@ class Saving:
                 lines += self._commit(flight, must=False)
         return lines
 
-    def finish(self) -> list[str]:
-        """Waits for what is being written, if anything is; lines to say. All ranks must call it."""
-        return self._land(must=False) + self._chores.wait()
+    def finish(self, must: bool) -> list[str]:
+        """Waits for what is being written, if anything is; lines to say. All ranks must call it.
+
+        Raises StorageError on all ranks if it fails and `must` not.
+        """
+        return self._land(must) + self._chores.wait(must)
 
     def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
         begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
@@ -139,14 +144,14 @@ class Saving:
         """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
         flight = self._flight
         if flight is None:
-            return self._chores.wait(must) if must else []
+            return []
         begun = time.perf_counter()
         quiet = distributed.rank() != 0 or not sys.stderr.isatty()
         with tqdm(desc=f"saving step {flight.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
             while not all(distributed.gather_objects(flight.is_written(_WAIT_SECONDS))):
                 bar.update()
         flight.stalled += time.perf_counter() - begun
-        return self._commit(flight, must) + (self._chores.wait(must) if must else [])
+        return self._commit(flight, must)
 
     def _commit(self, flight: Flight, must: bool) -> list[str]:
         begun = time.perf_counter()

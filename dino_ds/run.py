@@ -140,9 +140,12 @@ class Run:
         """
         return _text(self._saving.look())
 
-    def finish_save(self) -> str | None:
-        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them."""
-        return _text(self._saving.finish())
+    def finish_save(self, must: bool = False) -> str | None:
+        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them.
+
+        Raises StorageError on all ranks if it fails and `must` not.
+        """
+        return _text(self._saving.finish(must))
 
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""

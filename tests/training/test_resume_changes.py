@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
+from dino_ds.engine import Progress
 from dino_ds.step import DinoStep
 from tests.ranks import run_on_ranks
 from tests.soak import SOAK
@@ -41,14 +42,20 @@ class Setup:
 
 
 def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
-    """Writes which samples this rank sees in which step (their keys), and sums of teacher and centre after loading."""
-    seen: dict[int, list[int]] = {}
-    loaded = {}
+    """Writes which samples (their keys) this rank sees in each step, and sums of the teacher and centre it loads."""
+    seen: list[tuple[int, list[int]]] = []
+    begun: list[int] = []
+    loaded: dict[str, int] = {}
     micro_batch, restore = DinoStep.micro_batch, DinoStep.restore
 
     def watched(step, views, keys):
-        seen.setdefault(step.applied_steps, []).extend(keys.tolist())
-        return micro_batch(step, views, keys)
+        begun.extend(keys.tolist())
+        before = step.applied_steps
+        out = micro_batch(step, views, keys)
+        if out.progress is not Progress.ACCUMULATING:
+            seen.append((before, begun.copy()))
+            begun.clear()
+        return out
 
     def watched_restore(step, applied_steps):
         network = {f"teacher.{name}": p for name, p in step.teacher.network.named_parameters()}
@@ -60,7 +67,7 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
         return train_tiny(root, run, *args)
     finally:
         DinoStep.micro_batch, DinoStep.restore = micro_batch, restore
-        name = f"{run}-{distributed.rank()}-from-{min(seen)}.json"
+        name = f"{run}-{distributed.rank()}-from-{seen[0][0]}.json"
         Path(name).write_text(json.dumps({"seen": seen, "loaded": loaded}))
 
 
@@ -68,13 +75,13 @@ def _sums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: zlib.crc32(tensor.detach().numpy().tobytes()) for name, tensor in tensors.items()}
 
 
-def _samples(run: Path, first: int) -> dict[str, list[int]]:
-    """Step -> its global batch."""
-    steps: dict[str, list[int]] = {}
-    for path in run.parent.glob(f"{run.name}-*-from-{first}.json"):
-        for step, keys in json.loads(path.read_text())["seen"].items():
-            steps[step] = sorted([*steps.get(step, []), *keys])
-    return steps
+def _batches(run: Path, first: int) -> list[list[int]]:
+    """The global batches of the process that began at step `first`, from step SAVED_AT on, skipped ones too."""
+    ranks = [json.loads(path.read_text())["seen"] for path in run.parent.glob(f"{run.name}-*-from-{first}.json")]
+    windows = [
+        [key for _, keys in parts for key in keys] for parts in zip(*ranks, strict=True) if parts[0][0] >= SAVED_AT
+    ]
+    return [sorted(keys) for keys in windows]
 
 
 PAIRS = {
@@ -109,8 +116,11 @@ def test_resume_under_another_setup(tmp_path, pair):
 
     loaded = json.loads(Path(f"{parts}-0-from-{SAVED_AT}.json").read_text())["loaded"]
     assert loaded == saved
-    expected = {step: keys for step, keys in _samples(straight, 0).items() if int(step) >= SAVED_AT}
-    assert _samples(parts, SAVED_AT) == expected and len(expected) == MORE
+    batches = _batches(parts, SAVED_AT)
+    assert batches[:MORE] == _batches(straight, 0) and len(batches) >= MORE
+    if len(batches) > MORE:
+        assert after.ds.endswith("fp16")  # it had a loss scale to find, and left those batches out
+        return
     kinds = {setup.ds.split("_")[1] for setup in (before, after)}
     tolerance = 1e-5 if kinds == {"fp32"} else 1e-2 if len(kinds) == 1 else 0.1
     for (step, mine), (other, theirs) in zip(losses_of(parts), losses_of(straight), strict=True):
