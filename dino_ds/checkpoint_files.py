@@ -61,7 +61,7 @@ def write_parts(
             crc = zlib.crc32(piece, crc)
             written = 0
             while written < len(piece):  # a disk that gets full takes a part
-                written += file.write(piece[written:])
+                written += os.write(file.fileno(), piece[written:])
             size += len(piece)
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # read back what the disk has, not what memory still holds

@@ -81,7 +81,7 @@ class Run:
         self.folder.write()
         with distributed.together():
             try:
-                self.notes += self._checkpoints.tidy(self.step.applied_steps if self.folder.resume else None)
+                self.notes += self._checkpoints.tidy(self.step.applied_steps)
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run can't be gone on with") from None
 
@@ -140,6 +140,13 @@ class Run:
         """
         return _text(self._saving.look())
 
+    def finish_save(self, must: bool = False) -> str | None:
+        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them.
+
+        Raises StorageError on all ranks if it fails and `must` not.
+        """
+        return _text(self._saving.finish(must))
+
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""
         return self._saving.cost
@@ -161,9 +168,9 @@ class Run:
             self.step.engine.load_state(saved)
             self.step.objective.center.load(whole.pop("center"))
             self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
-            self.position = Position(**state["position"])
+            self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
             self.skipped_steps = int(state["skipped_steps"])
-            self.bad_images = set(state["bad_images"])
+            self.bad_images = {str(name) for name in state["bad_images"]}
             if self.watch and state["knn"]:
                 self.watch.load_state_dict(state["knn"])
         except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
@@ -176,8 +183,11 @@ class Run:
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         path = self.folder.path / "teacher.safetensors"
         temporary = path.with_name(path.name + ".tmp")
-        write_tensors(temporary, backbone, {"format": "pt"})
-        put_in_place(temporary, path)
+        try:
+            write_tensors(temporary, backbone, {"format": "pt"})
+            put_in_place(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
 
@@ -208,6 +218,8 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         max_pixels=data.max_pixels,
         channels=channels,
         device=where,
+        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        patience=recipe.hang_seconds / 3 or None,
     )
     return Feed(loader, where)
 
