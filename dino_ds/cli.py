@@ -115,12 +115,14 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 
 
 def _call(command: Command, values: dict[str, Any]) -> None:
-    check_torchvision()
+    if command.needs_torch:
+        check_torchvision()
     module, _, function = command.runs.partition(":")
     getattr(importlib.import_module(module), function)(**values)
-    from dino_ds.engine import leave
+    if command.needs_torch:
+        from dino_ds.engine import leave
 
-    leave()
+        leave()
 
 
 def _say_error(message: str, pause: bool = True) -> None:

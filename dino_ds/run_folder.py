@@ -21,6 +21,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 _FREE = (
     "log_every",
     "save_every",
+    "expected_hours_between_failures",
     "keep_checkpoints",
     "max_bad_steps",
     "eval.every",
