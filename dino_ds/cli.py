@@ -115,11 +115,11 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 
 
 def _call(command: Command, values: dict[str, Any]) -> None:
-    if command.needs_torch:
+    if command.loads_torch:
         check_torchvision()
     module, _, function = command.runs.partition(":")
     getattr(importlib.import_module(module), function)(**values)
-    if command.needs_torch:
+    if "dino_ds.engine" in sys.modules:
         from dino_ds.engine import leave
 
         leave()

@@ -41,7 +41,7 @@ class Command:
     takes_ds: bool = True
     ds_config: str = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
-    needs_torch: bool = True
+    loads_torch: bool = True
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
@@ -248,7 +248,7 @@ _PLANNING = (
         ),
         takes_recipe=False,
         takes_ds=False,
-        needs_torch=False,
+        loads_torch=False,
     ),
 )
 
