@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _LAST_WORDS_SECONDS = 5.0
 class Outcome:
     """What became of a start. `message`: one line for people, "" where all is well; `said`: they have read it already.
 
-    seconds: from the first failure until no process was left. first_step_seconds: from the start, None for no step.
+    failed_at: time.monotonic() of the first failure; seconds: from there until no process was left.
     """
 
     code: int
@@ -39,8 +39,8 @@ class Outcome:
     said: bool = False
     rank: int | None = None
     place: Place | None = None
+    failed_at: float = 0.0
     seconds: float = 0.0
-    first_step_seconds: float | None = None
 
 
 class StopSignals:
@@ -75,12 +75,22 @@ class StopSignals:
 
 
 class Attempt:
-    """Runs `argv` in a session of its own; `run` returns when nothing of it is left on this machine."""
+    """Runs `argv` in a session of its own; `run` returns when nothing of it is left on this machine.
 
-    def __init__(self, argv: Sequence[str], run_dir: Path, signals: StopSignals, guard: Guard) -> None:
+    on_first_step is called when a step is done that no checkpoint held before.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        run_dir: Path,
+        signals: StopSignals,
+        guard: Guard,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
         self._run_dir, self._signals, self._guard = run_dir, signals, guard
+        self._on_first_step: Callable[[], None] | None = on_first_step
         self._records = StartRecords(run_dir)
-        self._began = time.monotonic()
         self._root = subprocess.Popen(
             list(argv), env=guard.environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
@@ -90,7 +100,6 @@ class Attempt:
         self._killed = self._launcher_lost = False
         self._deadline: float | None = None
         self._failed_at: float | None = None
-        self._first_step_seconds: float | None = None
 
     def run(self) -> Outcome:
         looked = 0.0
@@ -100,13 +109,12 @@ class Attempt:
             self._pass_signals_on()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill()
-            if self._first_step_seconds is None and time.monotonic() - looked > 1.0:
+            if self._on_first_step and time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
                 self._look_for_first_step()
         end_all(self._guard.mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
         self._ranks.close()
-        seconds = time.monotonic() - self._failed_at if self._failed_at else 0.0
-        return self._judge(seconds)
+        return self._judge()
 
     def _take_notice(self, end: End) -> None:
         bad = end.signal != 0 or end.code not in (0, STOPPED)
@@ -135,7 +143,7 @@ class Attempt:
         if self._ranks.alive:
             for rank in self._ranks.alive.keys() - self._told:
                 self._told.add(rank)
-                self._ranks.signal(rank, number)
+                self._ranks.send(rank, number)
         elif not self._told and self._root.poll() is None:
             self._told.add(-1)
             if self._records.beats():
@@ -149,15 +157,17 @@ class Attempt:
         end_all(self._guard.mark, 0.0)
 
     def _look_for_first_step(self) -> None:
-        if any(beat.step > self._start_step for beat in self._records.beats().values()):
-            self._first_step_seconds = time.monotonic() - self._began
+        if self._on_first_step and any(beat.step > self._start_step for beat in self._records.beats().values()):
+            self._on_first_step()
+            self._on_first_step = None
 
-    def _judge(self, seconds: float) -> Outcome:
+    def _judge(self) -> Outcome:
         """The true end: by what every rank has said and how it died, whatever the launcher makes of it."""
-        codes, place = self._codes(), self._records.place()
+        codes, place, now = self._codes(), self._records.place(), time.monotonic()
+        failed_at = self._failed_at or now
 
         def outcome(code: int, message: str = "", said: bool = False, rank: int | None = None) -> Outcome:
-            return Outcome(code, message, said, rank, place, seconds, self._first_step_seconds)
+            return Outcome(code, message, said, rank, place, failed_at, now - failed_at)
 
         if self._signals.count > 1:
             return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
@@ -200,7 +210,12 @@ class Attempt:
                 return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
         code = self._root.returncode
         if not codes:
-            return code if code > 0 else _LOST, f"the launcher ended with code {code}, and no rank was seen", False, None
+            return (
+                code if code > 0 else _LOST,
+                f"the launcher ended with code {code}, and no rank was seen",
+                False,
+                None,
+            )
         rank = next(rank for rank, found in codes.items() if found != 0)
         text = f"rank {rank} has not finished, though the launcher ended with code {code}; {self._checkpoint}"
         return _LOST, text, False, rank

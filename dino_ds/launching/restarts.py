@@ -13,9 +13,8 @@ DEADLY = 3
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 _FIRST_WAIT_STORAGE = 30.0
 STORAGE = 5
-# Codes after which a start would end the same way, or must not be: done, usage, checkpoint, numbers, stopped on request.
-# Numbers: the same images, weights and arithmetic give the same NaN.
 FINAL = (0, 2, 3, 4, 75)
+"""Codes that a start would only repeat, or that want none: done, usage, checkpoint, numbers, stopped on request."""
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
