@@ -1,8 +1,8 @@
-"""The checkpoints of a run: RUN/checkpoints/step_00000500/ ..., complete or absent, and `latest`, which names the newest.
+"""The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
 
-A checkpoint is written under another name (`dino_ds.checkpoint_saving`); renaming the folder makes it one. It is trusted
-again only when every byte is as its manifest says. No random-number state: data, augmentation and stochastic depth
-follow from (seed, epoch, index).
+A checkpoint is written under another name (`dino_ds.checkpoint_saving`); renaming the folder makes it one. It is
+trusted again only when every byte is as its manifest says. No random-number state: data, augmentation and stochastic
+depth follow from (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -203,9 +203,8 @@ def _check_my_share(folder: Path, manifest: Manifest) -> str:
     names = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
-    with tqdm(
-        total=total, desc=f"verifying {folder.name}", unit="B", unit_scale=True, leave=False, disable=quiet
-    ) as bar:
+    what = f"verifying {folder.name}"
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
                 check_content(folder, name, manifest, checksum(folder / name, bar.update))

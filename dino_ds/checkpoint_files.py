@@ -1,9 +1,9 @@
 """Tensors on the disk so that damage shows: written once, summed, synced and read back.
 
 The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
-them, and nothing in them can run. They are written here and not by the library's `save_file`, which builds the file in
-memory first and holds Python's lock while it writes: training would stand still for as long as the disk takes. Here the
-bytes go from the tensors' own memory to the file, piece by piece; writing, syncing and summing all let other threads run.
+them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
+first and holds Python's lock while it writes: training would stand still for as long as the disk takes. Here the bytes
+go from the tensors' own memory to the file, piece by piece; writing, syncing and summing all let other threads run.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[m
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
         flat = tensors[name].detach().reshape(-1).cpu().view(torch.uint8)
-        data = memoryview(flat.numpy())
+        data = memoryview(flat.numpy().data)
         for begin in range(0, len(data), _PIECE_BYTES):
             yield data[begin : begin + _PIECE_BYTES]

@@ -172,9 +172,7 @@ class Run:
             if self.watch and state["knn"]:
                 self.watch.load_state_dict(state["knn"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{saved.folder} lacks what a run needs ({error!r}): it can't be gone on from"
-            ) from None
+            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from None
         self.step.restore(saved.manifest.step)
 
     def _write_teacher(self, folder: Path) -> None:

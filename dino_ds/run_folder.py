@@ -43,7 +43,7 @@ _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "p
 
 
 Resume = bool | int | str
-"""Whether to go on with the run of a folder: False, True, "auto" (if there is one), or from the checkpoint of a step."""
+"""Whether to go on with the run of a folder: False, True, "auto" (if there is one), or the step of a checkpoint."""
 
 
 class RunFolder:
