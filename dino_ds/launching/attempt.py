@@ -16,7 +16,7 @@ from dino_ds.launching.ranks import End, LocalRanks
 from dino_ds.launching.records import Place, StartRecords, last_checkpoint_step
 
 STOPPED = 75
-_LOST = PeerError.exit_code
+LOST = PeerError.exit_code
 _TICK_SECONDS = 0.2
 _AFTER_A_FAILURE_SECONDS = 10.0
 """For the other ranks to notice it, say so and end; with the launcher alone some wait for ever."""
@@ -163,24 +163,26 @@ class Attempt:
 
     def _judge(self) -> Outcome:
         """The true end: by what every rank has said and how it died, whatever the launcher makes of it."""
-        codes, place, now = self._codes(), self._records.place(), time.monotonic()
+        codes, now = self._codes(), time.monotonic()
         failed_at = self._failed_at or now
 
         def outcome(code: int, message: str = "", said: bool = False, rank: int | None = None) -> Outcome:
-            return Outcome(code, message, said, rank, place, failed_at, now - failed_at)
+            return Outcome(code, message, said, rank, self._records.place(rank), failed_at, now - failed_at)
 
         if self._signals.count > 1:
             return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
         if codes and all(code == 0 for code in codes.values()):
             return outcome(0)
-        if self._signals.count and all(code in (0, STOPPED, -self._signals.for_ranks) for code in codes.values()):
+        # Ranks save together; a launcher that sees the first one go may end the others on their way out.
+        good = {0, STOPPED, -signal.SIGTERM}
+        if self._signals.count and set(codes.values()) <= good | {-self._signals.for_ranks}:
             return outcome(STOPPED)
-        if codes and all(code in (0, STOPPED) for code in codes.values()):
+        if STOPPED in codes.values() and set(codes.values()) <= good:
             lost = f"the launcher was ended; its ranks have stopped; {self._checkpoint}"
-            return outcome(_LOST, lost) if self._launcher_lost else outcome(STOPPED)
+            return outcome(LOST, lost) if self._launcher_lost else outcome(STOPPED)
         if failure := self._records.first_failure():
-            return outcome(failure.code or _LOST, failure.message, True, failure.rank)
-        return outcome(*self._guess(codes, place))
+            return outcome(failure.code or LOST, failure.message, True, failure.rank)
+        return outcome(*self._guess(codes))
 
     def _codes(self) -> dict[int, int | None]:
         """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known."""
@@ -197,28 +199,24 @@ class Attempt:
                 codes[rank] = beat.code if beat is not None and beat.ended else None
         return codes
 
-    def _guess(self, codes: dict[int, int | None], place: Place | None) -> tuple[int, str, bool, int | None]:
+    def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
         """Of a failure that no rank has written down: code, message, said, rank."""
-        where = f"at step {place.step}" if place and place.working else "while starting"
         for end in self._ranks.ends:
-            who = "the launcher" if end.rank is None else f"rank {end.rank}"
+            who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)
+            where = f"at step {place.step}" if place and place.working else "while starting"
             if end.signal:
                 why = " (often: out of memory)" if end.signal == signal.SIGKILL else ""
                 name = signal.Signals(end.signal).name
-                return _LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
+                return LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
             if end.rank is not None and end.code:
                 return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
         code = self._root.returncode
         if not codes:
-            return (
-                code if code > 0 else _LOST,
-                f"the launcher ended with code {code}, and no rank was seen",
-                False,
-                None,
-            )
+            text = f"the launcher ended with code {code}, and no rank was seen"
+            return code if code > 0 else LOST, text, False, None
         rank = next(rank for rank, found in codes.items() if found != 0)
         text = f"rank {rank} has not finished, though the launcher ended with code {code}; {self._checkpoint}"
-        return _LOST, text, False, rank
+        return LOST, text, False, rank
 
     @property
     def _checkpoint(self) -> str:

@@ -38,14 +38,12 @@ class StartRecords:
         path = self._run_dir / "heartbeats" / "first_failure.json"
         return self._heartbeats.first_failure() if self._is_new(path, self._versions()) else None
 
-    def place(self) -> Place | None:
-        """Where the run is or was; None before its first heartbeat."""
-        beats = self.beats().values()
-        if not beats:
-            return None
-        failure = self.first_failure()
-        step = max(beat.step for beat in beats) if failure is None else failure.step
-        return Place(step, any(beat.phase in _WORKING for beat in beats))
+    def place(self, rank: int | None) -> Place | None:
+        """Where this rank, or the run, is or was; None before its first heartbeat."""
+        beats = self.beats()
+        own = beats.get(rank) if rank is not None else None
+        beat = own or max(beats.values(), key=lambda beat: beat.step, default=None)
+        return None if beat is None else Place(beat.step, beat.phase in _WORKING)
 
     def _is_new(self, path: Path, versions: dict[Path, tuple[int, int]]) -> bool:
         return path in versions and versions[path] != self._old.get(path)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.health.lock import RunLock
-from dino_ds.launching.attempt import STOPPED, Attempt, Outcome, StopSignals
+from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
 from dino_ds.launching.records import append_record, last_checkpoint_step
 from dino_ds.launching.restarts import DEADLY, FINAL, BackOff, Deaths, resumed
@@ -49,7 +49,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             place = outcome.place
             if deaths.add(place.step if place and place.working else None):
                 _say(f"error: {_name_images(run_dir, place.step if place else 0)}")
-                return outcome.code
+                return LOST
             if restarts == max_restarts:
                 _say(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
                 return outcome.code
@@ -115,7 +115,7 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
 def _is_free(run_dir: Path) -> bool:
     try:
-        RunLock(run_dir).check_free()
+        RunLock(run_dir).check_free(0)
     except ConfigError:
         return False
     return True
