@@ -161,9 +161,9 @@ class Run:
         }
 
     def _load(self, saved: SavedCheckpoint) -> None:
-        self.step.engine.load_state(saved)
         whole, state = saved.whole(), saved.manifest.state
         try:
+            self.step.engine.load_state(saved)
             self.step.objective.center.load(whole.pop("center"))
             self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
             self.position = Position(**state["position"])
@@ -171,8 +171,8 @@ class Run:
             self.bad_images = set(state["bad_images"])
             if self.watch and state["knn"]:
                 self.watch.load_state_dict(state["knn"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from None
+        except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
+            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
         self.step.restore(saved.manifest.step)
 
     def _write_teacher(self, folder: Path) -> None:

@@ -2,63 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a step).
-
-    `default` is what the function gets; where that is None, `shown` says what it means.
-    """
-
-    name: str
-    kind: str
-    default: str | int | float | bool | None
-    description: str
-    shown: str = ""
-    zero: bool = False
-
-    @property
-    def default_text(self) -> str:
-        return self.shown or str(self.default).lower()
-
-
-@dataclass(frozen=True)
-class Command:
-    """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
-
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default.
-    """
-
-    name: str
-    summary: str
-    runs: str
-    flags: tuple[Flag, ...] = ()
-    takes_recipe: bool = True
-    recipe: str | None = None
-    takes_ds: bool = True
-    ds_config: str = "ds_configs/zero0_fp32.json"
-    needs_images: bool = False
-    loads_torch: bool = True
-
-    @property
-    def all_flags(self) -> tuple[Flag, ...]:
-        """Its own flags after those that follow from what it takes."""
-        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
-        recipe = Flag(
-            "config",
-            "text",
-            self.recipe,
-            "the recipe: a shipped name or a YAML file: what is learned",
-            shown=self.recipe or "the ViT-S/16 of the DINO paper",
-        )
-        debug = Flag("debug", "switch", False, "show tracebacks of errors")
-        return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
-
-
-_JSON = Flag("json", "switch", False, "print one JSON object")
+from dino_ds.options.command import JSON as _JSON
+from dino_ds.options.command import Command, Flag
+from dino_ds.options.machine_commands import DOCTOR, LAUNCH
 
 TRAIN = Command(
     "train",
@@ -298,9 +244,8 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {
-    command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_PLANNING)
-}
+_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_PLANNING)
+COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

@@ -5,6 +5,7 @@ fire runs a command before it complains about a bad flag: a mistyped one would t
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dino_ds.ds_check import wrong_key
 from dino_ds.ds_schema import SECTIONS, key_names
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home
-from dino_ds.options.commands import Command, Flag
+from dino_ds.options.commands import TRAIN, Command, Flag
 
 ALIASES = {"deepspeed_config": "ds_config"}
 _SWITCH_WORDS = {"true": True, "false": False}
@@ -23,15 +24,22 @@ _SWITCH_WORDS = {"true": True, "false": False}
 
 @dataclass
 class Flags:
-    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text)."""
+    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text).
+
+    train_words, train: what follows "--" for a command that takes `train`'s options.
+    """
 
     fixed: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, str] = field(default_factory=dict)
     ds: dict[str, str] = field(default_factory=dict)
+    train_words: tuple[str, ...] = ()
+    train: Flags | None = None
 
 
 def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     """The words after the command's name. Raises ConfigError with one line per problem."""
+    if command.takes_train:
+        return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
     switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
@@ -40,6 +48,23 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
+
+
+def _parse_both(command: Command, words: list[str]) -> Flags:
+    """The command's own words, "--", and those of `train`."""
+    end = words.index("--") if "--" in words else len(words)
+    parts: list[Flags] = []
+    problems: list[str] = []
+    for part, own in ((dataclasses.replace(command, takes_train=False), words[:end]), (TRAIN, words[end + 1 :])):
+        try:
+            parts.append(parse_flags(part, own))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        if end == len(words):
+            problems.append(f"options of train follow a --: dino-ds {command.name} ... -- --config vits16")
+        raise ConfigError("\n".join(problems))
+    return dataclasses.replace(parts[0], train_words=tuple(words[end + 1 :]), train=parts[1])
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saving in the background: each save is of its own step, commits are agreed on, rotation and full disks lose nothing."""
+"""Saving in the background: a save is of its own step, commits are agreed on, rotation and full disks lose nothing."""
 
 from __future__ import annotations
 
