@@ -188,6 +188,29 @@ _SHARDING = (
     ),
 )
 
+_PLANNING = (
+    Command(
+        "simulate-goodput",
+        "what failures cost a run and how often to save: goodput by formula and by simulation",
+        "dino_ds.tools.simulate_goodput:run",
+        (
+            Flag("mtbf_hours", "number", None, "mean time between failures of one node", "24, or the run's recipe"),
+            Flag("nodes", "int", 1, "a job of N nodes fails N times as often"),
+            Flag("save_every_minutes", "number", None, "an interval to look at", "the best one only"),
+            Flag("save_seconds", "number", None, "from a save's begin until it can be loaded", "the run's, else 10"),
+            Flag("save_stall_seconds", "number", None, "for which training stands still", "the run's, else all of it"),
+            Flag("restart_seconds", "number", None, "from noticing a failure to a new step", "the run's, else 120"),
+            Flag("detect_seconds", "number", None, "from a failure until it is noticed", "60", zero=True),
+            Flag("run", "text", None, "take what is not given from the files of this run folder", shown="none"),
+            Flag("out", "text", None, "PNG file for goodput over the interval", shown="none"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+        loads_torch=False,
+    ),
+)
+
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -221,7 +244,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_PLANNING)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
