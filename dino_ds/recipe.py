@@ -20,6 +20,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     field_validator,
     model_validator,
 )
@@ -90,6 +91,9 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
 
 
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+SaveEvery = Annotated[
+    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
+]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -244,8 +248,9 @@ class Recipe(Section):
     seed: CountOrZero = _field(0, "seed of weights, data order and augmentation")
     length: LengthField = _field(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = _field(10, "steps between lines of metrics")
-    save_every: LengthField = _field(
-        Length(1, "epochs"), "how often a checkpoint is written; 0 steps = only at the end"
+    save_every: SaveEvery = _field("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
+    expected_hours_between_failures: Positive = _field(
+        24.0, "of the whole job; save_every auto weighs saves against it"
     )
     keep_checkpoints: Count = _field(3, "newest checkpoints that are kept")
     keep_every: LengthField = _field(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")

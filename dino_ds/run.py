@@ -114,6 +114,11 @@ class Run:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
         return len(self.source) if self.position.epoch else self.position.samples
 
+    def steps_between_saves(self) -> int | None:
+        """By the recipe; 0: none but the last; None: by what a save costs."""
+        every = self.recipe.save_every
+        return None if every == "auto" else every.in_steps(self.recipe.data.global_batch, self.epoch_steps)
+
     def save(self, wait: bool) -> str | None:
         """A checkpoint, and the teacher as one file that timm reads; lines to say. All ranks must call it.
 

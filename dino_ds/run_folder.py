@@ -27,6 +27,7 @@ from dino_ds.names import did_you_mean
 _FREE = (
     "log_every",
     "save_every",
+    "expected_hours_between_failures",
     "keep_checkpoints",
     "keep_every",
     "save_in_background",

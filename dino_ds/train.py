@@ -31,6 +31,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.ds_config import resolve_ds_config
 from dino_ds.engine import Progress, fp16_supported, init_distributed, memory_gib
 from dino_ds.errors import DataError, NumericError
+from dino_ds.intervals import SaveClock
 from dino_ds.metrics import Clock, Meter, RunLog
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run import Run
@@ -107,7 +108,12 @@ class _Loop:
         self._meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
         self._clock = Clock(run.recipe.data.global_batch)
         self._throughput = ThroughputWatch(HostReader())
-        self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
+        self._saves = SaveClock(
+            run.steps_between_saves(),
+            run.step.applied_steps,
+            run.epoch_steps,
+            run.recipe.expected_hours_between_failures,
+        )
         self._window: list[tuple[MicroStep, list[str]]] = []
         self._bad_in_a_row = 0
         self._bad_images: set[str] = set()
@@ -145,6 +151,7 @@ class _Loop:
         self._clock.step()
         signals.look()
         self._say_save(run.look_at_save())
+        self._settle_interval()
         self._log.progress(done)
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
@@ -157,7 +164,7 @@ class _Loop:
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.views), done)
         stop = run.step.votes.count("stop") > 0 and not last
-        if last or stop or (self._save_every and done % self._save_every == 0):
+        if self._saves.due(done) or last or stop:
             with self._clock.paused():
                 self._collect_bad_images()
                 self._say_save(run.save(wait=last or stop))
@@ -167,6 +174,11 @@ class _Loop:
                 "To continue: the same command with --resume"
             )
             raise SystemExit(EXIT_STOPPED)
+
+    def _settle_interval(self) -> None:
+        cost = self._run.save_cost()
+        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+            self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
         if lines is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges"},
+    {"__init__", "errors", "names", "architectures", "ranges", "intervals", "goodput"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},

@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dino_ds import distributed
-
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns padded to one width; all but the first to the right."""
@@ -28,5 +26,7 @@ def short(value: float) -> str:
 
 def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
     """On rank 0: `page`, or `result` as one JSON object and nothing else."""
+    from dino_ds import distributed  # needs torch, which tables don't
+
     if distributed.rank() == 0:
         print(json.dumps(result, indent=1) if as_json else page, flush=True)
