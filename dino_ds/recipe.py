@@ -134,7 +134,7 @@ class DataSection(Section):
     augment: Literal["device", "worker"] = _field(
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
     )
-    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
+    max_pixels: Count = _field(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
@@ -258,6 +258,7 @@ class Recipe(Section):
         True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
     )
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
+    hang_seconds: CountOrZero = _field(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()

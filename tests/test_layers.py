@@ -7,14 +7,16 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "intervals", "goodput"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
+    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "intervals", "goodput"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
     {"teacher", "engine", "engine_masters", "engine_state", "checkpoint", "checkpoint_saving", "checkpoint_writing"}
     | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
+    {"bad_steps", "reports"},
+    {"loop"},
     {"train", "measure"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
@@ -24,7 +26,7 @@ LAYERS = [
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
 ROOMS += [{"engine", "engine_masters", "engine_state"}]
 ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_writing", "checkpoint_manifest", "checkpoint_files"}]
-ROOMS += [{"errors", "names", "architectures", "__init__"}]
+ROOMS += [{"errors", "names", "architectures", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:
