@@ -14,6 +14,7 @@ LAYERS = [
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
+    {"plan"},
     {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
