@@ -1,4 +1,4 @@
-"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus what a process needs besides."""
+"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus what a process needs."""
 
 from __future__ import annotations
 
