@@ -100,9 +100,9 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     """
     total, low = sum(sizes.values()), config.precision != "fp32"
     shards = world_size if config.stage else 1
-    student = _bytes_of(config) * total // (world_size if config.stage == 3 else 1)
+    student = element_bytes(config) * total // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
-        student += _bytes_of(config) * sum(n for n in sizes.values() if n <= _persistent_below(config))
+        student += element_bytes(config) * sum(n for n in sizes.values() if n <= persistent_below(config))
     masters = 4 * total if config.stage else 0
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
@@ -136,7 +136,7 @@ def bucket_bytes(config: DsConfig) -> int:
     if config.stage == 0 or not zero.get("contiguous_gradients", True):
         return 0
     buffers = 2 if config.stage < 3 and zero.get("overlap_comm") else 1
-    return buffers * int(zero["reduce_bucket_size"]) * _bytes_of(config)
+    return buffers * int(zero["reduce_bucket_size"]) * element_bytes(config)
 
 
 def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) -> int:
@@ -144,8 +144,8 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     if config.stage < 3 or world_size == 1:
         return 0
     live = config.raw["zero_optimization"].get("stage3_max_live_parameters", _MAX_LIVE)
-    sharded = sum(n for n in sizes.values() if n > _persistent_below(config))
-    return _bytes_of(config) * min(sharded, live)
+    sharded = sum(n for n in sizes.values() if n > persistent_below(config))
+    return element_bytes(config) * min(sharded, live)
 
 
 def block_bytes(
@@ -186,7 +186,7 @@ class _Step:
     def __init__(self, recipe: Recipe, config: DsConfig) -> None:
         arch, crops, images = recipe.model.architecture(), recipe.crops, config.micro_batch
         sides = [crops.global_size] * TEACHER_VIEWS + [crops.local_size] * crops.num_local
-        element, levers = _bytes_of(config), config.levers
+        element, levers = element_bytes(config), config.levers
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
         tokens, rows = sum(s * n for s, n in groups), len(sides) * images
         pixels = images * sum(arch.in_chans * side**2 for side in sides)
@@ -250,16 +250,18 @@ def _optimizer_scratch(sizes: Mapping[str, int], config: DsConfig, world_size: i
     return largest * (element + (_FP32 if element < _FP32 else 0)) // world_size
 
 
-def _bytes_of(config: DsConfig) -> int:
+def element_bytes(config: DsConfig) -> int:
+    """Of a weight in the engine's precision."""
     return _FP32 if config.precision == "fp32" else 2
 
 
 def _gradient_element(config: DsConfig) -> int:
     wide = config.raw.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return _FP32 if wide else _bytes_of(config)
+    return _FP32 if wide else element_bytes(config)
 
 
-def _persistent_below(config: DsConfig) -> int:
+def persistent_below(config: DsConfig) -> int:
+    """ZeRO 3: parameters of so many elements and fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
 
