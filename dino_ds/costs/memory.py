@@ -44,7 +44,7 @@ class Memory:
 
 def count_parameters(recipe: Recipe) -> int:
     """Weights of the student, head included; the teacher has as many."""
-    return sum(_sizes(recipe).values())
+    return sum(recipe_sizes(recipe).values())
 
 
 def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0) -> Memory:
@@ -53,7 +53,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     Off a GPU what is offloaded to the host counts too, and so do `libraries`: bytes of the process before it builds
     anything.
     """
-    sizes = _sizes(recipe)
+    sizes = recipe_sizes(recipe)
     state = state_bytes(sizes, config, world_size, on_gpu)
     step = _Step(recipe, config)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
@@ -119,7 +119,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
 def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
     """Gradients at the end of a backward pass, in the dtype in which they are accumulated."""
     zero, total = config.raw["zero_optimization"], sum(sizes.values())
-    if on_gpu and config.stage in (1, 2) and offloads_optimizer(zero):
+    if on_gpu and config.stage and offloads_optimizer(zero):
         return 0  # copied to the host as they come
     if config.stage == 3:
         return _gradient_element(config) * total // world_size
@@ -192,7 +192,7 @@ class _Step:
         pixels = images * sum(arch.in_chans * side**2 for side in sides)
         whole = block_bytes(arch, groups, element, levers)
         last = block_bytes(arch, groups, element, levers, cls_only=levers.cls_only_last_block)
-        blocks = arch.depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), arch.depth)
+        blocks = recomputed_blocks(recipe, config)
         stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
         kept = [stream] * blocks + self._blocks(recipe, whole, last, element * tokens)[blocks:]
         self.saved = sum(kept) + element * pixels + self._head_mlp(recipe, rows, element)
@@ -236,9 +236,16 @@ class _Step:
         self.loss = self.logits + row + max(entropy, gradient)
 
 
-def _sizes(recipe: Recipe) -> dict[str, int]:
+def recipe_sizes(recipe: Recipe) -> dict[str, int]:
+    """Elements of every parameter of the student, by its name."""
     head = HeadSizes(recipe.head.prototypes, recipe.head.hidden, recipe.head.bottleneck, recipe.head.layers)
     return parameter_sizes(recipe.model.architecture(), recipe.crops.global_size, head)
+
+
+def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
+    """Blocks that activation checkpointing computes again in the backward pass."""
+    depth = recipe.model.architecture().depth
+    return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
 
 
 def _optimizer_scratch(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
