@@ -141,9 +141,10 @@ def bucket_bytes(config: DsConfig) -> int:
 
 def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) -> int:
     """ZeRO 3: whole parameters while they are in use, at most `stage3_max_live_parameters`."""
-    if config.stage < 3 or world_size == 1:
+    zero = config.raw["zero_optimization"]
+    if config.stage < 3 or (world_size == 1 and zero.get("offload_param", {}).get("device", "none") == "none"):
         return 0
-    live = config.raw["zero_optimization"].get("stage3_max_live_parameters", _MAX_LIVE)
+    live = zero.get("stage3_max_live_parameters", _MAX_LIVE)
     sharded = sum(n for n in sizes.values() if n > persistent_below(config))
     return element_bytes(config) * min(sharded, live)
 
@@ -174,6 +175,11 @@ def block_bytes(
         scores = sum(s * n * (1 if cls_only else n) for s, n in groups) * arch.heads
         return (numbers + scores - queries * d) * element + floats  # the softmax is kept, its product is not
     return numbers * element + floats + queries * arch.heads * 4
+
+
+def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
+    """What autograd keeps of one micro-batch's forward pass, weights and logits left out."""
+    return _Step(recipe, config).saved
 
 
 class _Step:
