@@ -10,7 +10,7 @@ LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
-    {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
+    {"teacher", "engine", "engine_masters", "engine_partition", "checkpoint", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
@@ -21,7 +21,7 @@ LAYERS = [
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters"}]
+ROOMS += [{"engine", "engine_masters", "engine_partition"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]
 
 
