@@ -5,6 +5,8 @@ No rank holds more of a ZeRO 3 student than its own part and the module that is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,7 +24,7 @@ class Placement:
     def __init__(self, config: DsConfig) -> None:
         self._config = config
         self._device = device()
-        self._partitioned: nn.Parameter | None = None
+        self._partitioned: Any = None  # a parameter that is
 
     def __call__(self, module: nn.Module) -> None:
         sharded = self._config.stage == 3

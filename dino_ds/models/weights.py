@@ -8,6 +8,7 @@ Source: facebookresearch/dino; what it leaves to torch's defaults is left to the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,11 +28,11 @@ def draw_in_pieces(part: nn.Module, place: Place) -> None:
     for module in part.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(module.in_features, module.out_features)  # for its random numbers: its weights are drawn below
-        elif hasattr(module, "reset_parameters"):
-            _fill(module, module.reset_parameters, place)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            _fill(module, reset, place)
     for module in part.modules():
-        if _has_own(module):
-            _fill(module, lambda module=module: _draw(module), place)
+        if isinstance(module, nn.Linear) or hasattr(module, "draw_tokens"):
+            _fill(module, partial(_draw, module), place)
 
 
 def _fill(module: nn.Module, draw_own: Callable[[], None], place: Place) -> None:
@@ -41,13 +42,9 @@ def _fill(module: nn.Module, draw_own: Callable[[], None], place: Place) -> None
     place(module)
 
 
-def _has_own(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or hasattr(module, "draw_tokens")
-
-
 def _draw(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
-    elif hasattr(module, "draw_tokens"):
-        module.draw_tokens()
+    elif callable(draw_tokens := getattr(module, "draw_tokens", None)):
+        draw_tokens()
