@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from dino_ds.ds_config import DsConfig
@@ -17,7 +16,7 @@ from dino_ds.engine import DTYPES, device
 class Placement:
     """Called with each module of a student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
 
-    Afterwards they are on this process's device; at stage 3 in the engine's precision, partitioned over all ranks.
+    Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks.
     Every rank must call it, with the same modules in the same order.
     """
 
@@ -27,12 +26,10 @@ class Placement:
         self._partitioned: Any = None  # a parameter that is
 
     def __call__(self, module: nn.Module) -> None:
-        sharded = self._config.stage == 3
-        dtype = DTYPES[self._config.precision] if sharded else torch.float32
         own = list(module.parameters(recurse=False))
         for parameter in own:
-            parameter.data = parameter.data.to(self._device, dtype)
-        if sharded and own:
+            parameter.data = parameter.data.to(self._device, DTYPES[self._config.precision])
+        if self._config.stage == 3 and own:
             self._partition(own)
 
     def _partition(self, parameters: list[nn.Parameter]) -> None:
