@@ -28,8 +28,9 @@ class Flag:
 class Command:
     """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
 
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default.
+    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config (None: may be left out, `ds` and
+    `ds_path` are None then); `takes_recipe` and `takes_ds` say whether there are such options. needs_images: they must
+    be named, there is no default.
     """
 
     name: str
@@ -39,13 +40,20 @@ class Command:
     takes_recipe: bool = True
     recipe: str | None = None
     takes_ds: bool = True
-    ds_config: str = "ds_configs/zero0_fp32.json"
+    ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
+    loads_torch: bool = True
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
         """Its own flags after those that follow from what it takes."""
-        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
+        ds = Flag(
+            "ds_config",
+            "text",
+            self.ds_config,
+            "DeepSpeed's JSON: how fast and on what hardware",
+            shown=self.ds_config or "none: one is recommended",
+        )
         recipe = Flag(
             "config",
             "text",
@@ -142,6 +150,19 @@ BENCHES = (
         "dino_ds.bench.scaling:run",
         (Flag("ranks", "int", 2, "processes, each with a core or a GPU to itself"), *_bench_flags(steps=5)),
         recipe="vitti16",
+        takes_ds=False,
+    ),
+    Command(
+        "bench plan",
+        "predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)",
+        "dino_ds.bench.plan:run",
+        (
+            Flag("batch", "int", 4, "images per process"),
+            Flag("ranks", "int", 2, "processes of the second column"),
+            Flag("precision", "text", "fp32", "fp32 or bf16"),
+            _JSON,
+        ),
+        takes_recipe=False,
         takes_ds=False,
     ),
 )
@@ -261,7 +282,27 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
+PLAN = Command(
+    "plan",
+    "whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU",
+    "dino_ds.plan.command:run",
+    (
+        Flag("backbone", "text", None, "as --model.backbone, with crops that its patches divide", "the recipe's"),
+        Flag("gpu", "text", None, "kind of GPU, such as a100-40g (an unknown one lists them all)", "none"),
+        Flag("gpus", "int", 1, "GPUs of a node"),
+        Flag("nodes", "int", 1, "nodes"),
+        Flag("memory_gib", "number", None, "memory of a GPU", "as its kind has"),
+        Flag("network_gbit", "number", None, "bandwidth of a node to others, each way, Gbit/s", "as sold with the GPU"),
+        Flag("write", "text", None, "new file for the recommended ds JSON", "none"),
+        _JSON,
+    ),
+    ds_config=None,
+    loads_torch=False,
+)
+
+COMMANDS: dict[str, Command] = {
+    command.name: command for command in (TRAIN, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
