@@ -108,8 +108,11 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
     copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if config.levers.teacher_copy and low else 0
+    # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
+    node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
+        "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
         "masters and moments": 0 if on_host else (masters + 8 * total) // shards,
         "teacher": _FP32 * total,
         "teacher copy": 2 * copied,
