@@ -9,22 +9,25 @@ PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "intervals", "goodput"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
-    {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
+    {"data", "models", "objective", "schedules", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
-    {"teacher", "engine", "engine_masters", "engine_state", "checkpoint", "checkpoint_saving", "checkpoint_writing"}
-    | {"metrics", "throughput", "build", "run_folder"},
+    {"weights", "optim"},
+    {"teacher", "engine", "engine_masters", "engine_partition", "engine_state"}
+    | {"checkpoint", "checkpoint_saving", "checkpoint_writing", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"bad_steps", "reports"},
     {"loop"},
-    {"train", "measure"},
+    {"train", "measure", "pictures"},
+    {"plan"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},
+    {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters", "engine_state"}]
+ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}]
+ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
 ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_writing", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "text_file", "__init__"}]
 
