@@ -24,6 +24,18 @@ class Architecture:
     registers: int = 0
     in_chans: int = 3
 
+    def timm_arguments(self, image_size: int) -> dict[str, int | float]:
+        """What `timm.create_model` wants beside the name of a backbone of this kind of block."""
+        arguments: dict[str, int | float] = {
+            "img_size": image_size,
+            "patch_size": self.patch_size,
+            "embed_dim": self.width,
+            "depth": self.depth,
+            "num_heads": self.heads,
+            "in_chans": self.in_chans,
+        }
+        return arguments if self.mlp_ratio == 4 else arguments | {"mlp_ratio": self.mlp_ratio}
+
 
 _S16 = Architecture(16, 384, 12, 6)
 _DINOV2 = {
