@@ -29,7 +29,7 @@ class Command:
     """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
 
     recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default.
+    whether there are such options. needs_images: they must be named, there is no default. bare: the flag that a word without a name is for.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Command:
     takes_ds: bool = True
     ds_config: str = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
+    bare: str | None = None
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
@@ -261,7 +262,31 @@ _TOOLS = (
     ),
 )
 
-COMMANDS: dict[str, Command] = {command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)}
+_WEIGHTS = (
+    Command(
+        "export",
+        "the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form",
+        "dino_ds.tools.export:run",
+        (
+            Flag(
+                "model", "text", None, "a run folder, a file of weights, a Hugging Face folder or timm's name", "none"
+            ),
+            Flag("format", "text", None, "safetensors, timm, hf, dino, onnx or torchscript", shown="none"),
+            Flag("out", "text", None, "file or folder to write", shown="beside the weights"),
+            Flag(
+                "heads", "int", None, "attention heads, of a file that does not say it", shown="as usual at its width"
+            ),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+        bare="model",
+    ),
+)
+
+COMMANDS: dict[str, Command] = {
+    command.name: command for command in (TRAIN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_WEIGHTS)
+}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

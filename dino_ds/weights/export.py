@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -31,11 +32,12 @@ def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> s
     """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
     with _whole(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
-    about = (
-        model.about
-        if "architecture" in model.about
-        else {"timm_arguments": model.vit.arch.timm_arguments(model.image_size)}
-    )
+    about = {
+        "timm_arguments": model.vit.arch.timm_arguments(model.image_size),
+        "architecture": dataclasses.asdict(model.vit.arch),
+        "pos_embed_interpolation": model.vit.pos_embed_interpolation,
+        **model.about,
+    }
     out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 

@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def _from_timm(name: str) -> Backbone:
         reason = " ".join(str(error).split())[:160]
         raise CheckpointError(f"the weights of {name} can't be had ({reason}); give a file of weights") from None
     arch = ARCHITECTURES[name.partition(".")[0]]
-    return _build(model.state_dict(), arch, model.patch_embed.img_size[0], "antialias", name, {})
+    patches = model.get_parameter("pos_embed").shape[1] - (0 if arch.registers else 1)
+    return _build(model.state_dict(), arch, math.isqrt(patches) * arch.patch_size, "antialias", name, {})
 
 
 def _build(
