@@ -29,7 +29,8 @@ class Command:
     """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
 
     recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default. bare: the flag that a word without a name is for.
+    whether there are such options. needs_images: they must be named, there is no default.
+    bare: the flag that a word without a name is for.
     """
 
     name: str
