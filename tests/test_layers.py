@@ -13,7 +13,7 @@ LAYERS = [
     {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop", "weights"},
-    {"train", "measure"},
+    {"train", "measure", "pictures"},
     {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
