@@ -8,9 +8,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
-    {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
-    {"teacher", "engine", "engine_masters", "checkpoint", "metrics", "throughput", "build", "run_folder"},
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
+    {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
+    | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
+    {"teacher", "engine", "engine_masters", "engine_state", "checkpoint", "checkpoint_saving"}
+    | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop", "weights"},
     {"train", "measure", "pictures"},
@@ -20,7 +22,8 @@ LAYERS = [
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters"}]
+ROOMS += [{"engine", "engine_masters", "engine_state"}]
+ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]
 
 

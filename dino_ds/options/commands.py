@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0) or switch (needs no value).
+    """kind: text, int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a step).
 
     `default` is what the function gets; where that is None, `shown` says what it means.
     """
@@ -74,7 +74,20 @@ TRAIN = Command(
             "stop after N optimizer steps; the schedules stay as they are",
             shown="the recipe's length",
         ),
-        Flag("resume", "switch", False, "continue the run in --run_dir from its last checkpoint"),
+        Flag(
+            "resume",
+            "resume",
+            False,
+            "continue the run in --run_dir from its newest whole checkpoint; auto: or start it, if there is none; "
+            "N: from that of step N",
+        ),
+        Flag(
+            "allow_change",
+            "text",
+            None,
+            "KEY,KEY: settings that may differ from the checkpoint's though they change what is learned",
+            shown="none",
+        ),
     ),
     needs_images=True,
 )

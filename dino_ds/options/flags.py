@@ -33,7 +33,7 @@ class Flags:
 def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     """The words after the command's name. Raises ConfigError with one line per problem."""
     flags, problems = Flags(), list[str]()
-    switches = {flag.name for flag in command.all_flags if flag.kind == "switch"}
+    switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
     for name, value in _pairs(command, list(argv), switches, problems):
         _store(command, flags, name, value, problems)
@@ -74,11 +74,16 @@ def _pairs(command: Command, words: list[str], switches: set[str], problems: lis
         elif equals:
             yield name, value
         elif name in switches:
-            yield name, words.pop(0) if words and words[0].lower() in _SWITCH_WORDS else "true"
+            takes = words and (words[0].lower() in _SWITCH_WORDS or (name == "resume" and _is_resume(words[0])))
+            yield name, words.pop(0) if takes else "true"
         elif words and not _is_flag(words[0]):
             yield name, words.pop(0)
         else:
             yield name, ""
+
+
+def _is_resume(word: str) -> bool:
+    return word.lower() == "auto" or (word.isascii() and word.isdigit())
 
 
 def _is_flag(word: str) -> bool:
@@ -118,9 +123,13 @@ def _convert(flag: Flag, value: str) -> Any:
     """Raises ValueError that says what is wanted."""
     if flag.kind == "text":
         return value
-    if flag.kind == "switch":
+    if flag.kind == "resume" and _is_resume(value):
+        if value.isdigit() and int(value) == 0:
+            raise ValueError("the step of a checkpoint")
+        return int(value) if value.isdigit() else "auto"
+    if flag.kind in ("switch", "resume"):
         if value.lower() not in _SWITCH_WORDS:
-            raise ValueError("true or false")
+            raise ValueError("true or false" if flag.kind == "switch" else "auto or the step of a checkpoint")
         return _SWITCH_WORDS[value.lower()]
     wanted = f"a {'whole number' if flag.kind == 'int' else 'number'} {'>= 0' if flag.zero else '> 0'}"
     try:
