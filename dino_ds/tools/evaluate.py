@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from dino_ds import distributed
 from dino_ds.config import load_recipe
