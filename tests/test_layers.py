@@ -19,6 +19,7 @@ LAYERS = [
     {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
+    {"__main__"},
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
