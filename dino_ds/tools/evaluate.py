@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsons
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -103,24 +103,29 @@ def _numbers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+def find_images(model: str, source: str | None, root: str | None) -> Source:
+    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
+    config = Path(model) / "config.yaml"
+    if source is None and root is None and config.is_file():
+        data = load_recipe(str(config), {}).data
+        source, root = data.source, data.root
+    if source is None and root is None:
+        raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
+    return build_source(source or "folder", root, "train", False)
+
+
 def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source]:
     """Training and test images: those that are named, else those of the run."""
     config = Path(model) / "config.yaml"
     if source is None and root is None and config.is_file():
         recipe = load_recipe(str(config), {})
         data = recipe.data
-        test = recipe.eval.root if data.own_files else data.root
-        if data.own_files and test is None and test_root is None:
-            raise DataError(f"{model} was trained without test images: name some with --test_root DIR")
-        source, root, test_root = data.source, data.root, test_root or test
+        test_root = test_root or (recipe.eval.root if data.own_files else data.root)
+        source, root = data.source, data.root
     source = source or "folder"
-    if source == "folder" and test_root is None:
-        raise ConfigError("give --root DIR, labelled training images, and --test_root DIR, test images")
-
-    def build(place: str | None, split: Literal["train", "test"]) -> Source:
-        return build_source(source, place, split, False)
-
-    return build(root, "train"), build(test_root or root, "test")
+    if (source == "folder" or ":" in source) and test_root is None:
+        raise DataError("there are no test images: name labelled ones with --test_root DIR (and --root DIR to compare)")
+    return build_source(source, root, "train", False), build_source(source, test_root or root, "test", False)
 
 
 def _features(backbone: Backbone, images: Source, size: int, limit: int, workers: int | None) -> Labelled:

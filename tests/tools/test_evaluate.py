@@ -65,7 +65,7 @@ def test_bad_input_is_one_line(place):
         ({"test_root": str(place / "other")}, DataError, "1 classes of the test images are not in training: class3"),
         ({"root": str(place / "plain")}, DataError, "the training images have no classes"),
         ({"root": None}, DataError, "needs a folder"),
-        ({"test_root": None}, ConfigError, "--test_root"),
+        ({"test_root": None}, DataError, "--test_root"),
     ):
         with pytest.raises(error, match=words):
             _run(place, **changes)
