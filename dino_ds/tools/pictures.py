@@ -79,7 +79,7 @@ def _figures(backbone: Backbone, source: Source, images: int, bank: int, side: i
     names = None if labels is None or source.classes is None else [source.classes[labels[i]] for i in indices]
     yield "neighbours", _neighbours(features, thumbnails, names)
     points, method = embed(features)
-    figure = draw.draw_map(points, thumbnails, names)
+    figure = draw.draw_map(points, list(thumbnails), names)
     figure.suptitle(f"{method} of {len(points)} images' features", fontsize=9)
     yield "map", figure
     if metrics.is_file():
