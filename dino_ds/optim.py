@@ -26,7 +26,9 @@ def parameter_groups(network: nn.Module) -> list[dict[str, Any]]:
 def _group_of(name: str, parameter: nn.Parameter) -> str:
     if name.endswith("prototypes.weight"):
         return PROTOTYPES
-    return NO_DECAY if name.endswith(".bias") or parameter.ndim == 1 else DECAY
+    # A parameter that ZeRO 3 has partitioned is empty itself.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
 
 
 def group_settings(knobs: Knobs) -> dict[str, dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import zlib
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 
 from dino_ds import distributed
-from dino_ds.build import build_network, build_schedules
+from dino_ds.build import build_network, build_schedules, build_zeros
 from dino_ds.checkpoint import Checkpoints, Choice
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
@@ -27,6 +26,7 @@ from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
 from dino_ds.durable import put_in_place, replace_file
 from dino_ds.engine import DTYPES, Engine, device
+from dino_ds.engine_partition import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
@@ -215,15 +215,13 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
-    network = build_network(recipe, config.levers)
-    # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
-    copied = copy.deepcopy(network).to(device())
+    network = build_network(recipe, config.levers, Placement(config))
     if config.levers.compile:
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_blocks()
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
     teacher = Teacher(
-        copied,
+        build_zeros(recipe, config.levers, device()),
         engine.masters(),
         DTYPES[config.precision],
         keep_copy=config.levers.teacher_copy,

@@ -160,8 +160,8 @@ class RunFolder:
 
     def about_teacher(self, arch: Architecture, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it."""
-        name = self.recipe.model.backbone
-        arguments = {**arch.timm_arguments(self.recipe.crops.global_size), "num_classes": 0}
+        name, arguments = arch.timm_model(self.recipe.model.backbone)
+        arguments |= {"img_size": self.recipe.crops.global_size, "num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
         return {
             "load": f"model = timm.create_model({name!r}, {written}); "

@@ -11,11 +11,12 @@ LAYERS = [
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
     {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
-    {"teacher", "engine", "engine_masters", "engine_state", "checkpoint", "checkpoint_saving"}
+    {"teacher", "engine", "engine_masters", "engine_partition", "engine_state", "checkpoint", "checkpoint_saving"}
     | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop", "weights"},
     {"train", "measure", "pictures"},
+    {"plan"},
     {"bench", "tools"},
     {"preflight", "options"},
     {"cli"},
@@ -23,7 +24,7 @@ LAYERS = [
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters", "engine_state"}]
+ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
 ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]
 

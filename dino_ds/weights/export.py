@@ -33,7 +33,7 @@ def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> s
     with _whole(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
     about = {
-        "timm_arguments": model.vit.arch.timm_arguments(model.image_size),
+        "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
         "pos_embed_interpolation": model.vit.pos_embed_interpolation,
         **model.about,
@@ -45,13 +45,13 @@ def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> s
 def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
     arch = model.vit.arch
-    name = model.about.get("timm_name") or _timm_name(model)
+    name, arguments = _timm(model)
     config = {
         "architecture": name,
         "num_classes": 0,
         "num_features": arch.width,
         "global_pool": "token",
-        "model_args": arch.timm_arguments(model.image_size),
+        "model_args": arguments,
         "pretrained_cfg": {
             "tag": "dino_ds",
             "custom_load": False,
@@ -200,13 +200,15 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in model.vit.named_parameters()}
 
 
-def _timm_name(model: Backbone) -> str:
-    """A timm model whose kind of block is ours; sizes are given as arguments."""
+def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:
+    """Name and arguments with which timm builds this backbone."""
     arch = model.vit.arch
-    if arch.layer_scale is None:
-        return "vit_small_patch16_224"
+    # A model of timm's whose kind of block is ours; all sizes are arguments.
     kind = "reg4_" if arch.registers else ""
-    return f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
+    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
+    usual = "vit_small_patch16_224" if arch.layer_scale is None else like
+    name, arguments = arch.timm_model(model.about.get("timm_name") or usual)
+    return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
 
 
 def _example(model: Backbone) -> Tensor:
