@@ -9,12 +9,13 @@ PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
     {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
-    {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
+    {"data", "models", "objective", "schedules", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
+    {"weights", "optim"},
     {"teacher", "engine", "engine_masters", "engine_partition", "engine_state", "checkpoint", "checkpoint_saving"}
     | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
-    {"run", "stop", "weights"},
+    {"run", "stop"},
     {"train", "measure", "pictures"},
     {"plan"},
     {"bench", "tools"},
@@ -23,7 +24,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
+ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}]
 ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
 ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]

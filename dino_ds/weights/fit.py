@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -51,62 +51,45 @@ def _usual_heads(width: int, depth: int) -> int:
     return next(known, max(1, width // 64))
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What `take_weights` did: names taken, resized (name -> old and new shape), left as they were, and not used."""
-
-    taken: list[str]
-    resized: dict[str, str]
-    kept: list[str]
-    unused: list[str]
-
-    def __str__(self) -> str:
-        parts = [f"{len(self.taken)} tensors taken"]
-        parts += [f"{name} resized {change}" for name, change in self.resized.items()]
-        if self.kept:
-            parts.append(f"{len(self.kept)} not in the file stay as initialised ({_few(self.kept)})")
-        if self.unused:
-            parts.append(f"{len(self.unused)} of the file not used ({_few(self.unused)})")
-        return "; ".join(parts)
-
-
 @torch.no_grad()
-def take_weights(network: nn.Module, tensors: dict[str, Tensor], whole: bool = True) -> Taken:
-    """Copy `tensors` into `network` by name; a position embedding of another size is resized (bicubic, antialiased).
+def take_weights(network: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy `tensors` into `network` by name; a position embedding of another size is resized.
 
-    Raises CheckpointError for other shapes, and, with `whole`, where a tensor of the network is not in the file.
+    Raises CheckpointError for other shapes, and where a tensor of the network is not there.
     """
     own = dict(network.named_parameters())
-    resized: dict[str, str] = {}
-    wrong = []
-    for name in own.keys() & tensors.keys():
-        mine, theirs = own[name], tensors[name]
-        if name == "pos_embed" and theirs.ndim == 3 and theirs.shape[-1] == mine.shape[-1]:
-            theirs = _resize_positions(theirs, mine)
-            if theirs.shape == mine.shape and tensors[name].shape != mine.shape:
-                resized[name] = f"{list(tensors[name].shape)} -> {list(mine.shape)}"
-        if theirs.shape != mine.shape:
-            wrong.append(f"{name} {list(theirs.shape)} vs {list(mine.shape)}")
-        elif not wrong:
-            mine.copy_(theirs.to(mine.dtype))
     missing = sorted(own.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"the weights lack {len(missing)} of {len(own)} tensors: {few(missing)}")
+    fitting = {name: tensors[name] for name in own}
+    if "pos_embed" in own:
+        fitting["pos_embed"] = fitted(tensors["pos_embed"], tuple(own["pos_embed"].shape))
+    wrong = [
+        f"{name} {list(t.shape)} vs {list(own[name].shape)}"
+        for name, t in fitting.items()
+        if t.shape != own[name].shape
+    ]
     if wrong:
         raise CheckpointError(f"the weights are of another architecture: {len(wrong)} tensors, first {min(wrong)}")
-    if whole and missing:
-        raise CheckpointError(f"the weights lack {len(missing)} of {len(own)} tensors: {_few(missing)}")
-    return Taken(sorted(own.keys() & tensors.keys()), resized, missing, sorted(tensors.keys() - own.keys()))
+    for name, parameter in own.items():
+        parameter.copy_(fitting[name].to(parameter.dtype))
 
 
-def _resize_positions(theirs: Tensor, mine: Tensor) -> Tensor:
-    """(1, special + n, d) to the grid of `mine`; as it is where the numbers of special tokens differ."""
-    special = [shape - math.isqrt(shape) ** 2 for shape in (theirs.shape[1], mine.shape[1])]
-    if theirs.shape == mine.shape or special[0] != special[1] or special[0] > 1:
+def fitted(theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A position embedding (1, special + n, d) for the grid of `shape` (bicubic, antialiased); the CLS token's stays.
+
+    As it is where widths or special tokens differ.
+    """
+    counts = (theirs.shape[1], shape[1])
+    sides = [math.isqrt(count) for count in counts]
+    special = [count - side**2 for count, side in zip(counts, sides, strict=True)]
+    if tuple(theirs.shape) == shape or theirs.shape[2] != shape[2] or special[0] != special[1] or special[0] > 1:
         return theirs
-    sides = [math.isqrt(p.shape[1]) for p in (theirs, mine)]
     grid = rearrange(theirs[:, special[0] :].float(), "1 (h w) d -> 1 d h w", h=sides[0])
     resized = F.interpolate(grid, size=(sides[1], sides[1]), mode="bicubic", antialias=True)
     return torch.cat((theirs[:, : special[0]].float(), rearrange(resized, "1 d h w -> 1 (h w) d")), dim=1)
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
+    """The first three names."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -6,7 +6,6 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.names import did_you_mean
 from dino_ds.weights.fit import architecture_of, take_weights
-from dino_ds.weights.read import Weights, read_weights
+from dino_ds.weights.read import Weights, find_weights
 
 
 class Backbone(nn.Module):
@@ -87,19 +85,11 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     say it, where it is not width / 64. A timm name downloads the weights if they are not in the cache.
     Raises CheckpointError for what is no such thing.
     """
-    place = Path(path)
-    if not place.exists() and str(path).partition(".")[0] in ARCHITECTURES:
-        return _from_timm(str(path)).to(device)
-    if not place.exists():
-        raise CheckpointError(
-            f"{path} does not exist; give a run folder, a file of weights or a timm name."
-            f"{did_you_mean(str(path), ARCHITECTURES)}"
-        )
-    if place.is_dir() and (place / "config.yaml").exists() and not (place / "teacher.safetensors").exists():
-        raise CheckpointError(f"{place} is a run without a teacher yet: it is written with the first checkpoint")
-    weights = read_weights(place / "teacher.safetensors" if (place / "teacher.safetensors").exists() else place)
+    weights = find_weights(path)
     arch, size, interpolation = _described(weights, heads)
-    return _build(weights.backbone, arch, size, interpolation, str(path), weights.about).to(device)
+    vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
+    take_weights(vit, weights.backbone)
+    return Backbone(vit, size, str(path), weights.about).to(device)
 
 
 def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, str]:
@@ -108,26 +98,7 @@ def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, 
     if weights.kind == "dino_ds":
         arch = Architecture(**about["architecture"])
         return arch, about["timm_arguments"]["img_size"], about["pos_embed_interpolation"]
+    if weights.kind == "timm":
+        heads = ARCHITECTURES[about["timm_name"]].heads
     arch, size = architecture_of(weights.backbone, heads or about.get("num_attention_heads"))
     return arch, size, "dino" if weights.kind == "dino or timm" else "antialias"
-
-
-def _from_timm(name: str) -> Backbone:
-    import timm
-
-    try:
-        model = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:  # whatever the hub's client raises without a network
-        reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"the weights of {name} can't be had ({reason}); give a file of weights") from None
-    arch = ARCHITECTURES[name.partition(".")[0]]
-    patches = model.get_parameter("pos_embed").shape[1] - (0 if arch.registers else 1)
-    return _build(model.state_dict(), arch, math.isqrt(patches) * arch.patch_size, "antialias", name, {})
-
-
-def _build(
-    backbone: dict[str, Tensor], arch: Architecture, size: int, interpolation: str, source: str, about: dict[str, Any]
-) -> Backbone:
-    vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
-    take_weights(vit, backbone)
-    return Backbone(vit, size, source, about)

@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dino_ds.architectures import ARCHITECTURES
 from dino_ds.errors import CheckpointError
+from dino_ds.names import did_you_mean
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import split_reference
 
@@ -26,6 +28,36 @@ class Weights:
     backbone: dict[str, Tensor]
     head: dict[str, Tensor]
     about: dict[str, Any] = field(default_factory=dict)
+
+
+def find_weights(place: str | Path) -> Weights:
+    """Of a run folder (its teacher), a file, a Hugging Face folder, or a timm name, which may have to be downloaded.
+
+    Raises CheckpointError for what is no such thing.
+    """
+    path = Path(place)
+    if not path.exists() and str(place).partition(".")[0] in ARCHITECTURES:
+        return _from_timm(str(place))
+    if not path.exists():
+        raise CheckpointError(
+            f"{place} does not exist; give a run folder, a file of weights, a Hugging Face folder or a timm name."
+            f"{did_you_mean(str(place), ARCHITECTURES)}"
+        )
+    teacher = path / "teacher.safetensors"
+    if (path / "config.yaml").is_file() and not teacher.is_file():
+        raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
+    return read_weights(teacher if teacher.is_file() else path)
+
+
+def _from_timm(name: str) -> Weights:
+    import timm
+
+    try:
+        model = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # whatever the hub's client raises without a network
+        reason = " ".join(str(error).split())[:160]
+        raise CheckpointError(f"the weights of {name} can't be had ({reason}); give a file of weights") from None
+    return Weights("timm", dict(model.state_dict()), {}, {"timm_name": name.partition(".")[0]})
 
 
 def read_weights(path: Path, network: str = "teacher") -> Weights:

@@ -174,8 +174,7 @@ def test_dinov2_s_names_are_read(tmp_path):
 def test_a_position_embedding_of_another_size_is_resized():
     """To a grid twice as large, as torch's antialiased bicubic does; the CLS token's stays."""
     small, large = _backbone().vit, VisionTransformer(_backbone().vit.arch, 2 * SIZE)
-    taken = take_weights(large, dict(small.state_dict()))
-    assert list(taken.resized) == ["pos_embed"] and not taken.kept and not taken.unused
+    take_weights(large, dict(small.state_dict()))
     grid = small.pos_embed[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
     expected = F.interpolate(grid, size=(8, 8), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
     torch.testing.assert_close(large.pos_embed[:, 1:], expected)
