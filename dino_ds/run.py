@@ -15,7 +15,7 @@ from dino_ds.checkpoint import Checkpoints, Choice
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint_saving import SaveCost, Saving
-from dino_ds.config import Recipe
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
@@ -55,12 +55,16 @@ class Run:
         folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.step = build_step(recipe, config, self.epoch_steps)
+        # Weights of a checkpoint take the place of others, whose file may be gone.
+        begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
+        self.step = build_step(begins, config, self.epoch_steps)
         self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
         self.notes = choice.notes
+        if self.step.engine.started_from:
+            self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
             self.notes += folder.notes_on(choice.saved.manifest)
