@@ -7,10 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,51 +23,8 @@ from pydantic import (
 )
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
-from dino_ds.errors import ConfigError
+from dino_ds.lengths import Length, parse_length
 from dino_ds.names import did_you_mean, nearest
-
-UNITS = ("steps", "epochs", "images")
-
-
-@dataclass(frozen=True)
-class Length:
-    """A duration: optimizer steps, epochs (passes over the data) or images."""
-
-    value: float
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
-
-    @staticmethod
-    def parse(text: object) -> Length:
-        """From "30 epochs", "30epochs", "1e6 images"; a bare number is steps. Raises ConfigError."""
-        if isinstance(text, Length):
-            return text
-        match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
-        units = {name: unit for unit in UNITS for name in (unit, unit[:-1])} | {"": "steps"}
-        try:
-            value = float(match[1]) if match else math.nan
-        except ValueError:
-            value = math.nan
-        unit = units.get(match[2].lower()) if match else None
-        if unit is None or not math.isfinite(value):
-            raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
-        return Length(value, unit)
-
-    def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
-        """Optimizer steps, rounded up, >= 0."""
-        # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
-        value = Fraction(repr(self.value))
-        per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
-        return math.ceil(value * per_unit[self.unit])
-
-
-def _parse_length(value: object) -> Length:
-    try:
-        return Length.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
 
 
 def _positive(length: Length) -> Length:
@@ -90,9 +44,9 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+LengthField = Annotated[Length, BeforeValidator(parse_length), PlainSerializer(str)]
 SaveEvery = Annotated[
-    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
+    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else parse_length(v)), PlainSerializer(str)
 ]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 Count = Annotated[int, Field(ge=1)]

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "intervals", "goodput"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
+    {"recipe", "lengths", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
     {"data", "models", "objective", "schedules", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
     {"weights", "optim"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}]
+ROOMS = [{"recipe", "lengths", "config"}, {"ds_schema", "ds_check", "ds_config"}]
 ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
 ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_writing", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "text_file", "__init__"}]
