@@ -41,7 +41,7 @@ def run(*, checkpoint: str | None, out: str | None, ranks: int | None, student: 
     except OSError as error:
         raise StorageError(f"{place} can't be written: {error.strerror or error}; mend --out") from error
     result = {
-        "out": str(place),
+        "out": out,
         "step": saved.manifest.step,
         "ranks": None if student else ranks or 1,
         "parameters": len(parameters.shapes),
@@ -53,7 +53,7 @@ def run(*, checkpoint: str | None, out: str | None, ranks: int | None, student: 
         return
     old = saved.manifest.world_size
     what = "the student's weights" if student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"
-    print(f"step {result['step']}: {what}, {bytes_written / 2**30:.3g} GiB in {place} ({result['seconds']:.1f} s)")
+    print(f"step {result['step']}: {what}, {bytes_written / 2**30:.3g} GiB in {out} ({result['seconds']:.1f} s)")
 
 
 def _open(folder: Path) -> SavedCheckpoint:
