@@ -99,15 +99,18 @@ class Saving:
         return lines
 
     def finish(self) -> list[str]:
-        """Waits for the save that is being written, if there is one; lines to say. All ranks must call it."""
-        return self._land(must=False) if self._flight is not None else []
+        """Waits for what is being written, if anything is; lines to say. All ranks must call it."""
+        return self._land(must=False) + self._chores.wait()
 
     def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
-        begun, step = time.perf_counter(), int(manifest["step"])
-        lines = self._chores.wait()
-        total, problem = self._make_room(step, bytes_of(files))
-        if problem:
-            return lines + self._failed(step, problem, must=wait)
+        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
+        lines: list[str] = []
+        total, problem = self._make_room(step, size)
+        if problem:  # older checkpoints may be about to go
+            lines += self._chores.wait()
+            total, problem = self._make_room(step, size)
+            if problem:
+                return lines + self._failed(step, problem, must=wait)
         if self._background and not wait:
             files = self.copies.take(files)
         number = self._number = self._number % _NUMBERS + 1
@@ -136,14 +139,14 @@ class Saving:
         """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
         flight = self._flight
         if flight is None:
-            return self._chores.wait(must)
+            return self._chores.wait(must) if must else []
         begun = time.perf_counter()
         quiet = distributed.rank() != 0 or not sys.stderr.isatty()
         with tqdm(desc=f"saving step {flight.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
             while not all(distributed.gather_objects(flight.is_written(_WAIT_SECONDS))):
                 bar.update()
         flight.stalled += time.perf_counter() - begun
-        return self._commit(flight, must) + self._chores.wait(must)
+        return self._commit(flight, must) + (self._chores.wait(must) if must else [])
 
     def _commit(self, flight: Flight, must: bool) -> list[str]:
         begun = time.perf_counter()
@@ -196,7 +199,7 @@ class Saving:
 
 
 class _Chores:
-    """What rank 0 does after a commit, in a thread: older checkpoints go, and `finish` is run."""
+    """What rank 0 does after a commit, in a thread: older checkpoints go, and `finish` is run. One after the other."""
 
     def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
         self._checkpoints, self._finish = checkpoints, finish
@@ -204,10 +207,13 @@ class _Chores:
         self._error: OSError | None = None
 
     def start(self, folder: Path, step: int) -> None:
-        self._thread = threading.Thread(target=self._do, args=(folder, step), name="after save", daemon=True)
+        args = (folder, step, self._thread)
+        self._thread = threading.Thread(target=self._do, args=args, name="after save", daemon=True)
         self._thread.start()
 
-    def _do(self, folder: Path, step: int) -> None:
+    def _do(self, folder: Path, step: int, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             self._checkpoints.rotate(step)
             self._finish(folder)

@@ -104,6 +104,19 @@ def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
     assert "teacher.safetensors" in run.said[1] and run.said[1].startswith("warning")
 
 
+def test_the_work_after_a_commit_stops_nobody_and_goes_in_order(tmp_path, gate):
+    """A slow removal of older checkpoints: the next saves do not wait for it."""
+    done, slow = [], threading.Event()
+    run = SmallRun(tmp_path, finish=lambda folder: (slow.wait(60), done.append(folder.name)))
+    gate.set()
+    for step in (1, 2, 3):
+        run.train(step - run.step).save()
+    assert len(folders(tmp_path)) >= 3 and done == []
+    slow.set()
+    run.save(wait=True)
+    assert done == ["step_00000001", "step_00000002", "step_00000003"]
+
+
 class TestRotation:
     def test_the_last_ones_and_every_mth_stay(self, tmp_path):
         run = SmallRun(tmp_path, keep=2, keep_every=4)
