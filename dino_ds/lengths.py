@@ -1,4 +1,4 @@
-"""Durations as people say them: steps, epochs or images."""
+"""Durations as people write them: steps, epochs or images."""
 
 from __future__ import annotations
 
@@ -44,10 +44,3 @@ class Length:
         value = Fraction(repr(self.value))
         per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
         return math.ceil(value * per_unit[self.unit])
-
-
-def parse_length(value: object) -> Length:
-    try:
-        return Length.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only

@@ -23,8 +23,16 @@ from pydantic import (
 )
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
-from dino_ds.lengths import Length, parse_length
+from dino_ds.errors import ConfigError
+from dino_ds.lengths import Length
 from dino_ds.names import did_you_mean, nearest
+
+
+def _parse_length(value: object) -> Length:
+    try:
+        return Length.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
 
 
 def _positive(length: Length) -> Length:
@@ -44,9 +52,9 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-LengthField = Annotated[Length, BeforeValidator(parse_length), PlainSerializer(str)]
+LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
 SaveEvery = Annotated[
-    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else parse_length(v)), PlainSerializer(str)
+    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 Count = Annotated[int, Field(ge=1)]
