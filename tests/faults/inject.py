@@ -1,7 +1,7 @@
 """Faults, and when they happen: hooks that a test has run in each rank before it starts; the product knows of none.
 
-A fault is a picklable function of the rank, made by the functions with a capital-free name below: `at_step(7, (1,), kill)`
-kills rank 1 before it computes step 7. What happens at the fault is an act: `kill`, `sleep`, `send(SIGTERM)`, ...
+A fault is a picklable function of the rank: `at_step(8, (1,), kill)` kills rank 1 before it computes step 8. What
+happens at a fault is an act: `kill`, `sleep`, `send(SIGTERM)`, ...
 """
 
 from __future__ import annotations
@@ -141,7 +141,38 @@ def _both(faults: tuple[Fault, ...], rank: int) -> None:
         fault(rank)
 
 
+def slow_start(rank: int) -> None:
+    """Says when the ranks have joined, and then waits."""
+    from dino_ds import run
+
+    original = run.build_step
+
+    def build_step(*args: Any) -> Any:
+        print("early", flush=True)
+        time.sleep(1)
+        return original(*args)
+
+    run.build_step = build_step
+
+
+def other_images(rank: int) -> None:
+    """Rank 1 finds other images at the same place."""
+    from dino_ds import train
+
+    original = train.build_source
+
+    def build_source(source: str, root: str, *args: Any) -> Any:
+        return original(source, f"{root}_of_rank_1", *args)
+
+    if rank == 1:
+        train.build_source = build_source
+
+
 # Acts: what.
+
+
+def act(function: Callable[..., None], *args: Any) -> Act:
+    return functools.partial(function, *args)
 
 
 def send(number: int, times: int = 1, pause: float = 0.0) -> Act:

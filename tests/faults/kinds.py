@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tests.faults import damage, inject
-from tests.faults.inject import at_once, at_step, in_save
+from tests.faults import inject, scene
+from tests.faults.inject import act, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
+from tests.faults.scene import Prepare, Scene
 
-DIED, LOST, HANGS = "died by SIGKILL", (6, -9), {"hang_seconds": "3"}
+NAN = float("nan")
+QUICK = {"hang_seconds": "3"}
+SLOW = at_step(1, (0, 1), act(inject.sleep, 0.4), times=1000)
+"""Steps of 0.4 s: a signal comes before the last."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """One fault.
 
-    how: as people would say it. codes: what each rank ends with. says: a part of what is printed or logged.
+    how: as people would say it. codes: what each rank ends with. says: a part of what is printed.
+    fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
+    old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
     limit: seconds from the fault to the last rank's end, on a busy machine.
-    The job is new, or with `damage` goes on from a copy of a run that has saved steps 3 and 6 and was stopped there.
-    by_hand: what the test itself does while the job runs. Afterwards `--resume` must give the very numbers of a run
-    without a fault, unless goes_on is False; `changes` hold for that too. `exact` False: equal to 1e-5, as another
-    number of ranks or ZeRO stage sums in another order.
+    goes_on: afterwards `--resume` must give the very numbers of a run without a fault; `exact` False: to 1e-5, as
+    another number of ranks or ZeRO stage sums in another order.
     """
 
     name: str
@@ -36,195 +36,210 @@ class Kind:
     codes: tuple[int, ...]
     says: str
     fault: inject.Fault | None = None
-    by_hand: Callable[[Job, Path], None] | None = None
-    damage: Callable[[Path], None] | None = None
+    by_hand: Callable[[Job, Scene], None] | None = None
+    before: Prepare = scene.nothing
+    old: bool = False
+    resume: bool | None = None
     changes: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     ds: str = "zero1_fp32.json"
-    world: int = 2
     limit: float = 60.0
     goes_on: bool = True
     exact: bool = True
 
-
-def _signal(rank: int, *numbers: int) -> Callable[[Job, Path], None]:
-    def act(job: Job, run: Path) -> None:
-        job.wait_for_steps(run, 4)
-        for i, number in enumerate(numbers):
-            time.sleep(2.5 if i else 0)
-            job.signal(rank, number)
-
-    return act
+    @property
+    def resumes(self) -> bool:
+        return self.old if self.resume is None else self.resume
 
 
-def _take_port(job: Job, run: Path) -> None:
-    pass
+def _signal(rank: int, number: int) -> Callable[[Job, Scene], None]:
+    def by_hand(job: Job, place: Scene) -> None:
+        job.wait_for_steps(place.run, 4)
+        job.signal(rank, number)
+
+    return by_hand
 
 
-def _stop_file(job: Job, run: Path) -> None:
-    job.wait_for_steps(run, 4)
-    job.mark()
-    (run / "stop").touch()
-
-
-def _signal_early(job: Job, run: Path) -> None:
-    job.wait_for(lambda: (job.folder / "rank_0.txt").exists())
-    time.sleep(0.2)
+def _signal_early(job: Job, place: Scene) -> None:
+    job.wait_for(lambda: "early" in job.text(0))
     job.signal(0, signal.SIGTERM)
 
 
-SLOW = at_step(1, (0, 1), inject.act(inject.sleep, 0.4), times=1000)
-"""Steps of 0.4 s: a signal comes in the middle of one, and before the last."""
+def _stop_file(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    (place.run / "stop").touch()
+
+
+def _empty_images(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 2)
+    job.mark()
+    for path in place.images.iterdir():
+        path.unlink()
+
+
+def _remove_run(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    shutil.rmtree(place.run, ignore_errors=True)
+    time.sleep(0.1)
+    shutil.rmtree(place.run, ignore_errors=True)
+
+
+def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
+    codes = {"SIGKILL": -9, "SIGSEGV": -11, "exit code 0": 0}[how.split(" before")[0]], 6
+    return Kind(
+        f"rank {rank} {says}", how, codes if rank == 0 else codes[::-1], f"rank {rank} died", at_step(8, (rank,), do)
+    )
+
+
+def _hangs(name: str, how: str, rank: int, do: inject.Act) -> Kind:
+    return Kind(name, how, (6, 6), "no progress", at_step(8, (rank,), do), changes=QUICK)
+
+
+def _asked(name: str, how: str, by_hand: Callable[[Job, Scene], None]) -> Kind:
+    return Kind(name, how, (75, 75), "saved step", SLOW, by_hand)
+
 
 PROCESSES = [
-    Kind("rank 0 killed", "SIGKILL before step 8", (-9, 6), f"rank 0 {DIED}", at_step(8, (0,), inject.kill)),
-    Kind("rank 1 killed", "SIGKILL before step 8", (6, -9), f"rank 1 {DIED}", at_step(8, (1,), inject.kill)),
-    Kind("rank 1 crashes", "SIGSEGV", (6, -11), "rank 1 died by SIGSEGV", at_step(8, (1,), inject.crash)),
+    _dies(0, "SIGKILL before step 8", inject.kill, "killed"),
+    _dies(1, "SIGKILL before step 8", inject.kill, "killed"),
+    _dies(1, "SIGSEGV before step 8", inject.crash, "crashes"),
+    _dies(1, "exit code 0 before step 8", inject.leave, "leaves early"),
     Kind("rank 1 raises", "RuntimeError before step 8", (1, 1), "planted by a test", at_step(8, (1,), inject.fail)),
-    Kind("rank 1 ends early", "exit code 0 before step 8", (6, 0), "rank 1 died with code 0", at_step(8, (1,), inject.leave)),
     Kind(
-        "rank 1 never arrives",
-        "ends before it joins the others",
-        (6, 7),
-        "no progress on rank 1",
-        at_once((1,), inject.act(inject.leave, 7)),
-        changes=HANGS,
-        goes_on=False,
+        "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",
+        at_once((1,), act(inject.leave, 7)), changes=QUICK, goes_on=False,
     ),
-    Kind("rank 1 hangs", "sleeps for ever", (6, 6), "no progress on rank 1", at_step(8, (1,), inject.sleep), changes=HANGS),
-    Kind("rank 0 hangs", "sleeps for ever", (6, 6), "no progress on rank 0", at_step(8, (0,), inject.sleep), changes=HANGS),
-    Kind("rank 1 frozen", "SIGSTOP", (6, 6), "no progress on rank 1", at_step(8, (1,), inject.freeze), changes=HANGS),
-    Kind(
-        "rank 1 holds Python's lock",
-        "a C call that never returns",
-        (6, 6),
-        "no progress on rank 1",
-        at_step(8, (1,), inject.hold_gil),
-        changes=HANGS,
-    ),
-    Kind(
-        "ranks in different collectives",
-        "rank 1 waits in a barrier of its own",
-        (6, 6),
-        "no progress",
-        at_step(8, (1,), inject.wait_alone),
-        changes=HANGS,
-    ),
+    _hangs("rank 0 hangs", "it sleeps for ever in step 8", 0, inject.sleep),
+    _hangs("rank 1 hangs", "it sleeps for ever in step 8", 1, inject.sleep),
+    _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
+    _hangs("rank 1 holds Python's lock", "a call into C that never returns", 1, inject.hold_gil),
+    _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
     Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
-    Kind("SIGTERM to rank 0", "kill -TERM", (75, 75), "saved step", SLOW, _signal(0, signal.SIGTERM)),
-    Kind("SIGTERM to rank 1", "kill -TERM", (75, 75), "saved step", SLOW, _signal(1, signal.SIGTERM)),
-    Kind("SIGINT to rank 1", "kill -INT", (75, 75), "saved step", SLOW, _signal(1, signal.SIGINT)),
-    Kind("SIGUSR1 to rank 0", "Slurm's warning", (75, 75), "saved step", SLOW, _signal(0, signal.SIGUSR1)),
-    Kind("SIGUSR2 to rank 1", "kill -USR2", (75, 75), "saved step", SLOW, _signal(1, signal.SIGUSR2)),
-    Kind("stop file", "touch RUN/stop", (75, 75), "saved step", SLOW, _stop_file),
     Kind(
-        "second signal",
-        "SIGTERM twice in a step that lasts",
-        (143, 6),
-        "ended at once by SIGTERM and SIGTERM",
-        at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=2.5)),
+        "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
+        at_step(8, (0,), inject.kill_parent),
     ),
     Kind(
-        "signal before the first step",
-        "SIGTERM while the program starts",
-        (75, 75),
-        "before the first step",
-        at_once((0, 1), inject.act(inject.sleep, 1)),
-        _signal_early,
-        goes_on=False,
-    ),
-    Kind("launcher killed", "SIGKILL to the ranks' parent", (75, 75), "saved step", at_step(8, (0,), inject.kill_parent)),
-    Kind(
-        "launcher killed, rank 1 hangs",
-        "SIGKILL to the parent, rank 1 sleeps",
-        (6, 6),
-        "the launcher is gone",
+        "launcher killed while rank 1 hangs", "SIGKILL to the ranks' parent", (6, 6), "the launcher is gone",
         inject.both(at_step(8, (0,), inject.kill_parent), at_step(8, (1,), inject.sleep)),
     ),
 ]  # fmt: skip
-
-SAVING = [
-    Kind("rank 0 killed while it saves", "SIGKILL, half a file of step 6", (-9, 6), f"rank 0 {DIED}", in_save(6, (0,), inject.kill)),
-    Kind("rank 1 killed while it saves", "SIGKILL, half a file of step 6", (6, -9), f"rank 1 {DIED}", in_save(6, (1,), inject.kill)),
+REQUESTS = [
+    _asked("SIGTERM to rank 0", "kill -TERM", _signal(0, signal.SIGTERM)),
+    _asked("SIGTERM to rank 1", "kill -TERM", _signal(1, signal.SIGTERM)),
+    _asked("SIGINT to rank 1", "kill -INT", _signal(1, signal.SIGINT)),
+    _asked("SIGUSR1 to rank 0", "kill -USR1, as Slurm warns", _signal(0, signal.SIGUSR1)),
+    _asked("SIGUSR2 to rank 1", "kill -USR2", _signal(1, signal.SIGUSR2)),
+    _asked("stop file", "touch RUN/stop", _stop_file),
     Kind(
-        "killed between the files and `latest`",
-        "SIGKILL of rank 0 when step 6 is in place",
-        (-9, 6),
-        f"rank 0 {DIED}",
+        "second signal", "SIGTERM twice in one long step", (143, 6), "ended at once by SIGTERM and SIGTERM",
+        at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
+    ),
+    Kind(
+        "signal before the first step", "SIGTERM while the program starts", (75, 75), "before the first step",
+        inject.slow_start, _signal_early, goes_on=False,
+    ),
+]  # fmt: skip
+SAVING = [
+    Kind("rank 0 killed while it saves", "half a file of step 6", (-9, 6), "rank 0 died", in_save(6, (0,), inject.kill)),
+    Kind("rank 1 killed while it saves", "half a file of step 6", (6, -9), "rank 1 died", in_save(6, (1,), inject.kill)),
+    Kind(
+        "rank 0 killed before `latest` is written", "step 6 is in place", (-9, 6), "rank 0 died",
         inject.before_latest(6, inject.kill),
     ),
-    Kind("disk full once", "ENOSPC on rank 1 at step 6", (0, 0), "training goes on", in_save(6, (1,), inject.no_space)),
+    Kind("disk full once", "ENOSPC on rank 1 in step 6", (0, 0), "training goes on", in_save(6, (1,), inject.no_space)),
+    Kind("disk fails once", "EIO on rank 0 in step 6", (0, 0), "training goes on", in_save(6, (0,), inject.no_disk)),
     Kind(
-        "disk full for good",
-        "ENOSPC on rank 0 from step 6 on",
-        (5, 5),
-        "3 saves in a row have failed",
-        in_save(6, (0,), inject.no_space, times=1000),
-        changes={"save_every": "1 steps"},
+        "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
+        in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
     ),
-    Kind("disk broken once", "EIO on rank 1 at step 6", (0, 0), "training goes on", in_save(6, (1,), inject.no_disk)),
 ]  # fmt: skip
+
+
+def _loads(name: str, how: str, before: Prepare, says: str, **more: object) -> Kind:
+    return Kind(name, how, (0, 0), says, before=before, old=True, **more)
+
+
+def _refused(name: str, how: str, before: Prepare, says: str, **more: object) -> Kind:
+    return Kind(name, how, (3, 3), says, before=before, old=True, goes_on=False, **more)
+
 
 LOADING = [
-    Kind("`latest` empty", "0 bytes", (0, 0), "using step 6, the newest whole one", damage=damage.latest("")),
-    Kind("`latest` missing", "removed", (0, 0), "latest is missing", damage=damage.remove("latest")),
-    Kind("`latest` garbled", "40 random bytes", (0, 0), "using step 6", damage=damage.latest("\x00\x9f\x1b[2J" * 8)),
-    Kind("`latest` leads out", "../../../etc", (0, 0), "using step 6", damage=damage.latest("../../../etc")),
-    Kind("file cut off", "half of a rank's file of step 6", (0, 0), "using step 3", damage=damage.cut("rank_00001")),
-    Kind("file missing", "rank 1's file of step 6", (0, 0), "using step 3", damage=damage.remove("step_00000006/rank_00001.safetensors")),
-    Kind("one bit flipped", "in rank 0's file of step 6", (0, 0), "is damaged", damage=damage.flip("rank_00000")),
-    Kind("one bit of the teacher flipped", "in a whole file of step 6", (0, 0), "is damaged", damage=damage.flip("whole_00000")),
-    Kind("manifest damaged", "one byte", (0, 0), "damaged manifest.json", damage=damage.flip("manifest")),
-    Kind("steps mixed", "rank 1's file of step 3 in step 6", (0, 0), "step 3", damage=damage.mix),
-    Kind("ranks' files swapped", "in step 6", (0, 0), "is damaged", damage=damage.swap),
-    Kind("all checkpoints damaged", "a bit in each", (3, 3), "no older checkpoint exists", damage=damage.flip_all, goes_on=False),
-    Kind("all checkpoints gone", "rm -r checkpoints", (0, 0), "there is no checkpoint", damage=damage.remove(".")),
-    Kind("pickle in place of tensors", "with good checksums", (3, 3), "rank_00000", damage=damage.pickle, goes_on=False),
-    Kind("settings changed", "another optimizer.lr", (3, 3), "optimizer.lr", damage=damage.nothing, changes={"optimizer.lr": "0.001"}, goes_on=False),
-    Kind("model changed", "another model.width", (3, 3), "model.width", damage=damage.nothing, changes={"model.width": "64"}, goes_on=False),
-    Kind("fewer ranks", "2, then 1", (0,), "done ", damage=damage.nothing, world=1, exact=False),
-    Kind("more ranks", "2, then 4", (0, 0, 0, 0), "done ", damage=damage.nothing, world=4, exact=False),
-    Kind("another ZeRO stage", "1, then 3", (0, 0), "done ", damage=damage.nothing, ds="zero3_fp32.json", exact=False),
+    _loads("`latest` empty", "0 bytes", scene.latest(""), "using step 6, the newest whole one"),
+    _loads("`latest` missing", "removed", scene.remove("latest"), "latest is missing; using step 6"),
+    _loads("`latest` garbled", "control characters", scene.latest("\x00\x9f\x1b[2J" * 8), "using step 6"),
+    _loads("`latest` leads out", "../../../etc", scene.latest("../../../etc"), "using step 6"),
+    _loads("file cut off", "half of rank 1's, step 6", scene.cut("rank_00001.safetensors"), "using step 3"),
+    _loads("file missing", "rank 1's, step 6", scene.remove(f"{scene.NEWEST}/rank_00001.safetensors"), "using step 3"),
+    _loads("one bit flipped", "in rank 0's file, step 6", scene.flip("rank_00000.safetensors"), "is damaged"),
+    _loads("one bit of the teacher flipped", "step 6", scene.flip("whole_00000.safetensors"), "is damaged"),
+    _loads("manifest damaged", "one bit, step 6", scene.flip("manifest.json"), "damaged manifest.json"),
+    _loads("files of two steps", "rank 1's of step 3 in step 6", scene.mix, "files of step 6 and step 3 are mixed"),
+    _loads("files of two ranks swapped", "step 6", scene.swap, "using step 3"),
+    _loads("all checkpoints gone", "rm -r RUN/checkpoints", scene.remove(""), "there is no checkpoint"),
+    _refused(
+        "all checkpoints damaged", "one bit in each",
+        scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)), "no older checkpoint exists",
+    ),
+    _refused("pickles in place of tensors", "with good checksums", scene.pickles, "safetensors: "),
+    _refused("settings changed", "optimizer.lr", scene.nothing, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
+    _refused("model changed", "model.width", scene.nothing, "model.width", changes={"model.width": "64"}),
+    Kind("fewer ranks", "2, then 1", (0,), "done ", before=scene.nothing, old=True, exact=False),
+    Kind("more ranks", "2, then 4", (0, 0, 0, 0), "done ", before=scene.nothing, old=True, exact=False),
+    _loads("another ZeRO stage", "1, then 3", scene.nothing, "done ", ds="zero3_fp32.json", exact=False),
 ]  # fmt: skip
 
-NUMERICS = [
-    Kind("NaN on one rank, ZeRO 0 FP32", "loss of rank 1 from step 8 on", (4, 4), "3 times in a row", inject.loss_times(float("nan"), 8, (1,)), ds="zero0_fp32.json"),
-    Kind("NaN on one rank, ZeRO 2 bf16", "loss of rank 1 from step 8 on", (4, 4), "rank 1", inject.loss_times(float("nan"), 8, (1,)), ds="zero2_bf16.json"),
-    Kind("infinity on all ranks, ZeRO 3", "loss from step 8 on", (4, 4), "3 times in a row", inject.loss_times(float("inf"), 8, (0, 1)), ds="zero3_fp32.json"),
-    Kind("NaN twice", "loss of rank 1 in two micro-batches", (0, 0), "nothing moved", inject.loss_times(float("nan"), 8, (1,), 2), goes_on=False),
+
+def _bad(name: str, how: str, says: str, fault: inject.Fault, ds: str, *flags: str) -> Kind:
+    return Kind(name, how, (4, 4), says, fault, ds=ds, flags=flags, goes_on=False)
+
+
+_SCALE = ("--ds.fp16.initial_scale_power", "4", "--ds.fp16.hysteresis", "1")
+NUMBERS = [
+    _bad("NaN on rank 1, ZeRO 0, FP32", "loss from step 8 on", "(rank 1)", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
+    _bad("NaN on rank 1, ZeRO 2, bf16", "loss from step 8 on", "(rank 1)", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
+    _bad("infinite on all, ZeRO 3, FP32", "loss from step 8 on", "3 times", loss_times(1e39, 8, (0, 1)), "zero3_fp32.json"),
+    _bad("fp16 overflow for good", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0, 1)), "zero2_fp16.json", *_SCALE),
+    Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), times=2), goes_on=False),
+]  # fmt: skip
+_LOADER = {"data.workers": "1"}
+DATA = [
     Kind(
-        "fp16 overflow for good",
-        "loss times 1e30 from step 8 on",
-        (4, 4),
-        "smallest loss scale",
-        inject.loss_times(1e30, 8, (0, 1)),
-        ds="zero2_fp16.json",
-        flags=("--ds.fp16.initial_scale_power", "4", "--ds.fp16.hysteresis", "1"),
+        "loader process killed", "SIGKILL in step 5", (0, 0), "the loader was started again",
+        at_step(5, (1,), inject.kill_loader), changes=_LOADER,
+    ),
+    Kind(
+        "loader process killed twice", "SIGKILL in steps 5 and 8", (2, 2), "after a restart",
+        inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
+    ),
+    Kind("half of the images empty", "0 bytes", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
+    Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, _empty_images, goes_on=False),
+    Kind(
+        "ranks see other images", "one less on rank 1", (2, 2), "same files", inject.other_images,
+        before=scene.other_images, goes_on=False,
     ),
 ]  # fmt: skip
-
-DATA = [
-    Kind("loader process killed", "SIGKILL, once", (0, 0), "done ", at_step(5, (1,), inject.kill_loader), changes={"data.workers": "1"}),
-    Kind("loader process killed again and again", "SIGKILL, at each step", (2, 2), "loader process", at_step(5, (1,), inject.kill_loader, 100), changes={"data.workers": "1"}),
-    Kind("images cut off", "half of all files are empty", (2, 2), "data.max_bad_fraction", by_hand=None, changes={"data.root": "BAD"}, goes_on=False),
-    Kind("images gone in mid-run", "the folder is emptied", (2, 2), "data.max_bad_fraction", SLOW, damage.empty_images, changes={"data.root": "COPY"}, goes_on=False),
-    Kind("ranks see other images", "one image less on rank 1", (2, 2), "same files", damage.other_root, changes={"data.root": "COPY"}, goes_on=False),
-]  # fmt: skip
-
 FOLDERS = [
-    Kind("run folder in use", "a second job on it", (2, 2), "is in use by pid", by_hand=None, goes_on=False),
-    Kind("lock of a dead run", "RUN/lock of a process that is gone", (0, 0), "was taken over", damage=damage.stale_lock),
-    Kind("folder that holds a run", "no --resume", (2, 2), "already holds a run", damage=damage.nothing, goes_on=False),
-    Kind("nothing to resume", "--resume in an empty folder", (3, 3), "nothing to resume", goes_on=False),
-    Kind("run folder can't be made", "below a file", (2, 2), "can't be", goes_on=False),
-    Kind("port in use", "another program listens on MASTER_PORT", (2, 2), "is in use", by_hand=_take_port, goes_on=False),
+    Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
+    _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
+    Kind(
+        "folder holds a run", "no --resume", (2, 2), "already holds a run", before=scene.nothing, old=True, resume=False,
+        goes_on=False,
+    ),
+    Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
+    Kind("run folder below a file", "--run_dir FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
+    Kind("run folder removed", "rm -r RUN in mid-run", (5, 5), "RUN", SLOW, _remove_run, goes_on=False),
+    Kind("port in use", "another program on MASTER_PORT", (2, 2), "port", before=scene.port_in_use, goes_on=False),
 ]  # fmt: skip
 
 GROUPS = {
-    "Processes and collectives": PROCESSES,
+    "Processes": PROCESSES,
+    "Requests to stop": REQUESTS,
     "Saving": SAVING,
     "Loading": LOADING,
-    "Numbers": NUMERICS,
+    "Numbers": NUMBERS,
     "Data": DATA,
     "Folders and ports": FOLDERS,
 }
