@@ -112,7 +112,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
-        "second copy of the student": _bytes_of(config) * total // node if node > 1 else 0,
+        "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
         "masters and moments": 0 if on_host else (masters + 8 * total) // shards,
         "teacher": _FP32 * total,
         "teacher copy": 2 * copied,
