@@ -1,145 +1,228 @@
-"""Checkpoints that are complete or absent: RUN/checkpoints/step_00000500/, `latest`, and the teacher's own file.
+"""The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
 
-A checkpoint is written under a temporary name; when all ranks have finished, rank 0 renames it and moves `latest`.
-It holds student and optimizer (DeepSpeed's files), teacher and centre (whole.safetensors) and the run's position
-(state.json). No random-number state: data, augmentation and stochastic depth follow from (seed, epoch, index).
+A checkpoint is written under another name (`dino_ds.checkpoint_saving`); renaming the folder makes it one. It is
+trusted again only when every byte is as its manifest says. No random-number state: data, augmentation and stochastic
+depth follow from (seed, epoch, index).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-import safetensors.torch
-from torch import Tensor
+from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.checkpoint_files import checksum, is_plain_file
+from dino_ds.checkpoint_manifest import (
+    MANIFEST,
+    STEP_NAME,
+    Manifest,
+    SavedCheckpoint,
+    check_content,
+    check_present,
+    read_manifest,
+    step_name,
+)
+from dino_ds.durable import put_in_place, replace_file, sync_folder
 from dino_ds.errors import CheckpointError
 
-_NAME = re.compile(r"step_(\d{8})")
+_WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 
-class Sharded(Protocol):
-    """What is saved in parts, one or more a rank: the engine."""
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to go on from, or None where the run has none yet, and what people should know about it."""
 
-    def save(self, folder: Path, tag: str) -> None: ...
-
-    def load(self, folder: Path, tag: str) -> None: ...
+    saved: SavedCheckpoint | None
+    notes: list[str]
 
 
 class Checkpoints:
-    """The checkpoints of one run folder; `keep` of them stay."""
+    """Of one run folder: the last `keep` good ones stay, and every one whose step is a multiple of `keep_every`."""
 
-    def __init__(self, run_dir: Path, keep: int) -> None:
-        self._folder = run_dir / "checkpoints"
-        self._keep = keep
+    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._keep, self._keep_every = keep, keep_every
 
-    def save(self, engine: Sharded, whole: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """All ranks must call it. `whole` are tensors that only rank 0 need have; `state` plain JSON with "step"."""
-        name = f"step_{state['step']:08d}"
-        temporary = f"writing_{name}"
-        if distributed.rank() == 0:
-            shutil.rmtree(self._folder / temporary, ignore_errors=True)
-            self._folder.mkdir(parents=True, exist_ok=True)
-        distributed.barrier()
-        engine.save(self._folder, temporary)
-        if distributed.rank() == 0:
-            folder = self._folder / temporary
-            safetensors.torch.save_file(whole, folder / "whole.safetensors")
-            files = {p.name: p.stat().st_size for p in sorted(folder.iterdir())}
-            (folder / "state.json").write_text(json.dumps({**state, "files": files}, indent=1))
-            _make_durable(folder)
-            _put_in_place(folder, self._folder / name)
-            _replace_text(self._folder / "latest", name + "\n")
-            self._rotate()
-        distributed.barrier()
+    def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
+        """The checkpoint of step `wanted`, or the newest that is whole, of the run `run_id`; every rank must call it.
 
-    def _rotate(self) -> None:
-        for folder in self._complete()[: -self._keep]:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _complete(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return sorted(f for f in self._folder.iterdir() if _NAME.fullmatch(f.name) and (f / "state.json").is_file())
-
-    def find_latest(self) -> Path | None:
-        """The checkpoint that `latest` names, or the newest complete one where `latest` is gone; None for none.
-
-        Raises CheckpointError when `latest` names another.
+        `accept` raises CheckpointError for one that can't be gone on from. Raises CheckpointError on all ranks where
+        there are checkpoints and none is whole, or `wanted` is absent or damaged.
         """
-        complete = self._complete()
-        if not complete:
+        steps, pointer = distributed.gather_objects((self._steps(), self._pointer()))[0]
+        if wanted is not None:
+            if wanted not in steps:
+                raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
+            steps_tried = [wanted]
+        else:
+            steps_tried = steps
+        wrong: list[str] = []
+        for step in steps_tried:
+            manifest, problem = self._inspect(step, run_id, accept)
+            if manifest is not None:
+                notes = [f"{line}; using step {step}" for line in wrong]
+                if pointer != step_name(steps[0]) and wanted is None:
+                    notes.append(f"{self.folder / 'latest'} {_about(pointer)}; using step {step}, the newest whole one")
+                return Choice(SavedCheckpoint(self.folder / step_name(step), manifest), notes)
+            wrong.append(problem)
+        if wanted is not None:
+            raise CheckpointError(f"{wrong[0]}; found: {_list(steps)}")
+        if wrong:
+            raise CheckpointError(f"{'; '.join(wrong)}; and no older checkpoint exists in {self.folder}")
+        return Choice(None, [])
+
+    def _inspect(
+        self, step: int, run_id: str | None, accept: Callable[[Manifest], None]
+    ) -> tuple[Manifest | None, str]:
+        """The manifest of a checkpoint whose every byte is right, else what is wrong; the same on all ranks.
+
+        Each rank reads the manifest; the sums of the files are shared out over them.
+        """
+        folder, manifest, problem = self.folder / step_name(step), None, ""
+        try:
+            if folder.resolve().parent != self.folder.resolve():
+                raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
+            manifest = read_manifest(folder)
+            if run_id not in (None, manifest.run_id):
+                raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run")
+            check_present(folder, manifest)
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"checkpoint step {step} can't be read ({error.strerror})"
+        if problem := _first(problem):
+            return None, problem
+        assert manifest is not None
+        with distributed.together():
+            accept(manifest)
+        if problem := _first(_check_my_share(folder, manifest)):
+            return None, problem
+        return manifest, ""
+
+    def tidy(self, step: int | None) -> list[str]:
+        """Rank 0 clears up before training goes on from `step` (None: from nothing); what people should know of it.
+
+        Half-written folders go. Checkpoints of later steps belong to a course that is not gone on with: they are put
+        aside, and go when a new one has come as far.
+        """
+        if distributed.rank() != 0 or not self.folder.is_dir():
+            return []
+        for path in self.folder.iterdir():
+            if path.name.startswith((_WRITING, _REMOVING)):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.endswith(".tmp"):
+                path.unlink(missing_ok=True)
+        later = [] if step is None else [s for s in self._steps() if s > step]
+        for other in later:
+            place = self.folder / (_ASIDE + step_name(other))
+            shutil.rmtree(place, ignore_errors=True)
+            (self.folder / step_name(other)).rename(place)
+        if step is not None and self._pointer() != step_name(step):
+            replace_file(self.folder / "latest", step_name(step) + "\n")
+        return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
+
+    def begin(self, step: int) -> Path:
+        """Rank 0: an empty folder to write a checkpoint into. Raises OSError."""
+        folder = self.writing_folder(step)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def writing_folder(self, step: int) -> Path:
+        return self.folder / (_WRITING + step_name(step))
+
+    def give_up(self, step: int) -> None:
+        """Rank 0: the save of `step` has failed; nothing of it stays."""
+        shutil.rmtree(self.writing_folder(step), ignore_errors=True)
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Rank 0, when all files are verified: the written folder becomes a checkpoint and the newest. Raises OSError.
+
+        The death of the process, at any point of it, leaves the new checkpoint or the last one.
+        """
+        written, place = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
+        replace_file(written / MANIFEST, manifest.seal())
+        if place.exists():
+            self._remove(place)
+        put_in_place(written, place)
+        replace_file(self.folder / "latest", place.name + "\n")
+        return place
+
+    def rotate(self, newest: int) -> None:
+        """Rank 0, when the checkpoint `newest` is there: remove what need not stay. Only good ones are counted."""
+        good = [step for step in self._steps() if step <= newest and self._looks_good(step)]
+        oldest = good[: self._keep][-1]
+        for step in self._steps():
+            if step < oldest and not (self._keep_every and step % self._keep_every == 0):
+                self._remove(self.folder / step_name(step))
+        for path in self.folder.glob(_ASIDE + "step_*"):
+            match = STEP_NAME.fullmatch(path.name.removeprefix(_ASIDE))
+            if match and int(match[1]) <= newest:
+                self._remove(path)
+
+    def _looks_good(self, step: int) -> bool:
+        folder = self.folder / step_name(step)
+        try:
+            check_present(folder, read_manifest(folder))
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    def _remove(self, folder: Path) -> None:
+        """Renamed first: a death in the middle leaves no checkpoint with holes."""
+        doomed = self.folder / (_REMOVING + folder.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        sync_folder(self.folder)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    def _steps(self) -> list[int]:
+        """Of everything that is called a checkpoint, newest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
+        return sorted((int(m[1]) for m in found if step_name(int(m[1])) == m[0]), reverse=True)
+
+    def _pointer(self) -> str | None:
+        """The first characters of `latest`: a hint, which nothing follows. None where it is missing."""
+        path = self.folder / "latest"
+        try:
+            return path.read_bytes()[:100].decode(errors="replace").strip() if is_plain_file(path) else None
+        except OSError:
             return None
-        pointer = self._folder / "latest"
-        name = pointer.read_text().strip() if pointer.is_file() else complete[-1].name
-        for folder in complete:
-            if folder.name == name:
-                return folder
-        have = ", ".join(folder.name for folder in complete)
-        raise CheckpointError(f"{pointer} names {name!r}, which is not there; have: {have}. Write one of them into it")
-
-    def read_state(self, folder: Path) -> dict[str, Any]:
-        """The position that `save` wrote. Raises CheckpointError if a file is missing or has another size."""
-        instead = f"name another step in {self._folder / 'latest'}: {', '.join(f.name for f in self._complete())}"
-        try:
-            state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{folder / 'state.json'} is damaged ({error}); {instead}") from None
-        for name, size in state["files"].items():
-            path = folder / name
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                what = "is missing" if found is None else f"has {found} bytes instead of {size}"
-                raise CheckpointError(f"{path} {what}; {instead}")
-        return state
-
-    def load(self, folder: Path, engine: Sharded) -> dict[str, Tensor]:
-        """Student and optimizer into the engine; returns the whole tensors. All ranks must call it."""
-        engine.load(folder.parent, folder.name)
-        return safetensors.torch.load_file(folder / "whole.safetensors")
 
 
-def save_teacher(run_dir: Path, backbone: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """RUN/teacher.safetensors: FP32 with timm's names; RUN/teacher.json: how it was made. Rank 0 writes."""
-    if distributed.rank() != 0:
-        return
-    path = run_dir / "teacher.safetensors"
-    temporary = path.with_suffix(".tmp")
-    safetensors.torch.save_file(backbone, temporary, metadata={"format": "pt"})
-    os.replace(temporary, path)
-    _replace_text(run_dir / "teacher.json", json.dumps(about, indent=1) + "\n")
+def _check_my_share(folder: Path, manifest: Manifest) -> str:
+    """Reads this rank's share of the files; what is wrong with the first bad one, or nothing."""
+    names = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
+    total = sum(manifest.files[name].bytes for name in names)
+    quiet = distributed.rank() != 0 or not sys.stderr.isatty()
+    what = f"verifying {folder.name}"
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+        for name in names:
+            try:
+                check_content(folder, name, manifest, checksum(folder / name, bar.update))
+            except CheckpointError as error:
+                return str(error)
+            except OSError as error:
+                return f"checkpoint file {folder / name} can't be read ({error.strerror})"
+    return ""
 
 
-def _make_durable(folder: Path) -> None:
-    """On the disk, whatever happens to the power."""
-    for path in (*folder.iterdir(), folder):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _first(problem: str) -> str:
+    """The first rank's problem, on all ranks."""
+    return next((found for found in distributed.gather_objects(problem) if found), "")
 
 
-def _put_in_place(folder: Path, place: Path) -> None:
-    """Rename `folder` to `place`; an older folder there goes only after the new one has come."""
-    old = place.with_name(f"replaced_{place.name}")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        place.rename(old)
-    folder.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
+def _about(pointer: str | None) -> str:
+    return "is missing" if pointer is None else f"says {pointer[:40]!r}"
 
 
-def _replace_text(path: Path, text: str) -> None:
-    """Old text or new text, never half of it, whenever the power goes."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _list(steps: list[int]) -> str:
+    return ", ".join(str(step) for step in sorted(steps)) or "none"

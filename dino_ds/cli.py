@@ -23,7 +23,7 @@ from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
-from dino_ds.preflight import check_hostfile, check_torchvision
+from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
 
 INTERRUPTED = 130
 # Launchers stop all ranks when one ends: rank 0 must have spoken before.
@@ -61,7 +61,13 @@ def _dispatch(words: list[str]) -> None:
     if found is None:
         raise ConfigError(_no_command(words))
     command, rest = found
+    if command is TRAIN:
+        adopt_ranks(os.environ)
+        check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if command is TRAIN:
+        batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
+        resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
 
     def call(**given: Any) -> None:
         _call(command, {**files, **given})
@@ -83,8 +89,6 @@ def _no_command(words: list[str]) -> str:
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """The command's own flags, and what it reads from files, everything checked. Raises ConfigError."""
-    if command is TRAIN:
-        check_hostfile()
     fixed: dict[str, Any] = {flag.name: flags.fixed.get(flag.name, flag.default) for flag in command.all_flags}
     config, ds_config, _ = fixed.pop("config", None), fixed.pop("ds_config", None), fixed.pop("debug")
     files: dict[str, Any] = {}
@@ -114,9 +118,11 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
     if problems:
         raise ConfigError("\n".join(problems))
     if command is TRAIN:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        resolve_ds_config(files["ds"], ds_config, files["recipe"].data.global_batch, world_size)
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
+    if flags.train is not None:
+        options, train_files = _collect(TRAIN, flags.train)
+        files["train_words"] = flags.train_words
+        files["train"] = {**options, **train_files, "config": flags.train.fixed.get("config")}
     return fixed, files
 
 

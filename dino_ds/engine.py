@@ -11,7 +11,6 @@ import math
 import os
 import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,16 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.ds_config import DsConfig
 from dino_ds.engine_masters import masters_of
+from dino_ds.engine_state import Flat, flats_of, put_back, take_out
 from dino_ds.errors import ConfigError, NumericError
 from dino_ds.masters import Masters
 from dino_ds.models.network import DinoNetwork
 from dino_ds.optim import parameter_groups
+from dino_ds.saved_state import EngineState, SavedState
+
+# What DeepSpeed counts, and what moves in its dynamic loss scaler.
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -125,6 +130,7 @@ class Engine:
             # The prototypes are FP32 in every engine; TF32 rounds their products less than the engine's own precision.
             torch.backends.cuda.matmul.fp32_precision = "tf32"
         self._name_of = {id(p): name for name, p in network.named_parameters()}
+        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
         blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.checkpoint_activations(blocks, config.checkpoint_on_cpu)
         network.train()
@@ -214,37 +220,41 @@ class Engine:
 
     def reset_optimizer_state(self, name: str) -> None:
         """Give the group `name` a fresh Adam state: zero moments, step count 0."""
-        base = getattr(self._optimizer, "optimizer", self._optimizer)
-        for tensor in self._optimizer_tensors(base, name):
-            state = base.state[tensor]
-            for key, value in state.items():
-                if torch.is_tensor(value):
-                    # A new tensor: DeepSpeed may share one step counter between sub-groups.
-                    state[key] = torch.zeros_like(value)
-
-    def _optimizer_tensors(self, base: torch.optim.Optimizer, name: str) -> list[Tensor]:
-        """The tensors that the inner optimizer sees for the group `name`."""
-        index = next((i for i, group in enumerate(base.param_groups) if group["name"] == name), None)
-        if index is None:
-            return []
-        if self.config.stage == 3:
-            owners = self._optimizer.sub_group_to_group_id
-            flats = self._optimizer.fp32_partitioned_groups_flat
-            return [flat for i, flat in enumerate(flats) if owners[i] == index]
-        return list(base.param_groups[index]["params"])
+        for flat in self._flats():
+            if flat.group == name:
+                flat.reset_adam()
 
     def masters(self) -> list[Masters]:
         """Where the FP32 master weights of this engine are; see `dino_ds.masters`."""
         return masters_of(self._optimizer, self._engine.module, self._name_of)
 
-    def save(self, folder: Path, tag: str) -> None:
-        """Write every rank's part of student and optimizer into folder/tag. All ranks must call it."""
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state={}, save_latest=False)
+    def state(self) -> EngineState:
+        """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
+        assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
+        common = {"loss_scaler": self._scaler_state(), "counters": {k: getattr(self._engine, k) for k in _COUNTERS}}
+        return take_out(self._flats(), self._shapes, self.config.stage > 0, common)
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Read what `save` wrote, with the same stage, precision and number of ranks."""
-        path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
-        assert path is not None, f"DeepSpeed found nothing at {folder / tag}"
+    def load_state(self, saved: SavedState) -> None:
+        """Put back what the `state` of all ranks gave, under this engine's stage, ranks, precision and offload.
+
+        In place: who follows the masters need not know. With the settings that saved, training goes on to the bit. All
+        ranks must call it. Raises CheckpointError, on all ranks, for a state of another network.
+        """
+        parameters = put_back(saved, self._flats(), self._shapes, self._optimizer)
+        for name in _COUNTERS:
+            setattr(self._engine, name, parameters.counters[name])
+        self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
+        if self.config.dynamic_loss_scale:
+            vars(self._optimizer.loss_scaler).update(parameters.loss_scaler)
+
+    def _scaler_state(self) -> dict[str, float] | None:
+        """Of fp16's dynamic loss scaler: what moves; its settings are the ds config's."""
+        if not self.config.dynamic_loss_scale:
+            return None
+        return {name: getattr(self._optimizer.loss_scaler, name) for name in _SCALER}
+
+    def _flats(self) -> list[Flat]:
+        return flats_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
 
 def _read_finiteness_once(optimizer: Any) -> None:

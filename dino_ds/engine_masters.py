@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 
@@ -16,14 +16,26 @@ Names = Mapping[int, str]
 
 def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
     """Of `optimizer`, as deepspeed.initialize gives it for `network`; one entry a parameter group or sub-group."""
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return [_zero3(optimizer, i, names) for i in range(len(optimizer.fp16_groups))]
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        return [_zero12(optimizer, i, names) for i in range(len(optimizer.bit16_groups))]
-    if hasattr(optimizer, "fp32_groups_flat_partition"):
-        return [_bf16(optimizer, i, names) for i in range(len(optimizer.bf16_groups))]
-    assert isinstance(optimizer, torch.optim.Optimizer), type(optimizer).__name__  # stage 0: the weights themselves
-    return [WholeMasters(list(network.named_parameters()))]
+    if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
+        return [WholeMasters(list(network.named_parameters()))]
+    if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
+        return [WholeMasters([(names[id(p)], p) for p in group]) for group in optimizer.bit16_groups]
+    return [*sharded_masters_of(optimizer, names)]
+
+
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's shards of the masters, as the inner AdamW sees them; for stages 1 to 3."""
+    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, attribute):
+            shards: list[Tensor] = getattr(optimizer, attribute)
+            return shards
+    raise AssertionError(type(optimizer).__name__)
+
+
+def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
+    """What lies where in each of `master_shards`."""
+    build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
+    return [build(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
 
 
 def _zero3(optimizer: Any, i: int, names: Names) -> PartitionedMasters:
@@ -36,9 +48,7 @@ def _zero3(optimizer: Any, i: int, names: Names) -> PartitionedMasters:
     return PartitionedMasters(layout, lambda: optimizer.fp32_partitioned_groups_flat[i].detach(), group)
 
 
-def _zero12(optimizer: Any, i: int, names: Names) -> Masters:
-    if optimizer.bit16_groups_flat[i].dtype == torch.float32:
-        return WholeMasters([(names[id(p)], p) for p in optimizer.bit16_groups[i]])
+def _zero12(optimizer: Any, i: int, names: Names) -> FlatMasters:
     # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
     order = zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i], strict=True)
     return FlatMasters(
@@ -60,3 +70,21 @@ def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
         lambda: optimizer.fp32_groups_flat_partition[i].detach(),
         optimizer.real_dp_process_group[i],
     )
+
+
+def group_names(optimizer: Any) -> list[str]:
+    """Of each of `master_shards`, the name of its parameter group."""
+    groups = optimizer.optimizer.param_groups
+    owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
+    return [groups[owners[i]]["name"] for i in range(len(owners))]
+
+
+def refresh_weights(optimizer: Any) -> None:
+    """The weights of the forward pass, from the masters; collective. At stage 0 they are the masters."""
+    if hasattr(optimizer, "fp16_groups"):
+        optimizer.checkpoint_event_prologue()  # whole parameters that are still gathered are given up
+        for i in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        optimizer.checkpoint_event_epilogue()  # persistent ones are gathered anew
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()

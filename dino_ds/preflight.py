@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dino_ds.errors import ConfigError
+from dino_ds.launching.hostfile import read_hostfile
+
+# RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE by those who start ranks without setting them.
+_RANK_VARIABLES = {
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+def adopt_ranks(environment: MutableMapping[str, str]) -> None:
+    """Under `mpirun` or `srun`, set the variables of torch's launchers; else every process would train by itself.
+
+    Raises ConfigError if it is not said where the ranks meet.
+    """
+    if "RANK" in environment:
+        return
+    for program, names in _RANK_VARIABLES.items():
+        if int(environment.get(names[1], "1")) == 1:
+            continue
+        if "MASTER_ADDR" not in environment:
+            raise ConfigError(
+                f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
+                "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
+            )
+        environment.setdefault("MASTER_PORT", "29500")
+        for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), names, strict=True):
+            if theirs in environment:
+                environment[ours] = environment[theirs]
+        return
 
 
 def check_hostfile() -> None:
-    """Raises ConfigError if DeepSpeed's launcher was given a hostfile that does not exist.
+    """Raises ConfigError if the hostfile that DeepSpeed's launcher was given is missing or has a wrong line.
 
-    The launcher only warns and trains on this machine alone; it is an ancestor of this process.
+    Without one the launcher only warns and trains on this machine alone. It is an ancestor of this process.
     """
     import psutil
 
@@ -32,6 +61,8 @@ def check_hostfile() -> None:
                 f"hostfile {hostfile} does not exist: deepspeed would train on this machine alone. "
                 "Give the right --hostfile, or none to train here"
             )
+        if hostfile:
+            read_hostfile(Path(folder, hostfile))
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:

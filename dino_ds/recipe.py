@@ -248,6 +248,10 @@ class Recipe(Section):
         Length(1, "epochs"), "how often a checkpoint is written; 0 steps = only at the end"
     )
     keep_checkpoints: Count = _field(3, "newest checkpoints that are kept")
+    keep_every: LengthField = _field(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")
+    save_in_background: bool = _field(
+        True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
+    )
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import zlib
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from dino_ds import distributed
 from dino_ds.build import build_network, build_schedules, build_zeros
-from dino_ds.checkpoint import Checkpoints, save_teacher
+from dino_ds.checkpoint import Checkpoints, Choice
+from dino_ds.checkpoint_files import write_tensors
+from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint_saving import SaveCost, Saving
 from dino_ds.config import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
@@ -21,9 +24,10 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
+from dino_ds.durable import put_in_place, replace_file
 from dino_ds.engine import DTYPES, Engine, device
 from dino_ds.engine_partition import Placement
-from dino_ds.errors import DataError
+from dino_ds.errors import CheckpointError, DataError, StorageError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
 from dino_ds.models.attention import chosen_kernel
@@ -41,22 +45,45 @@ class Run:
 
     def __init__(self, recipe: Recipe, config: DsConfig, source: Source, folder: RunFolder) -> None:
         self.recipe, self.config, self.source, self.folder = recipe, config, source, folder
-        self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints)
+        folder.agree()
         with distributed.together():
             self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
             self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
-            found = self._checkpoints.find_latest() if folder.resume else None
-            state = None if found is None else self._checkpoints.read_state(found)
-            if state is not None:
-                folder.check_same(state)
+        keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
+        self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
+        choice = self._choose()
+        folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
         self.step = build_step(recipe, config, self.epoch_steps)
+        self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
-        if found is not None and state is not None:
-            self._load(found, state)
+        self.notes = choice.notes
+        if choice.saved is not None:
+            self._load(choice.saved)
+            self.notes += folder.notes_on(choice.saved.manifest)
+
+    def _choose(self) -> Choice:
+        folder = self.folder
+        if not folder.resume:
+            return Choice(None, [])
+        choice = self._checkpoints.choose(folder.wanted_step, folder.run_id, folder.check_settings)
+        if choice.saved is None and not folder.may_start_anew:
+            raise CheckpointError(
+                f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
+            )
+        return choice
+
+    def open_folder(self) -> None:
+        """The run folder is this run's from now on; every rank calls it. Raises ConfigError or StorageError."""
+        self.folder.write()
+        with distributed.together():
+            try:
+                self.notes += self._checkpoints.tidy(self.step.applied_steps if self.folder.resume else None)
+            except OSError as error:
+                raise StorageError(f"{error.filename}: {error.strerror}: the run can't be gone on with") from None
 
     def attention_kernels(self) -> str:
         """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
@@ -87,36 +114,76 @@ class Run:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
         return len(self.source) if self.position.epoch else self.position.samples
 
-    def save(self) -> None:
-        """A checkpoint, and the teacher as one file that timm reads. All ranks must call it."""
+    def save(self, wait: bool) -> str | None:
+        """A checkpoint, and the teacher as one file that timm reads; lines to say. All ranks must call it.
+
+        It is written while training goes on, and counts when `look_at_save` has found it complete; with `wait` it is
+        complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
+        """
         step = self.step
-        teacher = step.teacher.state_dict() if distributed.rank() == 0 else {}
-        whole = {f"teacher.{name}": tensor for name, tensor in teacher.items()}
-        whole["center"] = step.objective.center.value.cpu()
+        part = step.engine.state()
+        whole = {f"teacher.{name}": p.detach() for name, p in step.teacher.network.named_parameters()}
+        whole["center"] = step.objective.center.value
         state = {
-            "step": step.applied_steps,
             "position": dataclasses.asdict(self.position),
             "skipped_steps": self.skipped_steps,
             "bad_images": sorted(self.bad_images),
             "knn": self.watch.state_dict() if self.watch else {},
-            **self.folder.description(),
         }
-        self._checkpoints.save(step.engine, whole, state)
-        prefix = "backbone."
-        backbone = {name.removeprefix(prefix): t for name, t in teacher.items() if name.startswith(prefix)}
-        about = self.folder.about_teacher(self.recipe.model.architecture(), step.applied_steps)
-        save_teacher(self.folder.path, backbone, about)
+        manifest = {**self.folder.description(), "step": step.applied_steps, "state": state}
+        return _text(self._saving.save(part.tensors, part.layout, whole, manifest, wait))
 
-    def _load(self, found: Path, state: dict[str, Any]) -> None:
-        whole = self._checkpoints.load(found, self.step.engine)
-        self.step.objective.center.load(whole.pop("center"))
-        self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
-        self.position = Position(**state["position"])
-        self.skipped_steps = state["skipped_steps"]
-        self.bad_images = set(state["bad_images"])
-        if self.watch and state["knn"]:
-            self.watch.load_state_dict(state["knn"])
-        self.step.restore(state["step"])
+    def look_at_save(self) -> str | None:
+        """After each applied step, on all ranks: commits a save that all have written; lines to say.
+
+        Raises StorageError on all ranks when three saves in a row have failed.
+        """
+        return _text(self._saving.look())
+
+    def save_cost(self) -> SaveCost | None:
+        """What the last checkpoint of this process took; None before the first."""
+        return self._saving.cost
+
+    def save_figures(self) -> dict[str, float]:
+        """The same as metrics."""
+        cost = self.save_cost()
+        if cost is None:
+            return {}
+        return {
+            "save_seconds": cost.seconds,
+            "save_stall_seconds": cost.stall_seconds,
+            "checkpoint_gib": cost.bytes / 2**30,
+        }
+
+    def _load(self, saved: SavedCheckpoint) -> None:
+        whole, state = saved.whole(), saved.manifest.state
+        try:
+            self.step.engine.load_state(saved)
+            self.step.objective.center.load(whole.pop("center"))
+            self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
+            self.position = Position(**state["position"])
+            self.skipped_steps = int(state["skipped_steps"])
+            self.bad_images = set(state["bad_images"])
+            if self.watch and state["knn"]:
+                self.watch.load_state_dict(state["knn"])
+        except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
+            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
+        self.step.restore(saved.manifest.step)
+
+    def _write_teacher(self, folder: Path) -> None:
+        """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""
+        saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
+        backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
+        path = self.folder.path / "teacher.safetensors"
+        temporary = path.with_name(path.name + ".tmp")
+        write_tensors(temporary, backbone, {"format": "pt"})
+        put_in_place(temporary, path)
+        about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
+        replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+
+
+def _text(lines: list[str]) -> str | None:
+    return "\n".join(lines) or None
 
 
 def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position) -> Feed:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
+import re
+import secrets
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,15 +16,20 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture
+from dino_ds.checkpoint_manifest import Manifest
 from dino_ds.config import Recipe, dump_recipe
 from dino_ds.ds_config import DsConfig
+from dino_ds.durable import replace_file
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.names import did_you_mean
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
     "log_every",
     "save_every",
     "keep_checkpoints",
+    "keep_every",
+    "save_in_background",
     "max_bad_steps",
     "eval.every",
     "eval.root",
@@ -33,23 +41,57 @@ _FREE = (
 _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 
 
+Resume = bool | int | str
+"""Whether to go on with the run of a folder: False, True, "auto" (if there is one), or the step of a checkpoint."""
+
+
 class RunFolder:
     """RUN/ with config.yaml, ds_config.json and environment.json; the log and the checkpoints lie beside them.
 
-    Raises ConfigError if the folder holds a run and `resume` is False, or can't be written.
+    allow_change: keys, with commas between them, whose values may differ from those of the checkpoint. Raises
+    ConfigError if the folder holds a run that is not to be resumed, or can't be written, or a key is unknown.
     """
 
-    def __init__(self, path: Path, recipe: Recipe, config: DsConfig, resume: bool) -> None:
-        self.path, self.recipe, self.config, self.resume = path, recipe, config, resume
-        if not resume and (path / "config.yaml").exists():
+    def __init__(
+        self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
+    ) -> None:
+        self.path, self.recipe, self.config = path, recipe, config
+        there = (path / "config.yaml").exists() or any(path.glob("checkpoints/step_*"))
+        if resume is False and there:
             raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
-        if resume and not (path / "config.yaml").exists():
+        if resume not in (False, "auto") and not there:
             raise CheckpointError(f"nothing to resume: {path} holds no run; start without --resume, or mend --run_dir")
+        self.resume = there and resume is not False
+        self.wanted_step = None if isinstance(resume, (bool, str)) else resume
+        self.may_start_anew = resume in (False, "auto")
+        self.run_id = _read_run_id(path) if self.resume else None
+        self._allowed = self._read_allowed(allow_change, resume)
         parent = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             raise ConfigError(
                 f"run folder {path} can't be made: {parent} is no folder one may write to; mend --run_dir"
             )
+
+    def _read_allowed(self, keys: str | None, resume: Resume) -> set[str]:
+        if keys is None:
+            return set()
+        if resume is False:
+            raise ConfigError(f"--allow_change {keys} acts only with --resume: there is nothing to change yet")
+        known = self._learned()
+        allowed = {key.strip() for key in keys.split(",")}
+        for key in sorted(allowed - known.keys()):
+            free = "it may change freely, leave it out" if key in _FREE else "it is no key of the recipe"
+            raise ConfigError(f"--allow_change {key}: {free}.{did_you_mean(key, known) if key not in _FREE else ''}")
+        return allowed
+
+    def agree(self) -> None:
+        """All ranks take the folder as rank 0 has found it; every rank must call it."""
+        mine = (self.resume, self.run_id, secrets.token_hex(8))
+        self.resume, self.run_id, self._new_id = distributed.gather_objects(mine)[0]
+
+    def take_id(self, saved: Manifest | None) -> None:
+        """The run goes on under the id of the checkpoint, or that of the folder; a new one gets a new id."""
+        self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
 
     def write(self) -> None:
         """Rank 0 writes what the run is made of; all ranks wait for it.
@@ -59,9 +101,10 @@ class RunFolder:
         distributed.barrier()
         if distributed.rank() == 0:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(dump_recipe(self.recipe))
-            (self.path / "ds_config.json").write_text(json.dumps(self.config.raw, indent=2) + "\n")
-            (self.path / "environment.json").write_text(json.dumps(_environment(), indent=2) + "\n")
+            about = {"run_id": self.run_id, **_environment()}
+            replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
+            replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
+            replace_file(self.path / "config.yaml", dump_recipe(self.recipe))  # last: it says that here is a run
         distributed.barrier()
         with distributed.together():
             if not (self.path / "config.yaml").exists():
@@ -71,33 +114,49 @@ class RunFolder:
                 )
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of the run it belongs to."""
+        """What a checkpoint says of the run it belongs to: fields of Manifest."""
+        config, zero = self.config, self.config.raw.get("zero_optimization", {})
+        learned = json.dumps(self._learned(), sort_keys=True)
         return {
-            "recipe": self.recipe.model_dump(mode="json"),
+            "run_id": self.run_id,
+            "stage": config.stage,
             "world_size": distributed.world_size(),
-            "stage": self.config.stage,
-            "precision": self.config.precision,
-            "gradient_clipping": self.config.clipping,
+            "precision": config.precision,
+            "offload": any(
+                zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
+            ),
+            "micro_batch": config.micro_batch,
+            "accumulation": config.accumulation,
+            "gradient_clipping": config.clipping,
+            "recipe": self.recipe.model_dump(mode="json"),
+            "config_hash": hashlib.sha256(learned.encode()).hexdigest(),
             "versions": versions(),
         }
 
-    def check_same(self, state: dict[str, Any]) -> None:
-        """Raises CheckpointError, naming every difference, where a checkpoint can't continue under these settings."""
-        mine = self.description()
-        changed = [
-            f"{key} was {state[key]}, is {mine[key]}"
-            for key in ("world_size", "stage", "precision", "gradient_clipping")
-            if state[key] != mine[key]
-        ]
-        old, new = _flatten(state["recipe"]), _flatten(mine["recipe"])
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key) and key not in _FREE:
-                changed.append(f"{key} was {old.get(key)}, is {new.get(key)}")
-        if changed:
+    def _learned(self) -> dict[str, Any]:
+        """Everything that changes what is learned, by its dotted name."""
+        return _learned(self.recipe.model_dump(mode="json"), self.config.clipping)
+
+    def check_settings(self, saved: Manifest) -> None:
+        """Raises CheckpointError, naming every difference, where going on would learn something else."""
+        refused = {key: how for key, how in self._changed(saved).items() if key not in self._allowed}
+        if refused:
             raise CheckpointError(
-                f"the checkpoint in {self.path} is of other settings: {'; '.join(changed)}. "
-                "Resume with the old ones, or start anew with another --run_dir"
+                f"settings changed since step {saved.step}: {', '.join(refused.values())}; "
+                f"accept with --allow_change {','.join(refused)}"
             )
+
+    def _changed(self, saved: Manifest) -> dict[str, str]:
+        old, new = _learned(saved.recipe, saved.gradient_clipping), self._learned()
+        keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+        return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
+
+    def notes_on(self, saved: Manifest) -> list[str]:
+        """What is different from the run that saved a checkpoint, in lines for people."""
+        old, new = saved.model_dump(), self.description()
+        notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
+        was, now = _computed(old, new), _computed(new, old)
+        return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
     def about_teacher(self, arch: Architecture, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it."""
@@ -115,6 +174,29 @@ class RunFolder:
             "architecture": dataclasses.asdict(arch),
             "versions": versions(),
         }
+
+
+def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
+    flat = {key: value for key, value in _flatten(recipe).items() if key not in _FREE}
+    return {**flat, "gradient_clipping": clipping}
+
+
+def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
+    """How a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
+    ranks = f"{this['world_size']} rank{'s' if this['world_size'] > 1 else ''}"
+    offload = ", offloaded" if this["offload"] else ""
+    parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
+    batch = f", micro-batch {parts[0][0]} x accumulation {parts[0][1]}" if parts[0] != parts[1] else ""
+    return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
+
+
+def _read_run_id(path: Path) -> str | None:
+    """The id that checkpoints of this folder have; None where no file says it."""
+    try:
+        found = json.loads((path / "environment.json").read_text())["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:

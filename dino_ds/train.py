@@ -34,7 +34,7 @@ from dino_ds.errors import DataError, NumericError
 from dino_ds.metrics import Clock, Meter, RunLog
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run import Run
-from dino_ds.run_folder import RunFolder, flat_values
+from dino_ds.run_folder import Resume, RunFolder, flat_values
 from dino_ds.step import MicroStep
 from dino_ds.stop import StopRequests
 from dino_ds.throughput import HostReader, ThroughputWatch
@@ -43,7 +43,14 @@ EXIT_STOPPED = 75
 
 
 def train(
-    *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str, run_dir: str, max_steps: int | None, resume: bool
+    *,
+    recipe: Recipe,
+    ds: Mapping[str, Any],
+    ds_path: str,
+    run_dir: str,
+    max_steps: int | None,
+    resume: Resume,
+    allow_change: str | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a signal; every rank calls it.
 
@@ -56,12 +63,12 @@ def train(
     config = resolve_ds_config(dict(ds), ds_path, data.global_batch, ranks, fp16_supported(), parameters)
     memory = estimate_memory(recipe, config, ranks, torch.cuda.is_available(), libraries=round(memory_gib() * 2**30))
     with distributed.together():
-        folder = RunFolder(Path(run_dir), recipe, config, resume)
+        folder = RunFolder(Path(run_dir), recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     run = Run(recipe, config, source, folder)
     steps = run.step.schedules.steps
     last_step = min(steps, max_steps or steps)
-    folder.write()
+    run.open_folder()
     log = RunLog(folder.path, run.step.applied_steps, last_step)
     try:
         _announce(run, log, last_step, memory)
@@ -85,7 +92,7 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory) -> None:
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
-    for note in (*config.notes, *getattr(run.source, "notes", ())):
+    for note in (*config.notes, *getattr(run.source, "notes", ()), *run.notes):
         log.say(f"note     {note}")
     if run.folder.resume:
         where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"
@@ -137,6 +144,7 @@ class _Loop:
         self._window, self._bad_in_a_row = [], 0
         self._clock.step()
         signals.look()
+        self._say_save(run.look_at_save())
         self._log.progress(done)
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
@@ -152,13 +160,17 @@ class _Loop:
         if last or stop or (self._save_every and done % self._save_every == 0):
             with self._clock.paused():
                 self._collect_bad_images()
-                run.save()
+                self._say_save(run.save(wait=last or stop))
         if stop:
             self._log.say(
                 f"stopped  by {signals.name or 'another rank'} after step {done}; everything is saved. "
                 "To continue: the same command with --resume"
             )
             raise SystemExit(EXIT_STOPPED)
+
+    def _say_save(self, lines: str | None) -> None:
+        if lines is not None:
+            self._log.say(lines)
 
     def _report_skip(self) -> None:
         """Ranks agree on whose loss was not finite; an fp16 overflow alone is part of finding the loss scale."""
@@ -205,6 +217,7 @@ class _Loop:
             "bad_images": len(run.bad_images),
             **speed,
             **rolling,
+            **run.save_figures(),
             "memory_gib": memory_gib(),
             "memory_predicted_gib": self._predicted_gib,
         }

@@ -8,30 +8,23 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges"},
-    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed"},
-    {"data", "models", "objective", "schedules", "optim", "masters", "costs"},
-    {
-        "teacher",
-        "engine",
-        "engine_masters",
-        "engine_partition",
-        "checkpoint",
-        "metrics",
-        "throughput",
-        "build",
-        "run_folder",
-    },
+    {"recipe", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable"},
+    {"data", "models", "objective", "schedules", "optim", "masters", "costs"}
+    | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
+    {"teacher", "engine", "engine_masters", "engine_partition", "engine_state", "checkpoint", "checkpoint_saving"}
+    | {"metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"train", "measure"},
     {"plan"},
-    {"bench", "tools"},
+    {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},
 ]
 # Several files of one room: free to import each other.
 ROOMS = [{"recipe", "config"}, {"ds_schema", "ds_check", "ds_config"}, {"schedules", "optim"}]
-ROOMS += [{"engine", "engine_masters", "engine_partition"}]
+ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
+ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_manifest", "checkpoint_files"}]
 ROOMS += [{"errors", "names", "architectures", "__init__"}]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 from tqdm import tqdm
@@ -43,8 +44,13 @@ def run(*, batch: int, ranks: int, precision: str, json: bool) -> None:
     cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, ranks))]
     rows = []
     for name, stage, n in tqdm(cells, unit="cell", disable=None):
-        row = {"recipe": name, "stage": stage, "ranks": n}
-        rows.append(row | measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch, n))
+        found = measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch, n)
+        rows.append({"recipe": name, "stage": stage, "ranks": n, **found})
+        tqdm.write(
+            f"{name}, ZeRO {stage}, {n} rank(s): {found['measured_mib']:.0f} MiB, "
+            f"predicted {found['predicted_mib']:.0f}, ratio {found['ratio']:.3f}",
+            file=sys.stderr,
+        )
     result = {
         "backbone": ", ".join(RECIPES),
         "crops": "as in the recipes",

@@ -2,70 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0) or switch (needs no value).
-
-    `default` is what the function gets; where that is None, `shown` says what it means.
-    """
-
-    name: str
-    kind: str
-    default: str | int | float | bool | None
-    description: str
-    shown: str = ""
-    zero: bool = False
-
-    @property
-    def default_text(self) -> str:
-        return self.shown or str(self.default).lower()
-
-
-@dataclass(frozen=True)
-class Command:
-    """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
-
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config (None: may be left out, `ds` and
-    `ds_path` are None then); `takes_recipe` and `takes_ds` say whether there are such options. needs_images: they must
-    be named, there is no default.
-    """
-
-    name: str
-    summary: str
-    runs: str
-    flags: tuple[Flag, ...] = ()
-    takes_recipe: bool = True
-    recipe: str | None = None
-    takes_ds: bool = True
-    ds_config: str | None = "ds_configs/zero0_fp32.json"
-    needs_images: bool = False
-    loads_torch: bool = True
-
-    @property
-    def all_flags(self) -> tuple[Flag, ...]:
-        """Its own flags after those that follow from what it takes."""
-        ds = Flag(
-            "ds_config",
-            "text",
-            self.ds_config,
-            "DeepSpeed's JSON: how fast and on what hardware",
-            shown=self.ds_config or "none: one is recommended",
-        )
-        recipe = Flag(
-            "config",
-            "text",
-            self.recipe,
-            "the recipe: a shipped name or a YAML file: what is learned",
-            shown=self.recipe or "the ViT-S/16 of the DINO paper",
-        )
-        debug = Flag("debug", "switch", False, "show tracebacks of errors")
-        return (*((ds,) if self.takes_ds else ()), *((recipe,) if self.takes_recipe else ()), *self.flags, debug)
-
-
-_JSON = Flag("json", "switch", False, "print one JSON object")
+from dino_ds.options.command import JSON as _JSON
+from dino_ds.options.command import Command, Flag
+from dino_ds.options.machine_commands import DOCTOR, LAUNCH
+from dino_ds.options.plan_commands import PLAN
 
 TRAIN = Command(
     "train",
@@ -80,7 +20,20 @@ TRAIN = Command(
             "stop after N optimizer steps; the schedules stay as they are",
             shown="the recipe's length",
         ),
-        Flag("resume", "switch", False, "continue the run in --run_dir from its last checkpoint"),
+        Flag(
+            "resume",
+            "resume",
+            False,
+            "continue the run in --run_dir from its newest whole checkpoint; auto: or start it, if there is none; "
+            "N: from that of step N",
+        ),
+        Flag(
+            "allow_change",
+            "text",
+            None,
+            "KEY,KEY: settings that may differ from the checkpoint's though they change what is learned",
+            shown="none",
+        ),
     ),
     needs_images=True,
 )
@@ -282,27 +235,8 @@ _TOOLS = (
     ),
 )
 
-PLAN = Command(
-    "plan",
-    "whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU",
-    "dino_ds.plan.command:run",
-    (
-        Flag("backbone", "text", None, "as --model.backbone, with crops that its patches divide", "the recipe's"),
-        Flag("gpu", "text", None, "kind of GPU, such as a100-40g (an unknown one lists them all)", "none"),
-        Flag("gpus", "int", 1, "GPUs of a node"),
-        Flag("nodes", "int", 1, "nodes"),
-        Flag("memory_gib", "number", None, "memory of a GPU", "as its kind has"),
-        Flag("network_gbit", "number", None, "bandwidth of a node to others, each way, Gbit/s", "as sold with the GPU"),
-        Flag("write", "text", None, "new file for the recommended ds JSON", "none"),
-        _JSON,
-    ),
-    ds_config=None,
-    loads_torch=False,
-)
-
-COMMANDS: dict[str, Command] = {
-    command.name: command for command in (TRAIN, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
-}
+_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:

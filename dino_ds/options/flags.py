@@ -5,6 +5,7 @@ fire runs a command before it complains about a bad flag: a mistyped one would t
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from dino_ds.ds_check import wrong_key
 from dino_ds.ds_schema import SECTIONS, key_names
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home
-from dino_ds.options.commands import Command, Flag
+from dino_ds.options.commands import TRAIN, Command, Flag
 
 ALIASES = {"deepspeed_config": "ds_config"}
 _SWITCH_WORDS = {"true": True, "false": False}
@@ -23,23 +24,47 @@ _SWITCH_WORDS = {"true": True, "false": False}
 
 @dataclass
 class Flags:
-    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text)."""
+    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text).
+
+    train_words, train: what follows "--" for a command that takes `train`'s options.
+    """
 
     fixed: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, str] = field(default_factory=dict)
     ds: dict[str, str] = field(default_factory=dict)
+    train_words: tuple[str, ...] = ()
+    train: Flags | None = None
 
 
 def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     """The words after the command's name. Raises ConfigError with one line per problem."""
+    if command.takes_train:
+        return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
-    switches = {flag.name for flag in command.all_flags if flag.kind == "switch"}
+    switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
     for name, value in _pairs(command, list(argv), switches, problems):
         _store(command, flags, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
+
+
+def _parse_both(command: Command, words: list[str]) -> Flags:
+    """The command's own words, "--", and those of `train`."""
+    end = words.index("--") if "--" in words else len(words)
+    parts: list[Flags] = []
+    problems: list[str] = []
+    for part, own in ((dataclasses.replace(command, takes_train=False), words[:end]), (TRAIN, words[end + 1 :])):
+        try:
+            parts.append(parse_flags(part, own))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        if end == len(words):
+            problems.append(f"options of train follow a --: dino-ds {command.name} ... -- --config vits16")
+        raise ConfigError("\n".join(problems))
+    return dataclasses.replace(parts[0], train_words=tuple(words[end + 1 :]), train=parts[1])
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:
@@ -71,11 +96,16 @@ def _pairs(command: Command, words: list[str], switches: set[str], problems: lis
         elif equals:
             yield name, value
         elif name in switches:
-            yield name, words.pop(0) if words and words[0].lower() in _SWITCH_WORDS else "true"
+            takes = words and (words[0].lower() in _SWITCH_WORDS or (name == "resume" and _is_resume(words[0])))
+            yield name, words.pop(0) if takes else "true"
         elif words and not _is_flag(words[0]):
             yield name, words.pop(0)
         else:
             yield name, ""
+
+
+def _is_resume(word: str) -> bool:
+    return word.lower() == "auto" or (word.isascii() and word.isdigit())
 
 
 def _is_flag(word: str) -> bool:
@@ -115,9 +145,13 @@ def _convert(flag: Flag, value: str) -> Any:
     """Raises ValueError that says what is wanted."""
     if flag.kind == "text":
         return value
-    if flag.kind == "switch":
+    if flag.kind == "resume" and _is_resume(value):
+        if value.isdigit() and int(value) == 0:
+            raise ValueError("the step of a checkpoint")
+        return int(value) if value.isdigit() else "auto"
+    if flag.kind in ("switch", "resume"):
         if value.lower() not in _SWITCH_WORDS:
-            raise ValueError("true or false")
+            raise ValueError("true or false" if flag.kind == "switch" else "auto or the step of a checkpoint")
         return _SWITCH_WORDS[value.lower()]
     wanted = f"a {'whole number' if flag.kind == 'int' else 'number'} {'>= 0' if flag.zero else '> 0'}"
     try:

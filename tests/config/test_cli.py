@@ -81,7 +81,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
     assert ds["gradient_clipping"] == 0.5
     assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
-    assert options == {"run_dir": "1e3", "max_steps": 7, "resume": True}
+    assert options == {"run_dir": "1e3", "max_steps": 7, "resume": True, "allow_change": None}
 
 
 def test_defaults_and_aliases(calls: list[Any]):
@@ -98,7 +98,22 @@ def test_defaults_and_aliases(calls: list[Any]):
     )
     ((recipe, ds, path, options),) = calls
     assert ds["fp16"]["enabled"] and Path(path).name == "zero2_fp16.json" and recipe.data.root == "/x"
-    assert options == {"run_dir": "runs/vits16", "max_steps": None, "resume": False}
+    assert options == {"run_dir": "runs/vits16", "max_steps": None, "resume": False, "allow_change": None}
+
+
+@pytest.mark.parametrize(
+    "words,value",
+    [
+        (["--resume", "auto"], "auto"),
+        (["--resume=auto"], "auto"),
+        (["--resume", "500"], 500),
+        (["--resume=false"], False),
+        (["--resume", "--seed", "1"], True),
+    ],
+)
+def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], words: list[str], value: object):
+    cli.main(["train", "--config", "quickstart", *words])
+    assert calls[0][-1]["resume"] == value and type(calls[0][-1]["resume"]) is type(value)
 
 
 def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
@@ -146,7 +161,7 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
         (["--max_steps", "-1"], "--max_steps '-1' is not a whole number > 0"),
         (["--max_steps", "0"], "--max_steps '0' is not a whole number > 0"),
         (["--max_steps", "1e3"], "--max_steps '1e3' is not a whole number > 0"),
-        (["--resume=maybe"], "--resume 'maybe' is not true or false"),
+        (["--resume=maybe"], "--resume 'maybe' is not auto or the step of a checkpoint"),
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
@@ -275,6 +290,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     module, _, function = command.runs.partition(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
+    files += ["train_words", "train"] if command.takes_train else []
     assert set(parameters) == {*(flag.name for flag in command.flags), *files}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
 from dino_ds.config import load_recipe
 from dino_ds.ds_config import load_ds_config
@@ -57,9 +59,10 @@ def train_tiny(
     run_dir: Path,
     ds: str = "zero0_fp32.json",
     max_steps: int | None = None,
-    resume: bool = False,
+    resume: bool | int | str = False,
     changes: dict[str, str] | None = None,
     ds_changes: dict[str, str] | None = None,
+    allow_change: str | None = None,
 ) -> str | None:
     """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
     from dino_ds.train import train
@@ -75,12 +78,27 @@ def train_tiny(
                 run_dir=str(run_dir),
                 max_steps=max_steps,
                 resume=resume,
+                allow_change=allow_change,
             )
         except UserError as error:
             return str(error)
         except SystemExit as stop:
             return "stopped" if stop.code == 75 else f"exit code {stop.code}"
     return None
+
+
+def whole_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
+    """Teacher and centre of a checkpoint."""
+    parts = (run_dir / f"checkpoints/step_{step:08d}").glob("whole_*.safetensors")
+    return {name: tensor for part in parts for name, tensor in load_file(part).items()}
+
+
+def read_manifest(run_dir: Path, step: int) -> dict[str, Any]:
+    return json.loads((run_dir / f"checkpoints/step_{step:08d}/manifest.json").read_text())
+
+
+def log_of(run_dir: Path) -> str:
+    return (run_dir / "log.txt").read_text()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dino_ds.config import load_recipe
 from dino_ds.models.vit import VisionTransformer
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, read_metrics, train_tiny
+from tests.training.harness import image_folder, read_metrics, train_tiny, whole_tensors
 
 FIELDS = {"step", "images", "loss", "teacher_entropy", "kl", "lr", "weight_decay", "teacher_momentum", "teacher_temp"}
 FIELDS |= {"grad_norm", "loss_scale", "skipped_steps", "images_per_second", "data_wait_fraction", "memory_gib"}
@@ -62,7 +62,7 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
     model.load_state_dict(state)
     recipe = load_recipe(str(run / "config.yaml"), {})
     ours = VisionTransformer(recipe.model.architecture(), recipe.crops.global_size)
-    whole = load_file(run / "checkpoints/step_00000004/whole.safetensors")
+    whole = whole_tensors(run, 4)
     prefix = "teacher.backbone."
     ours.load_state_dict({k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})
     images = torch.randn(2, 3, 32, 32)

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, losses_of, read_metrics, train_tiny
+from tests.training.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny
+
+
+def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
+    """To the last bit: student, optimizer, teacher, centre and position; they differ in the id of the run alone."""
+    mine, other = read_manifest(ours, step), read_manifest(theirs, step)
+    assert mine.pop("run_id") != other.pop("run_id") and mine.pop("crc32") != other.pop("crc32")
+    for name in mine.pop("files").keys() | other.pop("files").keys():
+        a, b = (load_file(run / f"checkpoints/step_{step:08d}" / name) for run in (ours, theirs))
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
+    assert mine == other
+    a, b = (load_file(run / "teacher.safetensors") for run in (ours, theirs))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
 
 ACCUMULATE = {"gradient_accumulation_steps": "2"}
 
@@ -27,11 +40,7 @@ def test_resumed_run_is_bit_identical(tmp_path, ds):
         assert outcome == [None, None]
     assert losses_of(parts) == losses_of(straight)
     assert [step for step, _ in losses_of(parts)] == list(range(1, 10))
-    for name in ("teacher.safetensors", "checkpoints/step_00000009/whole.safetensors"):
-        ours, theirs = load_file(parts / name), load_file(straight / name)
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    state = json.loads((parts / "checkpoints/step_00000009/state.json").read_text())
-    assert state == json.loads((straight / "checkpoints/step_00000009/state.json").read_text())
+    assert_same_checkpoint(parts, straight, 9)
 
 
 def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
@@ -56,6 +65,7 @@ def test_rotation_keeps_the_newest(tmp_path):
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path):
+    """Nor does an empty one; a missing `latest` is no start from nothing. What is left over goes."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     run_on_ranks(train_tiny, root, run, max_steps=2, world=1)
     (run / "checkpoints/writing_step_00000003").mkdir()
@@ -63,15 +73,54 @@ def test_a_half_written_checkpoint_does_not_exist(tmp_path):
     (run / "checkpoints/latest").unlink()
     assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, world=1) == [None]
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+    assert "note     checkpoint step 9 is incomplete: it has no manifest.json; using step 2" in log_of(run)
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000002", "step_00000003", "aside_step_00000009", "latest"}
 
 
-def test_a_run_that_died_before_its_first_checkpoint_starts_again(tmp_path):
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    """The run ends as if nothing had happened."""
+    root, run, straight = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "straight"
+    changes = {"save_every": "2 steps"}
+    run_on_ranks(train_tiny, root, straight, "zero2_bf16.json", 6)
+    run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 4, changes=changes)
+    path = run / "checkpoints/step_00000004/rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+    assert run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 6, True, changes) == [None, None]
+    assert f"note     checkpoint file {path} is damaged (crc " in log_of(run) and "; using step 2\n" in log_of(run)
+    assert losses_of(run) == losses_of(straight)
+    assert not list((run / "checkpoints").glob("aside_*"))
+
+
+def test_from_the_checkpoint_of_a_step(tmp_path):
+    """Later checkpoints are put aside, so that no other start takes the course that was left."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    run_on_ranks(train_tiny, root, run, max_steps=2, world=1)
+    changes = {"save_every": "1 steps"}
+    run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
+    before = losses_of(run)
+    message = run_on_ranks(train_tiny, root, run, max_steps=4, resume=9, changes=changes, world=1)[0]
+    assert "checkpoint of step 9 not found in" in message and "found: 2, 3, 4" in message
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=2, changes=changes, world=1) == [None]
+    assert losses_of(run) == before[:3]
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000002", "step_00000003", "aside_step_00000004", "latest"}
+    assert "put aside as aside_step_*: 3, 4" in log_of(run)
+
+
+def test_one_command_line_starts_and_goes_on(tmp_path):
+    """--resume auto."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for steps in (2, 4):
+        assert run_on_ranks(train_tiny, root, run, max_steps=steps, resume="auto") == [None, None]
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, world=1) == [None]
+    for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=True):
+        assert "no checkpoint in" in message and "--resume auto" in message
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume="auto") == [None, None]
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
-    assert "no checkpoint yet" in (run / "log.txt").read_text()
+    assert "no checkpoint yet" in log_of(run)
 
 
 class TestRefusals:
@@ -91,40 +140,78 @@ class TestRefusals:
             assert "nothing to resume" in message
         assert not (tmp_path / "other").exists()
 
-    def test_another_recipe_stage_or_number_of_ranks(self, run):
+    def test_other_settings(self, run):
+        """Each is named; what does not change what is learned is not, nor are stage, precision and ranks."""
         root = run.parent / "images"
-        changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7"}
-        message = run_on_ranks(train_tiny, root, run, "zero1_bf16.json", 3, True, changes)[0]
-        for part in ("world_size was 1, is 2", "stage was 0, is 1", "precision", "optimizer.lr was 0.02, is 0.5"):
-            assert part in message
-        assert "log_every" not in message
+        changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7", "seed": "3"}
+        clipping = {"gradient_clipping": "0.5"}
+        message = run_on_ranks(train_tiny, root, run, "zero1_bf16.json", 3, True, changes, clipping)[0]
+        assert message == (
+            "settings changed since step 1: gradient_clipping 3.0 -> 0.5, optimizer.lr 0.02 -> 0.5, seed 0 -> 3; "
+            "accept with --allow_change gradient_clipping,optimizer.lr,seed"
+        )
+        message = run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, changes=changes, allow_change="seed")[0]
+        assert message.endswith("optimizer.lr 0.02 -> 0.5; accept with --allow_change optimizer.lr")
+
+    @pytest.mark.parametrize(
+        "resume,keys,says",
+        [
+            (True, "lr", "--allow_change lr: it is no key of the recipe. Did you mean optimizer.lr?"),
+            (True, "optimizer.lr,log_every", "--allow_change log_every: it may change freely, leave it out."),
+            (False, "seed", "--allow_change seed acts only with --resume"),
+        ],
+    )
+    def test_what_can_not_be_allowed(self, run, resume, keys, says):
+        path = run if resume else run.parent / "other"
+        message = run_on_ranks(train_tiny, run.parent / "images", path, resume=resume, allow_change=keys, world=1)[0]
+        assert says in message
+
+    def test_another_network_however_much_it_is_allowed(self, run):
+        changes, key = {"model.width": "64"}, "model.width"
+        message = run_on_ranks(
+            train_tiny, run.parent / "images", run, resume=True, changes=changes, allow_change=key, world=1
+        )[0]
+        assert "model differs from the checkpoint in" in message and "\n" not in message
 
     @pytest.mark.parametrize("change", ["truncated", "missing"])
-    @pytest.mark.parametrize("name", ["whole.safetensors", "mp_rank_00_model_states.pt"])
-    def test_a_damaged_checkpoint(self, run, name, change):
+    @pytest.mark.parametrize("name", ["whole_00000.safetensors", "rank_00000.safetensors", "manifest.json"])
+    def test_the_only_checkpoint_is_damaged(self, run, name, change):
         path = run / "checkpoints/step_00000001" / name
         content = path.read_bytes()
         path.unlink()
         if change == "truncated":
             path.write_bytes(content[: len(content) // 2])
-        message = run_on_ranks(train_tiny, run.parent / "images", run, resume=True, world=1)[0]
-        assert name in message and "latest" in message
-
-    def test_another_clipping(self, run):
-        message = run_on_ranks(
-            train_tiny, run.parent / "images", run, resume=True, ds_changes={"gradient_clipping": "0.5"}, world=1
-        )[0]
-        assert "gradient_clipping was 3.0, is 0.5" in message
+        for resume in (True, "auto"):
+            message = run_on_ranks(train_tiny, run.parent / "images", run, resume=resume, world=1)[0]
+            assert "step" in message and "and no older checkpoint exists in" in message
 
     def test_a_run_folder_that_can_not_be_made(self, run):
         (run.parent / "file").write_text("")
         for message in run_on_ranks(train_tiny, run.parent / "images", run.parent / "file/run"):
             assert "can't be made" in message and "--run_dir" in message
 
-    def test_a_latest_that_names_nothing(self, run):
-        (run / "checkpoints/latest").write_text("step_00000077\n")
-        message = run_on_ranks(train_tiny, run.parent / "images", run, resume=True, world=1)[0]
-        assert "step_00000077" in message and "step_00000001" in message
+
+@pytest.mark.parametrize(
+    "key,value,field",
+    [("optimizer.lr", "0.005", "lr"), ("teacher.momentum", "0.9", "teacher_momentum"), ("optimizer.beta1", "0.5", None),
+     ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
+)  # fmt: skip
+def test_an_allowed_change_takes_effect(tmp_path, key, value, field):
+    """In its own metric where it has one, else in the losses; what was learned before stays."""
+    root, run, same = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "same"
+    run_on_ranks(train_tiny, root, run, max_steps=3, world=1)
+    shutil.copytree(run, same)
+    ds = {key: value} if key == "gradient_clipping" else {}
+    changes = {} if ds else {key: value}
+    args = {"max_steps": 6, "resume": True, "world": 1}
+    assert run_on_ranks(train_tiny, root, same, **args) == [None]
+    assert run_on_ranks(train_tiny, root, run, changes=changes, ds_changes=ds, allow_change=key, **args) == [None]
+    mine, other = read_metrics(run), read_metrics(same)
+    assert mine[:3] == other[:3] and mine[-1]["loss"] != other[-1]["loss"]
+    if field:
+        assert mine[4][field] != other[4][field]
+    assert f"changed since step 3, as allowed: {key} " in log_of(run)
+    assert run_on_ranks(train_tiny, root, run, changes=changes, ds_changes=ds, allow_change=key, **args) == [None]
 
 
 def test_evaluation_survives_a_resume(tmp_path):

@@ -1,0 +1,109 @@
+"""Tensors on the disk so that damage shows: written once, summed, synced and read back.
+
+The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
+them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
+first and holds Python's lock while it writes: training would stand still for as long as the disk takes. Here the bytes
+go from the tensors' own memory to the file, piece by piece; writing, syncing and summing all let other threads run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+
+_PIECE_BYTES = 16 * 2**20
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """How long a file is, and its CRC32."""
+
+    bytes: int
+    crc32: int
+
+
+def file_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """About how many bytes `write_tensors` makes of them."""
+    return sum(t.numel() * t.element_size() + 256 for t in tensors.values()) + 1024
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
+    """A safetensors file of tensors on any device, with `about` in its header, verified by reading it back.
+
+    Raises OSError: the disk is full, can't be written to, or gives other bytes back than it got.
+    """
+    size = crc = 0
+    with path.open("wb", buffering=0) as file:
+        for piece in _content(tensors, about):
+            crc = zlib.crc32(piece, crc)
+            written = 0
+            while written < len(piece):  # a disk that gets full takes a part
+                written += file.write(piece[written:])
+            size += len(piece)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # read back what the disk has, not what memory still holds
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    record = FileRecord(size, crc)
+    if checksum(path) != record:
+        raise OSError(errno.EIO, "gives other bytes back than were written", str(path))
+    return record
+
+
+def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
+    """Length and CRC32 of a file; `progress` is told of every piece. Raises OSError."""
+    size = crc = 0
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = zlib.crc32(buffer[:count], crc)
+            size += count
+            progress(count)
+    return FileRecord(size, crc)
+
+
+def is_plain_file(path: Path) -> bool:
+    """A regular file itself: no link that leads elsewhere, no pipe that waits for a writer."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def header_of(path: Path) -> dict[str, str]:
+    """What was given as `about`; empty where the file can't be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (OSError, safetensors.SafetensorError):
+        return {}
+
+
+def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[memoryview]:
+    # Wider elements first, so that each tensor begins at a multiple of its element's size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": about}
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        flat = tensors[name].detach().reshape(-1).cpu().view(torch.uint8)
+        data = memoryview(flat.numpy().data)
+        for begin in range(0, len(data), _PIECE_BYTES):
+            yield data[begin : begin + _PIECE_BYTES]

@@ -1,0 +1,181 @@
+"""One checkpoint folder: what its manifest says, whether every byte is as it says, and reading it.
+
+step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
+rank_*: each rank's part of student and optimizer; whole_*: teacher and centre, each tensor once, dealt out over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import safetensors
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from torch import Tensor
+
+from dino_ds.checkpoint_files import FileRecord, header_of, is_plain_file
+from dino_ds.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STEP_NAME = re.compile(r"step_(\d{8,12})")
+_MOST_BYTES = 2**28
+FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
+Whole = Annotated[int, Field(ge=0)]
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def whole_file(rank: int) -> str:
+    return f"whole_{rank:05d}.safetensors"
+
+
+class Manifest(BaseModel):
+    """Everything about a checkpoint but its tensors.
+
+    run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; state: position and
+    counters of the run; layouts: of each rank's tensors (see `dino_ds.saved_state`); files: name -> (bytes, CRC32).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[2] = 2
+    run_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
+    step: Whole
+    stage: Annotated[int, Field(ge=0, le=3)]
+    world_size: Annotated[int, Field(ge=1)]
+    precision: Literal["fp32", "bf16", "fp16"]
+    offload: bool
+    micro_batch: Annotated[int, Field(ge=1)]
+    accumulation: Annotated[int, Field(ge=1)]
+    gradient_clipping: float
+    recipe: dict[str, Any]
+    config_hash: str
+    versions: dict[str, str]
+    state: dict[str, Any]
+    layouts: list[dict[str, Any]]
+    files: dict[FileName, FileRecord]
+
+    def seal(self) -> bytes:
+        """As it lies on the disk."""
+        return _seal(self.model_dump())
+
+    def about(self) -> dict[str, str]:
+        """What every file of the checkpoint says in its own header."""
+        return {"format": "pt", "run_id": self.run_id, "step": str(self.step)}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError, saying what is wrong with it."""
+    path, this = folder / MANIFEST, _this(folder)
+    if not is_plain_file(path):
+        if (folder / "state.json").exists():
+            raise CheckpointError(
+                f"{this} is of an older format (DeepSpeed's own files), which this version does not read: "
+                "finish that run with the version that wrote it"
+            )
+        raise CheckpointError(f"{this} is incomplete: it has no {MANIFEST}")
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError("it is too long")
+        content = path.read_bytes()
+        body = json.loads(content)
+        if not isinstance(body, dict) or _seal({k: v for k, v in body.items() if k != "crc32"}) != content:
+            raise ValueError("its own checksum differs")
+        del body["crc32"]
+        manifest = Manifest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{this} has a {MANIFEST} that can't be used ({where}: {first['msg']})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{this} has a damaged {MANIFEST} ({' '.join(str(error).split())[:80]})") from None
+    if STEP_NAME.fullmatch(folder.name) and folder.name != step_name(manifest.step):
+        raise CheckpointError(f"{this} is that of step {manifest.step} under another name")
+    return manifest
+
+
+def check_present(folder: Path, manifest: Manifest) -> None:
+    """Every file is there and as long as it should be. Raises CheckpointError."""
+    expected = {rank_file(rank) for rank in range(manifest.world_size)}
+    if not expected <= manifest.files.keys() or len(manifest.layouts) != manifest.world_size:
+        raise CheckpointError(f"{_this(folder)} has a {MANIFEST} that can't be used (not a file for every rank)")
+    there = [name for name in manifest.files if is_plain_file(folder / name)]
+    if len(there) < len(manifest.files):
+        raise CheckpointError(f"{_this(folder)} is incomplete ({len(there)} of {len(manifest.files)} files)")
+    for name, record in manifest.files.items():
+        found = (folder / name).stat().st_size
+        if found != record.bytes:
+            raise CheckpointError(_damaged(folder, name, manifest, f"{found} bytes, expected {record.bytes}"))
+
+
+def check_content(folder: Path, name: str, manifest: Manifest, found: FileRecord) -> None:
+    """One file's bytes are the saved ones. Raises CheckpointError."""
+    expected = manifest.files[name]
+    if found != expected:
+        raise CheckpointError(_damaged(folder, name, manifest, f"crc {found.crc32:08x}, expected {expected.crc32:08x}"))
+
+
+def _damaged(folder: Path, name: str, manifest: Manifest, how: str) -> str:
+    header = header_of(folder / name)
+    if header.get("step", str(manifest.step)) != str(manifest.step):
+        return f"files of step {manifest.step} and step {header['step'][:12]} are mixed in {folder}"
+    if header.get("run_id", manifest.run_id) != manifest.run_id:
+        return f"files of two runs are mixed in {folder} ({name})"
+    return f"checkpoint file {folder / name} is damaged ({how})"
+
+
+class SavedCheckpoint:
+    """A verified checkpoint: a `dino_ds.saved_state.SavedState`, its whole tensors, and the manifest."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.layouts = manifest.layouts
+        self._open: dict[str, Any] = {}
+
+    def read(self, rank: int, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of that rank's flat tensor, FP32, on the CPU. Raises CheckpointError if none."""
+        try:
+            values: Tensor = self._file(rank_file(rank)).get_slice(name)[start:stop]
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"{self.folder / rank_file(rank)}: {error}") from None
+        if values.shape != (stop - start,):
+            raise CheckpointError(f"{self.folder / rank_file(rank)}: {name} ends before element {stop}")
+        return values.to(torch.float32)
+
+    def whole(self) -> dict[str, Tensor]:
+        """Name -> tensor of all whole_* files; they stay on the disk until they are used."""
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(self.manifest.files):
+            if name.startswith("whole_"):
+                file = self._file(name)
+                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
+        return tensors
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safetensors.safe_open(self.folder / name, framework="pt")
+        return self._open[name]
+
+
+def _this(folder: Path) -> str:
+    match = STEP_NAME.fullmatch(folder.name)
+    return f"checkpoint step {int(match[1])}" if match else f"checkpoint {folder}"
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    """JSON in one way of writing it, with the CRC32 of all the rest."""
+    return _dump({**body, "crc32": zlib.crc32(_dump(body))})
+
+
+def _dump(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()

@@ -1,0 +1,152 @@
+"""An engine's training state, taken out and put back under any ZeRO stage, number of ranks, precision and offload.
+
+DeepSpeed's own files hold each stage's tensors as they lie there, so another stage or number of ranks can't read them.
+Here every engine is a list of flat FP32 tensors with the names of what lies in them (`dino_ds.saved_state`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dino_ds import distributed
+from dino_ds.engine_masters import Names, group_names, master_shards, refresh_weights, sharded_masters_of
+from dino_ds.masters import FlatMasters, PartitionedMasters
+from dino_ds.saved_state import MASTER, MOMENTS, EngineState, Piece, SavedParameters, SavedState, Shapes, even_shares
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A tensor of the inner AdamW: FP32 masters of this rank with `adam`, their state, empty before the first step.
+
+    group: the name of its parameter group; pieces: the elements in it, in order; what they leave out is padding.
+    """
+
+    name: str
+    group: str
+    master: Tensor
+    adam: dict[str, Any]
+    pieces: list[Piece]
+
+    def reset_adam(self) -> None:
+        """Zero moments, step count 0."""
+        for tensor in self.adam.values():
+            tensor.zero_()
+
+
+def flats_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
+    """All of `optimizer`, as deepspeed.initialize gives it for `network`. At stage 0 one a parameter, else one a shard.
+
+    `shapes`: of the whole parameters.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        group_of = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
+        return [
+            Flat(name, group_of[id(p)], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
+            for name, p in network.named_parameters()
+        ]
+    masters = sharded_masters_of(optimizer, names)
+    state = optimizer.optimizer.state
+    return [
+        Flat(f"{group}.{i}", group, shard, state[shard], list(_pieces(masters[i], shapes)))
+        for i, (group, shard) in enumerate(zip(group_names(optimizer), master_shards(optimizer), strict=True))
+    ]
+
+
+def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes) -> Iterator[Piece]:
+    """What this rank's shard holds."""
+    rank = dist.get_rank(masters.process_group)
+    if isinstance(masters, PartitionedMasters):
+        for name, offset, size in masters.layout:
+            start, stop = rank * size, min((rank + 1) * size, math.prod(shapes[name]))
+            if start < stop:
+                yield Piece(name, start, stop, offset)
+        return
+    size = masters.numel // dist.get_world_size(masters.process_group)
+    left, right = rank * size, (rank + 1) * size
+    for name, offset in masters.layout:
+        first, last = max(left, offset), min(right, offset + math.prod(shapes[name]))
+        if first < last:
+            yield Piece(name, first - offset, last - offset, first - left)
+
+
+def take_out(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
+    """This rank's part. Without sharding every rank holds everything, and each takes an equal share of it.
+
+    `common`: what all ranks share besides the `shapes`.
+    """
+    steps = dict(zip((flat.name for flat in flats), _steps(flats), strict=True))
+    if not sharded:
+        by_name = {flat.name: flat for flat in flats}
+        mine = even_shares(shapes, distributed.rank(), distributed.world_size())
+        flats = [_part(by_name[piece.parameter], piece) for piece in mine]
+    tensors = {}
+    for flat in flats:
+        tensors[f"{flat.name}.{MASTER}"] = flat.master.detach().view(-1)
+        if steps[flat.name]:
+            tensors.update({f"{flat.name}.{key}": flat.adam[key].view(-1) for key in MOMENTS})
+    layout: dict[str, Any] = {
+        "flats": [{"name": f.name, "step": steps[f.name], "pieces": [list(p) for p in f.pieces]} for f in flats]
+    }
+    if distributed.rank() == 0:
+        layout.update(shapes={name: list(shape) for name, shape in shapes.items()}, **common)
+    return EngineState(tensors, layout)
+
+
+def _steps(flats: list[Flat]) -> list[int]:
+    """Adam's step counts, with one look at the device."""
+    counts = [flat.adam["step"] for flat in flats if flat.adam]
+    known = iter(torch.stack(counts).tolist() if counts else [])
+    return [int(next(known)) if flat.adam else 0 for flat in flats]
+
+
+def _part(flat: Flat, piece: Piece) -> Flat:
+    """The elements of `piece` of a flat that is one whole parameter."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.detach().view(-1)[piece.start : piece.stop]
+
+    adam = {key: cut(value) if key in MOMENTS else value for key, value in flat.adam.items()}
+    return Flat(flat.name, flat.group, cut(flat.master), adam, [piece])
+
+
+def put_back(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any) -> SavedParameters:
+    """Into `flats`, in place, then into the weights; all ranks must call it. Each reads only the elements it holds.
+
+    Raises CheckpointError, on all ranks, where the saved state is of another network.
+    """
+    with distributed.together(), torch.no_grad():
+        parameters = SavedParameters(saved)
+        parameters.check_fits(shapes)
+        for flat in flats:
+            _fill(flat.master, MASTER, flat.pieces, parameters)
+            _fill_adam(flat, parameters)
+    refresh_weights(optimizer)
+    return parameters
+
+
+def _fill_adam(flat: Flat, parameters: SavedParameters) -> None:
+    step = parameters.step_of(piece.parameter for piece in flat.pieces)
+    if step and not flat.adam:  # as the fused AdamW makes it in its first step
+        flat.adam["step"] = torch.zeros((), device=flat.master.device)
+        flat.adam.update({key: torch.zeros_like(flat.master) for key in MOMENTS})
+    if not step:
+        flat.reset_adam()
+        return
+    flat.adam["step"].fill_(step)
+    for key in MOMENTS:
+        _fill(flat.adam[key], key, flat.pieces, parameters)
+
+
+def _fill(tensor: Tensor, kind: str, pieces: list[Piece], parameters: SavedParameters) -> None:
+    flat = tensor.detach().view(-1)
+    flat.zero_()  # the padding
+    for name, start, stop, offset in pieces:
+        for first, values in parameters.read(kind, name, start, stop):
+            flat[offset + first - start :][: values.numel()].copy_(values)

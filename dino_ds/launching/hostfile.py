@@ -1,0 +1,113 @@
+"""Which machines a run may use: the hostfile, and a choice among its slots.
+
+Stricter than DeepSpeed, which hands on to ssh and to remote shells whatever stands there: a host named
+"-oProxyCommand=..." runs a command on the launching machine.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
+
+MAX_SLOTS = 1024
+_MAX_BYTES = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
+_LINE = re.compile(rf"(?P<name>{_NAME.pattern})[ \t]+slots=(?P<slots>[0-9]{{1,4}})[ \t]*(#.*)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine and the slots on it, a process each: on machines with GPUs the numbers of the GPUs."""
+
+    name: str
+    slots: tuple[int, ...]
+
+
+def read_hostfile(path: Path | str) -> tuple[Host, ...]:
+    """The machines in the order of the file. Raises ConfigError that names the line."""
+    try:
+        if Path(path).stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"hostfile {path} is larger than 1 MiB: it must hold one line a machine")
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = "is no text" if isinstance(error, ValueError) else f"can't be read: {error.strerror}"
+        raise ConfigError(f"hostfile {path} {reason}; give the right --hostfile") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        host = _parse(line, f"hostfile {path}:{number}: ")
+        if host.name in hosts:
+            raise ConfigError(f"hostfile {path}:{number}: {host.name} is named twice: write one line a machine")
+        hosts[host.name] = host
+    if not hosts:
+        raise ConfigError(f'hostfile {path} names no machine: write a line "name slots=N" for each')
+    return tuple(hosts.values())
+
+
+def _parse(line: str, where: str) -> Host:
+    found = _LINE.fullmatch(line)
+    if found is None or not 1 <= int(found["slots"]) <= MAX_SLOTS:
+        why = ""
+        if "@" in line.split()[0]:
+            why = "; a user's name goes into ~/.ssh/config"
+        elif found is not None:
+            why = f"; N is 1 to {MAX_SLOTS}"
+        raise ConfigError(f'{where}{_shown(line)} is not "name slots=N"{why}')
+    return Host(found["name"], tuple(range(int(found["slots"]))))
+
+
+def _shown(text: str, most: int = 80) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
+def check_host_name(name: str, flag: str) -> str:
+    """`name` if it can be a machine's name or address; raises ConfigError naming the flag."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--{flag} {_shown(name)} is not a machine's name or address")
+    return name
+
+
+def choose_slots(hosts: tuple[Host, ...], include: str | None, exclude: str | None) -> tuple[Host, ...]:
+    """The hosts that DeepSpeed's --include or --exclude leave: "host" or "host:0,2", several joined by "@".
+
+    Raises ConfigError for both at once, for names and slots that are not in the hostfile, and if nothing is left.
+    """
+    if include and exclude:
+        raise ConfigError("--include and --exclude are given together: give one of them")
+    if not include and not exclude:
+        return hosts
+    flag, text = ("include", include) if include else ("exclude", exclude)
+    chosen = _parse_choice(hosts, flag, str(text))
+    left = []
+    for host in hosts:
+        mine = chosen.get(host.name, ())
+        slots = mine if include else tuple(slot for slot in host.slots if slot not in mine)
+        if slots:
+            left.append(Host(host.name, slots))
+    if not left:
+        raise ConfigError(f"--{flag} {text} leaves no slot of the hostfile")
+    return tuple(left)
+
+
+def _parse_choice(hosts: tuple[Host, ...], flag: str, text: str) -> dict[str, tuple[int, ...]]:
+    there = {host.name: host.slots for host in hosts}
+    chosen: dict[str, tuple[int, ...]] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in there:
+            near = did_you_mean(name, there)
+            raise ConfigError(f"--{flag} {_shown(part)}: {_shown(name)} is not in the hostfile.{near}")
+        if name in chosen:
+            raise ConfigError(f"--{flag}: {name} is named twice: write its slots together, {name}:0,1")
+        words = numbers.split(",") if colon else [str(slot) for slot in there[name]]
+        if wrong := [word for word in words if word not in map(str, there[name])]:
+            last = len(there[name]) - 1
+            raise ConfigError(f"--{flag} {_shown(part)}: {name} has slots 0 to {last}, not {_shown(wrong[0])}")
+        chosen[name] = tuple(sorted({int(word) for word in words}))
+    return chosen

@@ -1,0 +1,129 @@
+"""What a machine answers before a launch: `python -m dino_ds.launching.probe` reads a question and prints an answer.
+
+Both are JSON, on stdin and stdout: nothing of the question passes through a remote shell.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import socket
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARK = "dino_ds answers "
+_MOST_ENTRIES = 1000
+
+
+@dataclass(frozen=True)
+class Question:
+    """files: configs to compare by content; images: data.root; seen: a file that must be visible; port: to listen on.
+
+    Every path is taken from the working folder. No images: none are to be looked for; port 0: no port.
+    """
+
+    files: tuple[str, ...]
+    images: str | None
+    seen: str | None
+    port: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One machine. files: the CRC-32 of each, None where it is missing; images: files of a pattern, or
+    entries of a folder, counted to 1000.
+
+    clock: seconds since 1970 when the answer was given. gpus: as measure.machine.Gpu.
+    """
+
+    host: str
+    versions: dict[str, str]
+    code: str
+    gpus: list[dict[str, Any]]
+    memory_gib: float
+    files: dict[str, int | None]
+    images: int | None
+    sees: bool
+    port_free: bool
+    clock: float = field(default_factory=time.time)
+
+
+def answer(question: Question) -> Answer:
+    """Look at this machine. Imports torch."""
+    from dino_ds.measure.machine import find_gpus, hash_code, host_memory_gib
+    from dino_ds.run_folder import versions
+
+    return Answer(
+        host=socket.gethostname(),
+        versions=versions(),
+        code=hash_code(),
+        gpus=[dataclasses.asdict(gpu) for gpu in find_gpus()],
+        memory_gib=host_memory_gib()[0],
+        files={path: _crc(Path(path)) for path in question.files},
+        images=None if question.images is None else _count_images(question.images),
+        sees=question.seen is None or Path(question.seen).exists(),
+        port_free=question.port == 0 or port_is_free(question.port),
+    )
+
+
+def _crc(path: Path) -> int | None:
+    try:
+        return zlib.crc32(path.read_bytes())
+    except OSError:
+        return None
+
+
+def _count_images(root: str) -> int:
+    """Entries of the folder `root` (data.root), or the files of a pattern; 0 where there is nothing."""
+    from dino_ds.data.own_files import expand
+    from dino_ds.errors import DataError
+
+    path = os.path.expanduser(root)
+    try:
+        if os.path.isdir(path):
+            with os.scandir(path) as entries:
+                return sum(1 for _ in itertools.islice(entries, _MOST_ENTRIES))
+        return len(expand(path))
+    except (OSError, DataError):
+        return 0
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a process of this machine may listen on the port, on all its addresses."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def find_free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to outgoing connections at any moment."""
+    while True:
+        port = random.randrange(20000, 32000)
+        if port_is_free(port):
+            return port
+
+
+def main() -> None:
+    from dino_ds.errors import UserError
+
+    asked = json.loads(sys.stdin.read())
+    try:
+        found = answer(Question(**{**asked, "files": tuple(asked["files"])}))
+    except UserError as error:
+        sys.exit(str(error))
+    print(MARK + json.dumps(dataclasses.asdict(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A training state at rest: flat FP32 tensors of every rank, and layouts that say whose elements lie where.
+
+A layout is plain JSON. Every rank's has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
+offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensors "NAME.master",
+"NAME.exp_avg" and "NAME.exp_avg_sq"; with step 0 there are no moments yet. Rank 0's has besides what all share: the
+"shapes" of all parameters, "loss_scaler" and "counters". Nothing depends on how many ranks saved or how they shared
+the work: whoever loads takes the elements it needs from wherever they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from dino_ds.errors import CheckpointError
+
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+# Elements read at a time: bounds the extra memory of loading to 64 MiB.
+_READ_ELEMENTS = 16 * 2**20
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """One rank's part. `tensors`: FP32, 1-D, references to what the engine trains with, on their device."""
+
+    tensors: dict[str, Tensor]
+    layout: dict[str, Any]
+
+
+class SavedState(Protocol):
+    """The parts of all ranks that saved, in rank order, wherever they are kept."""
+
+    layouts: list[dict[str, Any]]
+
+    def read(self, rank: int, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of that rank's tensor, FP32, on the CPU."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of `parameter` lie from `offset` on in a flat tensor."""
+
+    parameter: str
+    start: int
+    stop: int
+    offset: int
+
+
+class _Place(NamedTuple):
+    """Elements [start, stop) of a parameter lie from `offset` on in the flat tensors `flat` of `rank`."""
+
+    start: int
+    stop: int
+    rank: int
+    flat: str
+    offset: int
+
+
+class SavedParameters:
+    """A saved state by parameter, whoever saved it. Raises CheckpointError where elements are missing or double."""
+
+    def __init__(self, saved: SavedState) -> None:
+        self._read = saved.read
+        self._places: dict[str, list[_Place]] = {}
+        self._steps: dict[str, int] = {}
+        try:
+            common = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in common["shapes"].items()}
+            self.counters: dict[str, int] = {name: int(count) for name, count in common["counters"].items()}
+            self.loss_scaler: dict[str, float] = dict(common["loss_scaler"] or {})
+            for rank, layout in enumerate(saved.layouts):
+                for flat in layout["flats"]:
+                    for name, start, stop, offset in flat["pieces"]:
+                        self._places.setdefault(name, []).append(_Place(start, stop, rank, flat["name"], offset))
+                        if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
+                            raise CheckpointError(f"the checkpoint has two Adam step counts for {name}: it is damaged")
+            self._check_whole()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
+
+    def _check_whole(self) -> None:
+        for name in dict.fromkeys([*self.shapes, *self._places]):
+            places = sorted(self._places.setdefault(name, []))
+            ends = [0, *(place.stop for place in places)]
+            if [place.start for place in places] != ends[:-1] or ends[-1] != math.prod(self.shapes[name]):
+                raise CheckpointError(f"the checkpoint does not hold every element of {name} once: it is damaged")
+            self._places[name] = places
+
+    def check_fits(self, shapes: Shapes) -> None:
+        """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
+
+        def shown(found: Shapes, name: str) -> str:
+            return str(list(found[name])) if name in found else "absent"
+
+        names = dict.fromkeys([*shapes, *self.shapes])
+        differ = [name for name in names if shapes.get(name) != self.shapes.get(name)]
+        if differ:
+            first = differ[0]
+            raise CheckpointError(
+                f"model differs from the checkpoint in {len(differ)} tensors, first {first} "
+                f"{shown(self.shapes, first)} vs {shown(shapes, first)}"
+            )
+
+    def step_of(self, parameters: Iterable[str]) -> int:
+        """How many steps Adam's moments of these parameters have seen; 0: they have none.
+
+        Raises CheckpointError where they differ: one flat tensor of AdamW has one count.
+        """
+        steps = {self._steps.get(name, 0): name for name in parameters}
+        if len(steps) > 1:
+            (a, first), (b, second) = list(steps.items())[:2]
+            raise CheckpointError(f"Adam has seen {a} steps of {first} and {b} of {second}, which now share a group")
+        return next(iter(steps), 0)
+
+    def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Elements [start, stop) of a parameter's MASTER or one of MOMENTS, as (first element, values) in order."""
+        for place in self._places[parameter]:
+            first, last = max(start, place.start), min(stop, place.stop)
+            for begin in range(first, last, _READ_ELEMENTS):
+                end = min(begin + _READ_ELEMENTS, last)
+                offset = place.offset + begin - place.start
+                yield begin, self._read(place.rank, f"{place.flat}.{kind}", offset, offset + end - begin)
+
+
+def even_shares(shapes: Shapes, rank: int, ranks: int) -> list[Piece]:
+    """The pieces of `rank` when all elements of all parameters are cut into `ranks` equal runs; each of offset 0."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    left, right = total * rank // ranks, total * (rank + 1) // ranks
+    pieces, begin = [], 0
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape)
+        if max(left, begin) < min(right, end):
+            pieces.append(Piece(name, max(left, begin) - begin, min(right, end) - begin, 0))
+        begin = end
+    return pieces

@@ -1,0 +1,233 @@
+"""Loading is suspicious: no flipped bit, cut, missing, swapped or mixed file gets through; an older checkpoint does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+from dino_ds.checkpoint_manifest import Manifest
+from dino_ds.errors import CheckpointError
+from tests.checkpoint.small_run import RUN_ID, SmallRun, is_that_of
+from tests.ranks import run_on_ranks
+
+FLIPS = 400
+
+
+def _two_checkpoints(run_dir: Path) -> None:
+    run = SmallRun(run_dir)
+    run.train(4).save(wait=True).train(4).save(wait=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Of two ranks, with checkpoints of steps 4 and 8."""
+    run_on_ranks(_two_checkpoints, tmp_path)
+    return tmp_path
+
+
+def _newest(run_dir: Path) -> Path:
+    return run_dir / "checkpoints/step_00000008"
+
+
+def test_every_flipped_bit_is_caught(run):
+    """In any file of the newest checkpoint, the manifest included: the older one is taken, and said why."""
+    rng = random.Random(5)
+    files = sorted(path for path in _newest(run).iterdir())
+    assert [f.name for f in files] == [
+        "manifest.json", "rank_00000.safetensors", "rank_00001.safetensors",
+        "whole_00000.safetensors", "whole_00001.safetensors",
+    ]  # fmt: skip
+    small = SmallRun(run)
+    for i in range(FLIPS):
+        path = files[i % len(files)]
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        # A third of them in the header or the beginning, where the structure is.
+        place = rng.randrange(min(len(whole), 300) if i % 3 == 0 else len(whole))
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        choice = small.choose()
+        path.write_bytes(whole)
+        assert choice.saved is not None and choice.saved.manifest.step == 4, (path.name, place)
+        why = choice.notes[0]  # a flipped bit in a file's header may make it look like that of another step
+        assert ("damaged" in why or "mixed" in why) and why.endswith("using step 4"), why
+    choice = small.choose()
+    assert choice.saved is not None and is_that_of(choice.saved, 8) and not choice.notes
+
+
+def test_every_flipped_bit_of_latest_is_harmless(run):
+    """It is a hint that nothing follows."""
+    latest = run / "checkpoints/latest"
+    whole = latest.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            latest.write_bytes(damaged)
+            choice = SmallRun(run).choose()
+            assert choice.saved is not None and choice.saved.manifest.step == 8
+
+
+def test_every_cut_is_caught(run):
+    small = SmallRun(run)
+    for path in sorted(_newest(run).iterdir()):
+        whole = path.read_bytes()
+        for length in {0, 1, 7, 8, 9, 200, len(whole) // 2, len(whole) - 1}:
+            path.write_bytes(whole[:length])
+            choice = small.choose()
+            assert choice.saved is not None and choice.saved.manifest.step == 4, (path.name, length)
+        path.write_bytes(whole + b"\0")
+        assert small.choose().saved.manifest.step == 4
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank_00001.safetensors", "whole_00000.safetensors"])
+def test_a_missing_file(run, name):
+    (_newest(run) / name).unlink()
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4)
+    assert choice.notes[0].startswith("checkpoint step 8 is incomplete") and choice.notes[0].endswith("using step 4")
+    if name != "manifest.json":
+        assert "(3 of 4 files)" in choice.notes[0]
+
+
+def test_swapped_files_of_two_ranks(run):
+    one, two = _newest(run) / "rank_00000.safetensors", _newest(run) / "rank_00001.safetensors"
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4) and "is damaged (crc" in choice.notes[0]
+
+
+def test_files_of_two_steps(run):
+    shutil.copy(run / "checkpoints/step_00000004/rank_00001.safetensors", _newest(run))
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4) and "files of step 8 and step 4 are mixed in" in choice.notes[0]
+
+
+def test_a_checkpoint_under_another_name(run):
+    _newest(run).rename(run / "checkpoints/step_00000012")
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4) and "is that of step 8 under another name" in choice.notes[0]
+
+
+def test_a_checkpoint_of_another_run(run):
+    assert SmallRun(run).choose(run_id=None).saved.manifest.run_id == RUN_ID
+    with pytest.raises(CheckpointError, match=r"checkpoint step 8 in .* is of another run; .*no older"):
+        SmallRun(run).choose(run_id="ff")
+
+
+def test_all_damaged_is_an_error_and_never_a_start_from_nothing(run):
+    for path in (run / "checkpoints").glob("step_*/rank_00000.safetensors"):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CheckpointError, match=r"step_00000008.*; .*step_00000004.*and no older checkpoint exists"):
+        SmallRun(run).choose()
+
+
+def test_a_named_step_is_that_step_or_an_error(run):
+    assert is_that_of(SmallRun(run).choose(4).saved, 4)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 5 not found in .*; found: 4, 8"):
+        SmallRun(run).choose(5)
+    (_newest(run) / "rank_00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"step 8 is incomplete \(3 of 4 files\); found: 4, 8"):
+        SmallRun(run).choose(8)
+
+
+@pytest.mark.parametrize("text", [None, "", "step_00000077", "../../etc", "step_00000004", "\0\xff" * 500])
+def test_latest_missing_or_garbled_is_said_and_the_newest_taken(run, text):
+    latest = run / "checkpoints/latest"
+    latest.unlink()
+    if text is not None:
+        latest.write_text(text)
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 8)
+    assert "latest" in choice.notes[0] and "using step 8, the newest whole one" in choice.notes[0]
+
+
+def test_nothing_outside_the_folder_is_followed(run, tmp_path_factory):
+    """Links of folders and files, and a `latest` that is one."""
+    outside = tmp_path_factory.mktemp("outside")
+    shutil.copytree(_newest(run), outside / "step_00000012")
+    os.symlink(outside / "step_00000012", run / "checkpoints/step_00000012")
+    file = _newest(run) / "rank_00000.safetensors"
+    shutil.move(file, outside / "file")
+    file.symlink_to(outside / "file")
+    (run / "checkpoints/latest").unlink()
+    (run / "checkpoints/latest").symlink_to("/etc/hostname")
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4)
+    assert "leads out of" in choice.notes[0] and "step 8 is incomplete" in choice.notes[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../../etc/passwd": {"bytes": 1, "crc32": 0}}},
+        {"files": {}},
+        {"layouts": []},
+        {"world_size": 3},
+        {"format": 3},
+        {"step": "many"},
+        {"surprise": 1},
+        {"state": [[[]]]},
+    ],
+)
+def test_a_manifest_with_a_good_checksum_and_bad_content(run, change):
+    """Whoever can write the file can also compute its checksum."""
+    path = _newest(run) / "manifest.json"
+    body = json.loads(path.read_text()) | change
+    del body["crc32"]
+    text = json.dumps(body, indent=1, sort_keys=True) + "\n"
+    sealed = json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
+    path.write_text(sealed)
+    choice = SmallRun(run).choose()
+    assert is_that_of(choice.saved, 4) and "manifest.json" in choice.notes[0]
+
+
+@pytest.mark.parametrize("text", ["[" * 100000, "null", "[]", "{}", '{"crc32": 1}', "\xff", ""])
+def test_a_manifest_that_is_none(run, text):
+    (_newest(run) / "manifest.json").write_text(text)
+    assert is_that_of(SmallRun(run).choose().saved, 4)
+
+
+def test_a_checkpoint_of_the_older_format_is_named(tmp_path):
+    folder = tmp_path / "checkpoints/step_00000003"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"checkpoint step 3 is of an older format \(DeepSpeed's own files\)"):
+        SmallRun(tmp_path).choose()
+
+
+def test_no_checkpoint_at_all(tmp_path):
+    choice = SmallRun(tmp_path).choose()
+    assert choice.saved is None and not choice.notes
+
+
+def test_a_sealed_manifest_reads_back_whatever_it_holds(run):
+    """Every kind of value that a run puts in: floats, infinities, names of files in any script."""
+    saved = SmallRun(run).choose().saved
+    odd = {"knn": {"a": float("nan"), "b": 0.1, "c": None}, "bad_images": ["\u00e9\U0001f600\udcff.png"]}
+    manifest = saved.manifest.model_copy(update={"state": odd})
+    body = json.loads(manifest.seal())
+    del body["crc32"]
+    assert Manifest.model_validate(body).seal() == manifest.seal()
+
+
+def _choose(run_dir: Path) -> tuple[int, list[str]]:
+    choice = SmallRun(run_dir).choose()
+    return choice.saved.manifest.step, choice.notes
+
+
+def test_ranks_share_the_reading_and_agree(run):
+    """A file that rank 1 reads: rank 0 hears of it."""
+    path = _newest(run) / "rank_00000.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    one, two = run_on_ranks(_choose, run)
+    assert one == two and one[0] == 4 and "rank_00000" in one[1][0]

@@ -1,0 +1,81 @@
+"""The safetensors writer against the library's reader, and its own eye for damage."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file
+
+from dino_ds import checkpoint_files
+from dino_ds.checkpoint_files import FileRecord, checksum, header_of, is_plain_file, write_tensors
+from dino_ds.durable import replace_file
+
+TENSORS = {
+    "matrix": torch.randn(30, 7),
+    "half": torch.randn(5).half(),
+    "brain": torch.randn(3, 3).bfloat16(),
+    "scalar": torch.tensor(3.5),
+    "empty": torch.zeros(0),
+    "strided": torch.randn(8, 6).t(),
+    "counts": torch.arange(4),
+    "bytes": torch.arange(3, dtype=torch.uint8),
+}
+
+
+def test_the_library_reads_what_we_write(tmp_path, monkeypatch):
+    """All types, shapes and strides, in pieces smaller than a tensor."""
+    monkeypatch.setattr(checkpoint_files, "_PIECE_BYTES", 100)
+    path = tmp_path / "x.safetensors"
+    record = write_tensors(path, TENSORS, {"step": "7"})
+    read = load_file(path)
+    assert read.keys() == TENSORS.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    assert header_of(path) == {"step": "7"}
+    assert record == checksum(path) == FileRecord(path.stat().st_size, record.crc32)
+
+
+def test_a_slice_is_read_alone(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, {"flat": torch.arange(1000.0)}, {})
+    with safetensors.safe_open(path, framework="pt") as file:
+        assert file.get_slice("flat")[990:993].tolist() == [990, 991, 992]
+
+
+def test_a_disk_that_gives_other_bytes_back_is_noticed(tmp_path, monkeypatch):
+    """Between the write and the reading back, one bit on the disk changes."""
+    path = tmp_path / "x.safetensors"
+    fsync = os.fsync
+
+    def flip(descriptor):
+        fsync(descriptor)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(os, "fsync", flip)
+    with pytest.raises(OSError, match="other bytes back"):
+        write_tensors(path, TENSORS, {})
+
+
+def test_links_and_pipes_are_no_plain_files(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    assert [is_plain_file(tmp_path / name) for name in ("file", "link", "pipe", "none")] == [True, False, False, False]
+
+
+def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):
+    """Killed at any of its steps (an exception here), the old text is there whole."""
+    path = tmp_path / "latest"
+    replace_file(path, "old")
+    for name in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("no")))
+            with pytest.raises(OSError, match="no"):
+                replace_file(path, "new")
+        assert path.read_text() == "old"
+    replace_file(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["latest"]

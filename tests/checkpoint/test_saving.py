@@ -1,0 +1,305 @@
+"""Saving in the background: a save is of its own step, commits are agreed on, rotation and full disks lose nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dino_ds import checkpoint_saving, distributed
+from dino_ds.checkpoint_files import write_tensors
+from dino_ds.errors import StorageError
+from tests.checkpoint.small_run import SmallRun, folders, is_that_of
+from tests.ranks import run_on_ranks
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writers wait for it."""
+    gate = threading.Event()
+
+    def write(*args):
+        gate.wait(60)
+        return write_tensors(*args)
+
+    monkeypatch.setattr(checkpoint_saving, "write_tensors", write)
+    return gate
+
+
+def _train_until_saved(run: SmallRun, step: int, limit: int = 6000) -> None:
+    for _ in range(limit):
+        if f"step {step}:" in "".join(run.said):
+            return
+        run.train()
+        time.sleep(0.01)
+    raise AssertionError(run.said)
+
+
+def test_what_is_saved_is_of_the_step_it_was_asked_at(tmp_path, gate):
+    """Training changes the tensors in place while they wait to be written."""
+    run = SmallRun(tmp_path).train(3).save().train(4)
+    assert folders(tmp_path) == ["writing_step_00000003"] and not run.said
+    gate.set()
+    _train_until_saved(run, 3)
+    assert folders(tmp_path) == ["latest", "step_00000003"]
+    assert is_that_of(run.choose().saved, 3)
+    assert run.saving.cost.bytes > 2 * 5000 * 4
+    assert 0 < run.saving.cost.stall_seconds < run.saving.cost.seconds
+
+
+def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_path):
+    run = SmallRun(tmp_path, background=False).train(3).save()
+    assert folders(tmp_path) == ["latest", "step_00000003"] and not run.saving._host
+    run = SmallRun(tmp_path / "two").train(3).save()
+    assert run.saving._host
+
+
+def test_waiting_copies_nothing_either(tmp_path):
+    run = SmallRun(tmp_path).train(3).save(wait=True)
+    assert is_that_of(run.choose().saved, 3) and not run.saving._host
+
+
+def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate):
+    run = SmallRun(tmp_path).train(1).save().train(1)
+    threading.Timer(0.3, gate.set).start()
+    run.save()
+    assert run.said[0].startswith("save     step 1: ") and "step 2 waited 0." in run.said[1]
+    _train_until_saved(run, 2)
+    assert is_that_of(run.choose().saved, 2) and is_that_of(run.choose(1).saved, 1)
+
+
+def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
+    run = SmallRun(tmp_path).train(1).save()
+    gate.set()
+    run.save(wait=True).save(wait=True).save()
+    assert len(run.said) == 1 and run.saving._flight is None
+
+
+def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
+    """And its failure is an error then, a line otherwise."""
+    done = []
+    SmallRun(tmp_path, finish=lambda folder: done.append(folder.name)).train(1).save(wait=True)
+    assert done == ["step_00000001"]
+
+    def fail(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", "teacher.safetensors")
+
+    run = SmallRun(tmp_path / "two", finish=fail).train(1)
+    with pytest.raises(StorageError, match=r"teacher\.safetensors"):
+        run.save(wait=True)
+    run = SmallRun(tmp_path / "three", finish=fail).train(1).save()
+    for _ in range(500):
+        run.train()
+        time.sleep(0.01)
+        if len(run.said) == 2:
+            break
+    assert "teacher.safetensors" in run.said[1] and run.said[1].startswith("warning")
+
+
+class TestRotation:
+    def test_the_last_ones_and_every_mth_stay(self, tmp_path):
+        run = SmallRun(tmp_path, keep=2, keep_every=4)
+        for _ in range(10):
+            run.train().save(wait=True)
+        assert folders(tmp_path) == [f"{'step_'}{s:08d}" if s else "latest" for s in (0, 4, 8, 9, 10)]
+        assert (tmp_path / "checkpoints/latest").read_text() == "step_00000010\n"
+
+    def test_a_damaged_one_does_not_count(self, tmp_path):
+        run = SmallRun(tmp_path, keep=2)
+        run.train().save(wait=True).train().save(wait=True)
+        (tmp_path / "checkpoints/step_00000002/rank_00000.safetensors").unlink()
+        run.train().save(wait=True)
+        assert folders(tmp_path)[1:] == ["step_00000001", "step_00000002", "step_00000003"]
+        run.train().save(wait=True)
+        assert folders(tmp_path)[1:] == ["step_00000003", "step_00000004"]
+
+    def test_a_failed_save_removes_nothing(self, tmp_path, monkeypatch):
+        run = SmallRun(tmp_path, keep=1).train().save(wait=True).train()
+        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        run.save()
+        run.train(200)
+        time.sleep(0.2)
+        run.train(3)
+        assert folders(tmp_path) == ["latest", "step_00000001"] and "cannot save step 2" in run.said[-1]
+
+
+class TestAnotherCourse:
+    """Going on from an older step than the newest on the disk."""
+
+    def _resumed(self, tmp_path: Path) -> SmallRun:
+        run = SmallRun(tmp_path)
+        for _ in range(3):
+            run.train(2).save(wait=True)
+        (tmp_path / "checkpoints/writing_step_00000008").mkdir()
+        (tmp_path / "checkpoints/latest.tmp").write_text("st")
+        resumed = SmallRun(tmp_path)
+        assert is_that_of(resumed.choose(2).saved, 2)
+        resumed.step = 2
+        notes = resumed.checkpoints.tidy(2)
+        assert notes == ["checkpoints of later steps are put aside as aside_step_*: 4, 6"]
+        return resumed
+
+    def test_later_ones_are_put_aside_and_never_gone_on_from(self, tmp_path):
+        run = self._resumed(tmp_path)
+        assert folders(tmp_path) == ["aside_step_00000004", "aside_step_00000006", "latest", "step_00000002"]
+        choice = run.choose()
+        assert is_that_of(choice.saved, 2) and not choice.notes
+
+    def test_they_go_when_training_has_come_as_far(self, tmp_path):
+        run = self._resumed(tmp_path).train(2).save(wait=True)
+        assert folders(tmp_path) == ["aside_step_00000006", "latest", "step_00000002", "step_00000004"]
+        run.train(3).save(wait=True)
+        assert folders(tmp_path) == ["latest", "step_00000002", "step_00000004", "step_00000007"]
+
+
+def _full(path, tensors, about):
+    """Takes some bytes, then the disk is full."""
+    path.write_bytes(b"\0" * 1000)
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+class TestFullDisk:
+    def test_two_failures_are_lines_and_the_third_ends_the_run(self, tmp_path, monkeypatch):
+        run = SmallRun(tmp_path, background=False).train().save()
+        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        run.train().save().train().save().train()
+        with pytest.raises(StorageError, match=r"step 4: .* MB needed, .* MB free in .*3 saves in a row have failed"):
+            run.save()
+        assert "training goes on (1 failed in a row, 3 stop the run)" in run.said[1]
+        assert folders(tmp_path) == ["latest", "step_00000001"] and is_that_of(run.choose().saved, 1)
+
+    def test_a_good_save_in_between_begins_the_count_anew(self, tmp_path, monkeypatch):
+        run = SmallRun(tmp_path, background=False)
+        for i in range(8):
+            run.train()
+            with monkeypatch.context() as patch:
+                if i % 3:
+                    patch.setattr(checkpoint_saving, "write_tensors", _full)
+                run.save()
+        assert sum("warning" in line for line in run.said) == 5
+
+    def test_a_save_that_must_be_is_an_error_at_once(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        with pytest.raises(StorageError, match="cannot save step 1"):
+            SmallRun(tmp_path).train().save(wait=True)
+        assert folders(tmp_path) == []
+
+    def test_too_little_space_is_seen_before_anything_is_written(self, tmp_path, monkeypatch):
+        run = SmallRun(tmp_path, background=False).train()
+        monkeypatch.setattr(checkpoint_saving, "_SPARE_BYTES", 2**60)
+        run.save()
+        assert "MB needed" in run.said[0] and folders(tmp_path) == []
+
+    @pytest.mark.parametrize("mib,good", [(1, 0), (2, 1), (4, 2), (6, 4)])
+    def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
+        """Checkpoints of 1.6 MB, two of which stay, on a disk of a few MiB. The check of free space is switched off,
+        so that writing runs into the end of the disk."""
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", tmp_path]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no right to mount")
+        try:
+            monkeypatch.setattr(checkpoint_saving, "_SPARE_FRACTION", -1.0)
+            monkeypatch.setattr(checkpoint_saving, "_SPARE_BYTES", 0)
+            run = SmallRun(tmp_path, keep=2, background=False, numel=200_000).train()
+            with contextlib.suppress(StorageError):
+                for _ in range(4):
+                    run.train().save()
+            assert sum(line.startswith("save ") for line in run.said) == good
+            assert all("MB needed" in line for line in run.said if line.startswith("warning"))
+            assert "writing" not in str(folders(tmp_path))
+            choice = run.choose()
+            assert good == 0 if choice.saved is None else is_that_of(choice.saved, good + 1, 200_000)
+        finally:
+            subprocess.run(["umount", "-l", tmp_path], check=True)
+
+    def test_a_limit_on_the_length_of_files(self, tmp_path):
+        """EFBIG in the middle of a file, as quotas give."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+            run = SmallRun(tmp_path, background=False).train().save()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert "File too large" in run.said[0] and folders(tmp_path) == []
+
+    def test_a_folder_that_may_not_be_written_to(self, tmp_path):
+        (tmp_path / "checkpoints").write_text("a file where the folder should be")
+        run = SmallRun(tmp_path, background=False).train().save()
+        assert run.said[0].startswith("warning  cannot save step 1: ")
+
+
+def _fails_on(rank: int, run_dir: Path) -> list[str]:
+    run = SmallRun(run_dir).train().save(wait=True)
+    write = checkpoint_saving.write_tensors
+    if distributed.rank() == rank:
+        checkpoint_saving.write_tensors = _full
+    try:
+        run.train().save()
+        while len(run.said) < 2:
+            run.train()
+            time.sleep(0.01)
+    finally:
+        checkpoint_saving.write_tensors = write
+    run.train(2).save(wait=True)
+    return run.said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_failure_of_one_rank_is_that_of_all(tmp_path, rank):
+    """Nothing of that save stays, the next one is good, and ranks need no collective to know."""
+    one, two = run_on_ranks(_fails_on, rank, tmp_path)
+    assert f"(rank {rank})" in one[1] and one[1] == two[1] and len(one) == 3
+    assert len(folders(tmp_path)) == 3
+    choice = SmallRun(tmp_path).choose()
+    assert is_that_of(choice.saved, choice.saved.manifest.step) and choice.saved.manifest.step > 2
+
+
+def _slow_rank_1(run_dir: Path) -> list[int]:
+    """Rank 1 writes for longer than training's next steps take; sums of older saves come in between."""
+    write = checkpoint_saving.write_tensors
+
+    def slow(*args):
+        time.sleep(0.3 * distributed.rank())
+        return write(*args)
+
+    checkpoint_saving.write_tensors = slow
+    run, commits = SmallRun(run_dir), []
+    try:
+        for _ in range(3):
+            run.train().save()
+            while not run.said:
+                run.train()
+                time.sleep(0.01)
+            commits.append(run.step)
+            run.said.clear()
+    finally:
+        checkpoint_saving.write_tensors = write
+    return commits
+
+
+def test_all_ranks_commit_after_the_same_step(tmp_path):
+    one, two = run_on_ranks(_slow_rank_1, tmp_path)
+    assert one == two
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", *folders(tmp_path)[1:]]
+    assert len(folders(tmp_path)) == 4
+
+
+def _bytes_of_whole(run_dir: Path) -> None:
+    SmallRun(run_dir).train().save(wait=True)
+
+
+def test_the_teacher_is_saved_once_and_shared_out(tmp_path):
+    run_on_ranks(_bytes_of_whole, tmp_path)
+    one, two = (SmallRun(tmp_path).choose().saved.folder / f"whole_0000{r}.safetensors" for r in (0, 1))
+    assert is_that_of(SmallRun(tmp_path).choose().saved, 1)
+    assert one.stat().st_size + two.stat().st_size < (1200 + 9 + 48) * 4 + 1000

@@ -1,0 +1,328 @@
+"""An engine's state goes into an engine of any stage, ranks, precision and offload, and training goes on from there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from dino_ds.errors import CheckpointError
+from dino_ds.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
+from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
+from tests.ranks import run_on_ranks
+
+BATCH, SAVED_AT, RELEASED_AT = 8, 3, 2
+# The scale doubles after every second good step: it moves within a test, and overflows.
+FP16 = {"initial_scale_power": 7, "loss_scale_window": 2}
+ROUND_ROBIN, ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
+SUB_GROUPS = {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How an engine runs."""
+
+    stage: int
+    precision: str = "fp32"
+    world: int = 2
+    accumulation: int = 1
+    zero: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self):
+        extra = [*self.zero, *self.sections] + ([f"accumulate{self.accumulation}"] if self.accumulation > 1 else [])
+        return "-".join([f"zero{self.stage}", self.precision, f"{self.world}ranks", *extra])
+
+    def __hash__(self):
+        return hash(str(self))
+
+
+BF16_OPTIMIZER = Setup(1, "bf16", sections={"data_types": {"grad_accum_dtype": "fp32"}})
+
+
+@dataclass
+class Memory:
+    """A SavedState in memory."""
+
+    layouts: list[dict[str, Any]]
+    tensors: list[dict[str, torch.Tensor]]
+    whole: dict[str, Any]
+    read_elements: int = 0
+
+    def read(self, rank, name, start, stop):
+        tensor = self.tensors[rank][name]
+        assert 0 <= start < stop <= len(tensor)
+        self.read_elements += stop - start
+        return tensor[start:stop]
+
+
+def _build(setup):
+    sections = {"fp16_settings": FP16} if setup.precision == "fp16" else {}
+    config = ds_config(
+        setup.stage, setup.precision, BATCH, setup.accumulation, zero=dict(setup.zero), **sections, **setup.sections
+    )
+    return build_step(config, schedules=tiny_schedules(RELEASED_AT, steps=40))
+
+
+def _take(step):
+    """This rank's part, and what a run saves beside it."""
+    state = step.engine.state()
+    tensors = {name: tensor.cpu().clone() for name, tensor in state.tensors.items()}
+    assert all(tensor.ndim == 1 and tensor.dtype == torch.float32 for tensor in tensors.values())
+    whole = {
+        "teacher": step.teacher.state_dict(),
+        "center": step.objective.center.value.clone(),
+        "applied_steps": step.applied_steps,
+        "loss_scale": step.engine.loss_scale,
+    }
+    return state.layout, tensors, whole
+
+
+def _gathered(parts):
+    layouts, tensors, whole = zip(*parts, strict=True)
+    return Memory(list(layouts), list(tensors), whole[0])
+
+
+def _straight(setup, windows, more):
+    """Train, take the state, and train on as if nothing had happened."""
+    step = _build(setup)
+    run_windows(step, 0, windows, BATCH)
+    taken = _take(step)
+    return taken, run_windows(step, windows, more, BATCH), _take(step)
+
+
+def _resume(setup, saved, more):
+    """In a new engine: the state right after loading, the masters by the teacher's way, and the training after it."""
+    step = _build(setup)
+    saved.read_elements = 0
+    step.engine.load_state(saved)
+    read = saved.read_elements
+    step.objective.center.load(saved.whole["center"])
+    step.teacher.load_state_dict(saved.whole["teacher"])
+    step.restore(saved.whole["applied_steps"])
+    loaded, masters = _take(step), fp32_student(step.engine, tiny_network())
+    windows = saved.layouts[0]["counters"]["global_steps"]
+    return loaded, run_windows(step, windows, more, BATCH), _take(step), masters, read
+
+
+@functools.cache
+def straight(setup, more=2, windows=SAVED_AT):
+    """What a run saved after `windows` windows, its losses in `more` further ones, and its state after them."""
+    taken, losses, ended = zip(*run_on_ranks(_straight, setup, windows, more, world=setup.world), strict=True)
+    return _gathered(taken), losses[0], _gathered(ended)
+
+
+def resume(setup, saved, more=2):
+    """(state right after loading, losses, state at the end); whatever was saved, it must be there."""
+    results = run_on_ranks(_resume, setup, saved, more, world=setup.world)
+    loaded, losses, ended, masters, read = zip(*results, strict=True)
+    loaded = _gathered(loaded)
+    assert_same(saved, loaded)
+    values, _ = by_parameter(saved)
+    for name, master in masters[0].items():
+        assert torch.equal(master.view(-1), values[MASTER, name])
+        assert torch.equal(loaded.whole["teacher"][name], saved.whole["teacher"][name])
+    assert sum(read) <= (setup.world if setup.stage == 0 else 1) * sum(len(value) for value in values.values())
+    return loaded, losses[0], _gathered(ended)
+
+
+def by_parameter(saved):
+    """(kind, name) -> flat FP32 tensor, and the step counts."""
+    parameters = SavedParameters(saved)
+    numel = {name: math.prod(shape) for name, shape in parameters.shapes.items()}
+    values = {
+        (kind, name): torch.cat([part for _, part in parameters.read(kind, name, 0, numel[name])])
+        for name in numel
+        for kind in (MASTER, *(MOMENTS if parameters.step_of([name]) else ()))
+    }
+    return values, {name: parameters.step_of([name]) for name in numel}
+
+
+def assert_same(one, other):
+    (values, steps), (others, other_steps) = by_parameter(one), by_parameter(other)
+    assert steps == other_steps
+    assert values.keys() == others.keys()
+    assert [key for key in values if not torch.equal(values[key], others[key])] == []
+
+
+UNCHANGED = [Setup(0), *(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16"))]
+UNCHANGED += [Setup(2, "bf16", zero=OFFLOAD), Setup(3, zero=OFFLOAD), BF16_OPTIMIZER]
+
+
+@pytest.mark.parametrize("setup", UNCHANGED, ids=str)
+def test_unchanged_settings_go_on_to_the_bit(setup):
+    """Every later loss, master, moment, teacher weight and loss scale."""
+    saved, losses, ended = straight(setup)
+    loaded, resumed_losses, resumed_end = resume(setup, saved)
+    assert loaded.layouts == saved.layouts
+    assert resumed_losses == losses
+    assert_same(resumed_end, ended)
+    assert resumed_end.layouts == ended.layouts
+    assert all(torch.equal(resumed_end.whole["teacher"][n], t) for n, t in ended.whole["teacher"].items())
+    assert resumed_end.whole["loss_scale"] == ended.whole["loss_scale"]
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.permutations(range(4), 2)))
+def test_another_stage(old, new):
+    saved, losses, _ = straight(Setup(old))
+    assert resume(Setup(new), saved)[1] == pytest.approx(losses, rel=1e-5)
+
+
+CHANGES = [
+    (Setup(2), Setup(3)),
+    (Setup(2), Setup(2, world=1)),
+    (Setup(2), Setup(2, accumulation=2)),
+    (Setup(2), Setup(2, zero=OFFLOAD)),
+    (Setup(2), Setup(3, world=1, accumulation=4, zero=SUB_GROUPS | OFFLOAD)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES, ids=str)
+def test_twenty_steps_after_a_change(old, new):
+    """FP32 sums in another order; twenty steps of Adam later the losses still agree to 1e-5."""
+    saved, losses, _ = straight(old, more=20)
+    assert resume(new, saved, more=20)[1] == pytest.approx(losses, rel=1e-5)
+
+
+EXACT = [
+    (Setup(0, world=1), Setup(3)),
+    (Setup(0, world=1), Setup(2, world=2, accumulation=2)),
+    (Setup(3), Setup(0, world=1, accumulation=4)),
+    (Setup(3), Setup(3, world=4, accumulation=2, zero=SUB_GROUPS | OFFLOAD)),
+    (Setup(1), Setup(1, world=4)),
+    (Setup(3), Setup(3, zero=OFFLOAD)),
+    (Setup(1, zero=OFFLOAD), Setup(1)),
+    (Setup(3, zero=SUB_GROUPS), Setup(3)),
+    (Setup(3), Setup(3, zero=SUB_GROUPS)),
+    (Setup(2, zero=ROUND_ROBIN), Setup(0, world=1)),
+    (Setup(0, world=1), Setup(1, zero=ROUND_ROBIN | ALIGNED)),
+    (Setup(1, zero=ROUND_ROBIN | ALIGNED), Setup(3, world=1)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), EXACT, ids=str)
+def test_other_ranks_batches_and_layouts(old, new):
+    saved, losses, _ = straight(old)
+    assert resume(new, saved)[1] == pytest.approx(losses, rel=1e-5)
+
+
+PRECISIONS = [
+    (Setup(2, "bf16"), Setup(2, "fp16")),
+    (Setup(2, "fp16"), Setup(2, "bf16")),
+    (Setup(2, "bf16"), Setup(2)),
+    (Setup(2), Setup(2, "bf16")),
+    (Setup(2, "fp16"), Setup(2)),
+    (Setup(2), Setup(2, "fp16")),
+    (Setup(0), Setup(3, "bf16")),
+    (Setup(3, "bf16"), BF16_OPTIMIZER),
+    (BF16_OPTIMIZER, Setup(0, world=1)),
+    (Setup(3, "fp16", zero=SUB_GROUPS | OFFLOAD), Setup(1, "bf16", world=1, accumulation=4)),
+    (Setup(1, "bf16", world=1), Setup(3, "fp16", world=4, zero=OFFLOAD_ALL)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), PRECISIONS, ids=str)
+def test_another_precision(old, new):
+    """Masters and moments are exact (`resume` asserts it); the loss that follows to bf16's 8 bits, which
+    the temperature of 0.1 multiplies by ten: 2 %."""
+    saved, losses, _ = straight(old)
+    loaded, new_losses, _ = resume(new, saved, more=1)
+    assert new_losses == pytest.approx(losses[:1], rel=2e-2)
+    scale = 1.0 if new.precision != "fp16" else 2.0 ** FP16["initial_scale_power"]
+    assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
+
+
+@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2)), (Setup(2), Setup(2))], ids=str)
+@pytest.mark.parametrize("windows", [0, 1, RELEASED_AT])
+def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(windows, old, new):
+    """Their Adam state starts at the release, whether that lies before the save, after it, or just there."""
+    saved, losses, ended = straight(old, 3, windows)
+    counts = by_parameter(saved)[1]
+    assert set(counts.values()) == ({windows} if windows < RELEASED_AT else {0, windows})
+    _, new_losses, new_end = resume(new, saved, more=3)
+    assert new_losses == pytest.approx(losses, rel=0 if old == new else 1e-5)
+    after = by_parameter(new_end)[1]
+    assert after == by_parameter(ended)[1]
+    assert after["head.prototypes.weight"] == windows + 3 - RELEASED_AT
+
+
+def _state_of_torch():
+    """At stage 0 the weights and torch's own state are there to be compared with."""
+    step = _build(Setup(0, world=1))
+    run_windows(step, 0, 3, BATCH)
+    module, state = step.engine._engine.module, step.engine._optimizer.state
+    found = {name: (p.detach().clone(), state[p]) for name, p in module.named_parameters()}
+    return _take(step), found
+
+
+def test_the_state_is_that_of_torch():
+    taken, found = run_on_ranks(_state_of_torch, world=1)[0]
+    values, steps = by_parameter(_gathered([taken]))
+    for name, (weight, adam) in found.items():
+        assert torch.equal(values[MASTER, name], weight.view(-1))
+        assert all(torch.equal(values[key, name], adam[key].view(-1)) for key in MOMENTS)
+        assert steps[name] == int(adam["step"])
+
+
+@pytest.mark.parametrize("setup", [Setup(0), Setup(2, "bf16"), Setup(3)], ids=str)
+def test_ranks_share_the_state(setup):
+    """Each part holds half of the elements, but for padding; at stage 0 too, where every rank has them all."""
+    saved, _, _ = straight(setup)
+    sizes = [sum(t.numel() for t in part.values()) for part in saved.tensors]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    assert sum(sizes) == pytest.approx(sum(len(v) for v in by_parameter(saved)[0].values()), rel=0.01)
+
+
+def _refused(setup, saved, network):
+    step = build_step(ds_config(setup.stage, "fp32", BATCH), network=network)
+    before = fp32_student(step.engine, tiny_network(prototypes=network.head.prototypes.weight.shape[0]))
+    try:
+        step.engine.load_state(saved)
+    except CheckpointError as error:
+        after = fp32_student(step.engine, tiny_network(prototypes=network.head.prototypes.weight.shape[0]))
+        return str(error), all(torch.equal(before[name], after[name]) for name in before)
+    return "loaded", False
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_network_is_refused(stage):
+    saved, _, _ = straight(Setup(2))
+    for message, untouched in run_on_ranks(_refused, Setup(stage), saved, tiny_network(prototypes=48)):
+        assert message == (
+            "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
+        )
+        assert untouched
+
+
+def test_damaged_layouts_are_refused():
+    saved, _, _ = straight(Setup(2))
+    cases = [
+        (lambda layouts: layouts[1]["flats"][0]["pieces"].pop(), "does not hold every element of"),
+        (lambda layouts: layouts[0]["flats"].append(layouts[0]["flats"][0]), "does not hold every element of"),
+        (lambda layouts: layouts[1]["flats"][0].update(step=9), "two Adam step counts for"),
+        (lambda layouts: layouts[0]["shapes"].pop("head.prototypes.weight"), "KeyError.'head.prototypes.weight'"),
+        (lambda layouts: layouts[1].pop("flats"), "KeyError.'flats'"),
+        (lambda layouts: layouts.clear(), "layout that can't be used"),
+    ]
+    for change, message in cases:
+        layouts = copy.deepcopy(saved.layouts)
+        change(layouts)
+        with pytest.raises(CheckpointError, match=message):
+            SavedParameters(Memory(layouts, [], {}))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_even_shares_hold_everything_once(ranks):
+    shapes = {"a": (3, 5), "b": (), "c": (0, 4), "d": (50,)}
+    shares = [even_shares(shapes, rank, ranks) for rank in range(ranks)]
+    assert {sum(p.stop - p.start for p in share) for share in shares} <= {66 // ranks, -(-66 // ranks)}
+    whole = [(p.parameter, i) for share in shares for p in share for i in range(p.start, p.stop)]
+    assert whole == [(name, i) for name, shape in shapes.items() for i in range(math.prod(shape))]

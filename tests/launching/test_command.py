@@ -1,0 +1,195 @@
+"""The command of a launch: the right words for each launcher, and nothing that a shell would act on."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dino_ds.errors import ConfigError
+from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, quote_for_pdsh
+from dino_ds.launching.hostfile import Host
+from dino_ds.launching.launch import build_plan
+
+SCRIPT = Path("/code/dino_ds/train.py")
+WORDS = ("--data.root", "/images")
+DEFAULTS = {
+    "hostfile": None,
+    "include": None,
+    "exclude": None,
+    "ranks": None,
+    "launcher": "deepspeed",
+    "nodes": None,
+    "no_ssh": False,
+    "node_rank": None,
+    "master_addr": None,
+    "master_port": None,
+    "max_restarts": 0,
+}
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("w1 slots=4\nw2 slots=2\n")
+    return str(path)
+
+
+def _plan(**options):
+    return build_plan(WORDS, **{**DEFAULTS, **options})
+
+
+def _deepspeed(plan):
+    """What DeepSpeed's launcher understands."""
+    from deepspeed.launcher.runner import parse_args
+
+    command = build_command(plan)
+    assert command[1:3] == ["-m", "deepspeed.launcher.runner"]
+    return parse_args(command[3:])
+
+
+def test_one_machine(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    args = _deepspeed(_plan(ranks=2))
+    assert args.num_gpus == 2 and args.user_args == list(WORDS) and args.user_script.endswith("dino_ds/train.py")
+    assert 1024 < args.master_port < 65536
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert _deepspeed(_plan(ranks=2)).include == "localhost:2,3"
+
+
+def test_machines_of_a_hostfile(hostfile):
+    plan = _plan(hostfile=hostfile, exclude="w1:0", master_addr="10.0.0.1", master_port=2345)
+    args = _deepspeed(plan)
+    assert (args.hostfile, args.exclude, args.force_multi) == (hostfile, "w1:0", True)
+    assert (args.master_addr, args.master_port, plan.world_sizes) == ("10.0.0.1", 2345, (5,))
+    assert _plan(hostfile=hostfile, ranks=1).world_sizes == (2,)
+    args = _deepspeed(_plan(hostfile=hostfile, no_ssh=True, node_rank=1))
+    assert (args.no_ssh, args.node_rank, args.master_addr, args.force_multi) == (True, 1, "w1", False)
+
+
+def test_torchrun_and_its_elastic_form():
+    from torch.distributed.run import parse_args
+
+    command = build_command(_plan(launcher="torchrun", ranks=4))
+    args = parse_args(command[3:])
+    assert (args.nproc_per_node, args.training_script_args) == ("4", list(WORDS))
+    plan = _plan(launcher="torchrun", ranks=4, nodes="1:3", master_addr="w1", max_restarts=5)
+    args = parse_args(build_command(plan)[3:])
+    assert (args.nnodes, args.rdzv_endpoint, args.max_restarts) == ("1:3", "w1:29500", 5)
+    assert plan.world_sizes == (4, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"launcher": "torchrn"}, "Did you mean torchrun?"),
+        ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
+        ({"launcher": "torchrun", "nodes": "2"}, "give --master_addr HOST"),
+        ({"launcher": "torchrun", "nodes": "3:2"}, "LEAST:MOST"),
+        ({"nodes": "2"}, "--nodes is for --launcher torchrun"),
+        ({"no_ssh": True}, "give --hostfile"),
+        ({"node_rank": 0}, "--node_rank is for --no_ssh"),
+        ({"master_addr": "w1"}, "for several machines"),
+        ({"include": "w1"}, "give --hostfile"),
+        ({"hostfile": "HOSTS", "no_ssh": True, "node_rank": 2}, "machines 0 to 1"),
+        ({"hostfile": "HOSTS", "ranks": 3}, "has 2 slots"),
+        ({"hostfile": "HOSTS", "ranks": 1, "include": "w1"}, "give one"),
+        ({"hostfile": "HOSTS", "master_addr": "-oX"}, "--master_addr '-oX' is not a machine's name"),
+        ({"ranks": 1, "master_port": 70000}, "1 to 65535"),
+    ],
+)
+def test_flags_that_contradict_each_other(options, says, hostfile):
+    options = {key: hostfile if value == "HOSTS" else value for key, value in options.items()}
+    with pytest.raises(ConfigError) as error:
+        _plan(**options)
+    assert says in str(error.value)
+
+
+HOSTILE = [
+    "/plain/path",
+    "train-{000..146}.tar",
+    "$(touch /tmp/x)",
+    "a b $(id) `id` \"q\" 'q' \\ \\\\ $HOME ; | & > x",
+    "`id`",
+    "x;id",
+    "it's",
+    '"',
+    "\\",
+    "*?[a]~#!",
+    "50%h of %n %% %u",
+    " ",
+    "-",
+    "ü日本",
+    "a  b",
+    "\\$ \\`",
+]
+
+
+def _through_pdsh(words):
+    """As DeepSpeed's launcher and pdsh hand words to a remote shell, here the local one."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    args = argparse.Namespace(user_args=[quote_for_pdsh(word) for word in words], user_script="")
+    line = " ".join(PDSHRunner(args, "").user_arguments)
+    line = re.sub("%(.)", lambda found: {"%": "%", "h": "HOST", "n": "0", "u": "USER"}.get(found[1], found[0]), line)
+    done = subprocess.run(["sh", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True)
+    return done.stdout.split("\0")[:-1]
+
+
+def test_words_reach_a_remote_shell_as_they_are():
+    assert _through_pdsh(HOSTILE) == HOSTILE
+
+
+@pytest.mark.parametrize("character", ["\n", "\r", "\0", "\x1b"])
+def test_characters_that_cannot_be_forwarded_are_named(character):
+    with pytest.raises(ConfigError) as error:
+        quote_for_pdsh(f"a{character}b")
+    assert f"it contains {character!r}" in str(error.value)
+
+
+PLAN = LaunchPlan(SCRIPT, WORDS, "deepspeed", 1, 29500, hosts=(Host("w1", (0,)),))
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"PYTHONPATH": "/a:$(id)"}, "the variable PYTHONPATH to other machines: the value '/a:$(id)' contains '$'"),
+        ({"NCCL_DEBUG": '"; id'}, "contains '\"'"),
+        ({"UCX_TLS": "a`id`"}, "contains '`'"),
+        ({"PYTHON;id": "1"}, "PYTHON;id"),
+    ],
+)
+def test_exported_variables_that_shells_would_act_on_are_refused(variables, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_forwarded(PLAN, {"PYTHONPATH": "/a:/b c", "LS_COLORS": "$(id)"}, tmp_path)
+    with pytest.raises(ConfigError) as error:
+        check_forwarded(PLAN, variables, tmp_path)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("A=1\n# comment\n", ":2: '# comment' is not NAME=value"),
+        ("A=1\n\nB=2\n", ":2: ''"),
+        ("A=$(id)\n", "contains '$'"),
+        ("A;id=1\n", "is not NAME=value"),
+    ],
+)
+def test_deepspeed_s_file_of_variables_is_checked(text, says, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nX=a b\n")
+    check_forwarded(PLAN, {}, tmp_path)
+    (tmp_path / ".deepspeed_env").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        check_forwarded(PLAN, {}, tmp_path)
+    assert says in str(error.value)
+
+
+def test_a_working_folder_that_shells_would_act_on_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="refusing to forward the working folder"):
+        check_forwarded(PLAN, {}, tmp_path / "a;id")

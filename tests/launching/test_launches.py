@@ -1,0 +1,128 @@
+"""Real launches of two ranks, as on two machines: each learns to the last bit what one machine's two ranks learn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dino_ds.launching.probe import find_free_port
+from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, environment, ssh_cluster
+from tests.ranks import run_on_ranks
+from tests.training.harness import TINY, image_folder, losses_of, train_tiny
+
+pytestmark = pytest.mark.slow
+
+DS = "ds_configs/zero2_fp32.json"
+STEPS = 3
+_SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder whose name a remote shell would act on."""
+    return image_folder(tmp_path_factory.mktemp("images") / "im {a,b} $HOME `id`;%h")
+
+
+@pytest.fixture(scope="module")
+def expected(images, tmp_path_factory):
+    """Two ranks on one machine."""
+    run = tmp_path_factory.mktemp("expected") / "run"
+    assert run_on_ranks(train_tiny, images, run, Path(DS).name, STEPS) == [None, None]
+    return run
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ssh_cluster(tmp_path_factory.mktemp("ssh")) as found:
+        yield found
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# two machines\n" + "".join(f"{host} slots=1\n" for host in HOSTS))
+    return path
+
+
+def _train_words(images, run, *more):
+    options = [part for name, value in TINY.items() for part in (f"--{name}", value)]
+    return ["--ds_config", DS, "--data.root", images, "--run_dir", run, "--max_steps", STEPS, *options, *more]
+
+
+def _start(command, env):
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=REPOSITORY,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _finish(*processes):
+    """(exit code, output) of each."""
+    ended = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=_SECONDS)
+            ended.append((process.returncode, output))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                print(process.communicate()[0][-3000:])
+    return ended
+
+
+def _assert_same(run, expected):
+    assert losses_of(run) == losses_of(expected)
+    ours, theirs = (load_file(where / "teacher.safetensors") for where in (run, expected))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_hostfile_over_ssh_and_pdsh(cluster, hostfile, images, expected, tmp_path):
+    run = tmp_path / "a run"
+    words = ["launch", "--hostfile", hostfile, "--master_port", find_free_port(), "--", *_train_words(images, run)]
+    ((code, output),) = _finish(_start(dino_ds(*words), cluster))
+    assert code == 0, output[-3000:]
+    assert all(f"| {host} |     1 |" in output for host in HOSTS) and "command  " in output
+    _assert_same(run, expected)
+
+
+def test_no_ssh_started_by_hand_on_each_machine(hostfile, images, expected, tmp_path):
+    run, port = tmp_path / "run", find_free_port()
+    common = ["launch", "--hostfile", hostfile, "--no_ssh", "--master_port", port, "--skip_checks"]
+    words = ["--", *_train_words(images, run)]
+    ended = _finish(*(_start(dino_ds(*common, "--node_rank", n, *words), environment()) for n in (0, 1)))
+    assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
+    _assert_same(run, expected)
+
+
+def test_torchrun_on_two_machines(images, expected, tmp_path):
+    run, port = tmp_path / "run", find_free_port()
+    common = ["launch", "--launcher", "torchrun", "--nodes", 2, "--ranks", 1, "--master_addr", "127.0.0.1"]
+    words = [*common, "--master_port", port, "--skip_checks", "--", *_train_words(images, run)]
+    ended = _finish(*(_start(dino_ds(*words), environment()) for _ in (0, 1)))
+    assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
+    _assert_same(run, expected)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+def test_openmpi(images, expected, tmp_path):
+    run = tmp_path / "run"
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", 2]
+    command += ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={find_free_port()}"]
+    command += [sys.executable, "dino_ds/train.py", *_train_words(images, run)]
+    ((code, output),) = _finish(_start(command, environment()))
+    assert code == 0, output[-3000:]
+    _assert_same(run, expected)
