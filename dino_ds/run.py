@@ -213,6 +213,8 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         max_pixels=data.max_pixels,
         channels=channels,
         device=where,
+        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        patience=recipe.hang_seconds / 3 or None,
     )
     return Feed(loader, where)
 

@@ -32,6 +32,7 @@ _FREE = (
     "keep_every",
     "save_in_background",
     "max_bad_steps",
+    "hang_seconds",
     "eval.every",
     "eval.root",
     "data.workers",
@@ -203,7 +204,7 @@ def _read_run_id(path: Path) -> str | None:
     """The id that checkpoints of this folder have; None where no file says it."""
     try:
         found = json.loads((path / "environment.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 

@@ -240,10 +240,22 @@ def test_exit_codes_debug_and_ctrl_c(calls, capsys, monkeypatch: pytest.MonkeyPa
             assert ("Traceback" in err) == bool(debug)
 
 
-def test_a_bug_keeps_its_traceback(calls, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeypatch, capsys, tmp_path):
+    """Exit code 1. With --debug, or where there is no run folder yet, it is not written down."""
     monkeypatch.setattr(sys.modules["dino_ds.train"], "train", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["train", "--config", "quickstart"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    argv = ["train", "--config", "quickstart", "--run_dir", str(folder)]
+    for written, flags, traceback in ((False, [], False), (True, [], False), (True, ["--debug"], True)):
+        if written:
+            (folder / "config.yaml").touch()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([*argv, *flags])
+        lines = capsys.readouterr().err.splitlines()
+        assert exit_.value.code == 1
+        assert lines[-1].startswith("dino_ds: error: ZeroDivisionError: division by zero (")
+        assert (len(lines) > 1) == traceback
+    assert "ZeroDivisionError" in (folder / "error-0.txt").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
