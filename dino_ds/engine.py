@@ -150,6 +150,11 @@ class Engine:
         self._stage0_norm: float | None = None
 
     @property
+    def started_from(self) -> str:
+        """The weights that the student was given, for people; empty where they were drawn."""
+        return str(self._engine.module.started_from)
+
+    @property
     def device(self) -> torch.device:
         return self._engine.device
 
@@ -168,6 +173,9 @@ class Engine:
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._engine.module.freeze_prototypes(frozen)
+
+    def freeze_backbone(self, frozen: bool) -> None:
+        self._engine.module.freeze_backbone(frozen)
 
     def step(self) -> Progress:
         """After every micro-batch. On all ranks the answer is the same.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import zlib
@@ -11,12 +10,12 @@ from pathlib import Path
 import torch
 
 from dino_ds import distributed
-from dino_ds.build import build_network, build_schedules
+from dino_ds.build import build_network, build_schedules, build_zeros
 from dino_ds.checkpoint import Checkpoints, Choice
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint_saving import SaveCost, Saving
-from dino_ds.config import Recipe
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
@@ -27,6 +26,7 @@ from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
 from dino_ds.durable import put_in_place, replace_file
 from dino_ds.engine import DTYPES, Engine, device
+from dino_ds.engine_partition import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
@@ -55,12 +55,16 @@ class Run:
         folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.step = build_step(recipe, config, self.epoch_steps)
+        # Weights of a checkpoint take the place of others, whose file may be gone.
+        begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
+        self.step = build_step(begins, config, self.epoch_steps)
         self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
         self.notes = choice.notes
+        if self.step.engine.started_from:
+            self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
             self.notes += folder.notes_on(choice.saved.manifest)
@@ -113,6 +117,11 @@ class Run:
     def images_drawn(self) -> int:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
         return len(self.source) if self.position.epoch else self.position.samples
+
+    def steps_between_saves(self) -> int | None:
+        """By the recipe; 0: none but the last; None: by what a save costs."""
+        every = self.recipe.save_every
+        return None if every == "auto" else every.in_steps(self.recipe.data.global_batch, self.epoch_steps)
 
     def save(self, wait: bool) -> str | None:
         """A checkpoint, and the teacher as one file that timm reads; lines to say. All ranks must call it.
@@ -227,15 +236,13 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
-    network = build_network(recipe, config.levers)
-    # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
-    copied = copy.deepcopy(network).to(device())
+    network = build_network(recipe, config.levers, Placement(config))
     if config.levers.compile:
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_blocks()
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
     teacher = Teacher(
-        copied,
+        build_zeros(recipe, config.levers, device()),
         engine.masters(),
         DTYPES[config.precision],
         keep_copy=config.levers.teacher_copy,

@@ -94,7 +94,7 @@ class Watcher:
                 self._last_words("error", PEER_LOST, self._taken_over)
                 self._end_rank()
                 continue
-            self._look_at_launchers()
+            self._look_at_launchers(now)
             if self._failure is not None or self._doomed_at is not None:
                 self._follow(now)
             elif self._orders.hang_seconds and self._idle > limit_of(self._beat, self._orders.hang_seconds):
@@ -152,13 +152,13 @@ class Watcher:
             message,
         )
 
-    def _look_at_launchers(self) -> None:
+    def _look_at_launchers(self, now: float) -> None:
         """A rank without its launcher saves and ends; one that does not get that far is ended."""
         if self._doomed_at is not None or all(alive(p.pid, p.ticks) for p in self._launchers):
             return
         self._beat.wish("the end of the launcher")
         if self._beat.phase != "save" and self._idle > 3.0 + 2 * self._slowest:
-            self._doomed_at = time.monotonic()
+            self._doomed_at = now
             self._last_words("error", PEER_LOST, "the launcher is gone, and no step came to its end")
 
     def _follow(self, now: float) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dino_ds.options.command import JSON as _JSON
 from dino_ds.options.command import Command, Flag
 from dino_ds.options.machine_commands import DOCTOR, LAUNCH
+from dino_ds.options.model_commands import MODELS
+from dino_ds.options.plan_commands import PLAN
+from dino_ds.options.run_commands import RUNS
 
 TRAIN = Command(
     "train",
@@ -104,6 +107,19 @@ BENCHES = (
         recipe="vitti16",
         takes_ds=False,
     ),
+    Command(
+        "bench plan",
+        "predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)",
+        "dino_ds.bench.plan:run",
+        (
+            Flag("batch", "int", 4, "images per process"),
+            Flag("ranks", "int", 2, "processes of the second column"),
+            Flag("precision", "text", "fp32", "fp32 or bf16"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
 )
 
 _DATA = (
@@ -188,23 +204,6 @@ _SHARDING = (
     ),
 )
 
-_CHECKPOINTS = (
-    Command(
-        "convert",
-        "a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network",
-        "dino_ds.tools.convert:run",
-        (
-            Flag("checkpoint", "text", None, "the checkpoint: RUN/checkpoints/step_...", shown="none"),
-            Flag("out", "text", None, "a new folder: a run to resume, or that of student.safetensors", shown="none"),
-            Flag("ranks", "int", None, "number of ranks: files of the new checkpoint", shown="1"),
-            Flag("student", "switch", False, "write the student's FP32 weights by name instead of a checkpoint"),
-            _JSON,
-        ),
-        takes_recipe=False,
-        takes_ds=False,
-    ),
-)
-
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -238,7 +237,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_CHECKPOINTS)
+_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *RUNS, *MODELS)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 
