@@ -206,7 +206,9 @@ def sleep(seconds: float = 3600) -> None:
 
 def hold_gil() -> None:
     """A call into C that never gives the interpreter back: no thread and no signal handler of Python runs again."""
-    ctypes.PyDLL(None).sleep(3600)
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)  # by the same thread: for ever, and no signal ends it
 
 
 def wait_alone() -> None:

@@ -87,10 +87,9 @@ def _remove_run(job: Job, place: Scene) -> None:
 
 
 def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
-    codes = {"SIGKILL": -9, "SIGSEGV": -11, "exit code 0": 0}[how.split(" before")[0]], 6
-    return Kind(
-        f"rank {rank} {says}", how, codes if rank == 0 else codes[::-1], f"rank {rank} died", at_step(8, (rank,), do)
-    )
+    code = {"SIGKILL": -9, "SIGSEGV": -11, "exit code 0": 0}[how.split(" before")[0]]
+    codes = (code, 6) if rank == 0 else (6, code)
+    return Kind(f"rank {rank} {says}", how, codes, f"rank {rank} died", at_step(8, (rank,), do))
 
 
 def _hangs(name: str, how: str, rank: int, do: inject.Act) -> Kind:
@@ -143,8 +142,8 @@ REQUESTS = [
     ),
 ]  # fmt: skip
 SAVING = [
-    Kind("rank 0 killed while it saves", "half a file of step 6", (-9, 6), "rank 0 died", in_save(6, (0,), inject.kill)),
-    Kind("rank 1 killed while it saves", "half a file of step 6", (6, -9), "rank 1 died", in_save(6, (1,), inject.kill)),
+    Kind("rank 0 killed while it saves", "half of step 6", (-9, 6), "rank 0 died", in_save(6, (0,), inject.kill)),
+    Kind("rank 1 killed while it saves", "half of step 6", (6, -9), "rank 1 died", in_save(6, (1,), inject.kill)),
     Kind(
         "rank 0 killed before `latest` is written", "step 6 is in place", (-9, 6), "rank 0 died",
         inject.before_latest(6, inject.kill),
@@ -198,11 +197,11 @@ def _bad(name: str, how: str, says: str, fault: inject.Fault, ds: str, *flags: s
 
 _SCALE = ("--ds.fp16.initial_scale_power", "4", "--ds.fp16.hysteresis", "1")
 NUMBERS = [
-    _bad("NaN on rank 1, ZeRO 0, FP32", "loss from step 8 on", "(rank 1)", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
-    _bad("NaN on rank 1, ZeRO 2, bf16", "loss from step 8 on", "(rank 1)", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
-    _bad("infinite on all, ZeRO 3, FP32", "loss from step 8 on", "3 times", loss_times(1e39, 8, (0, 1)), "zero3_fp32.json"),
-    _bad("fp16 overflow for good", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0, 1)), "zero2_fp16.json", *_SCALE),
-    Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), times=2), goes_on=False),
+    _bad("NaN on rank 1, ZeRO 0, FP32", "loss from step 8", "(rank 1)", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
+    _bad("NaN on rank 1, ZeRO 2, bf16", "loss from step 8", "(rank 1)", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
+    _bad("infinite on all, ZeRO 3", "loss from step 8", "3 times", loss_times(1e39, 8, (0, 1)), "zero3_fp32.json"),
+    _bad("fp16 overflow", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0,)), "zero2_fp16.json", *_SCALE),
+    Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
 ]  # fmt: skip
 _LOADER = {"data.workers": "1"}
 DATA = [
@@ -225,11 +224,10 @@ FOLDERS = [
     Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
     _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
     Kind(
-        "folder holds a run", "no --resume", (2, 2), "already holds a run", before=scene.nothing, old=True, resume=False,
-        goes_on=False,
+        "folder holds a run", "no --resume", (2, 2), "already holds a run", old=True, resume=False, goes_on=False
     ),
     Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
-    Kind("run folder below a file", "--run_dir FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
+    Kind("run folder below a file", "FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
     Kind("run folder removed", "rm -r RUN in mid-run", (5, 5), "RUN", SLOW, _remove_run, goes_on=False),
     Kind("port in use", "another program on MASTER_PORT", (2, 2), "port", before=scene.port_in_use, goes_on=False),
 ]  # fmt: skip

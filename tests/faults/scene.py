@@ -103,7 +103,7 @@ def pickles(scene: Scene) -> None:
 
 def dead_lock(scene: Scene) -> None:
     """RUN/lock of a process that has held it and is gone."""
-    code = "import sys; from pathlib import Path; from dino_ds.health.lock import RunLock; RunLock(Path(sys.argv[1])).acquire()"
+    code = "import pathlib, sys, dino_ds.health.lock as l; l.RunLock(pathlib.Path(sys.argv[1])).acquire()"
     subprocess.run([sys.executable, "-c", code, scene.run], check=True, cwd=jobs.REPOSITORY)
     assert (scene.run / "lock").exists()
 
