@@ -1,12 +1,14 @@
 """ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
 
-python -m dino_ds.plan.tiers     rewrites ds_configs/tiers/ and the table of ds_configs/README.md
+`python -m dino_ds.plan.tiers` rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
+docs/large_models.md.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dino_ds.config import Recipe, load_recipe
@@ -20,7 +22,7 @@ from dino_ds.plan.recommend import Shape, ds_of, recommend
 from dino_ds.plan.speed import Cluster, estimate_step
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
-README = CHECKOUT / "ds_configs" / "README.md"
+README, LARGE_MODELS = CHECKOUT / "ds_configs" / "README.md", CHECKOUT / "docs" / "large_models.md"
 # The card of each tier with the least memory that torch finds.
 CARDS = {
     "8gb": "rtx4060-8g",
@@ -189,11 +191,32 @@ def _cells(case: Case, found: TierConfig | None) -> list[str]:
     ]
 
 
-def readme_text(text: str, planned: Planned) -> str:
-    """`text` of ds_configs/README.md with a new table."""
+def parts_table(recipe_name: str, micro_batch: int, nodes: tuple[int, ...] = (1, 8, 32)) -> str:
+    """Markdown: GiB on a GPU by part, on nodes of 8; ZeRO 3 with all blocks recomputed, hpZ on several nodes."""
+    recipe, shape = load_recipe(recipe_name, {}), Shape(3, "", True)
+    columns = []
+    for n in nodes:
+        case = Case("80gb", recipe_name, 8, n)
+        fit = fit_with(recipe, _ds_json(case, recipe, shape), "", case.ranks, 0.0, micro_batch)
+        columns.append({name: size / GIB for name, size in fit.memory.parts.items()})
+    names = sorted({name for column in columns for name in column}, key=lambda name: -columns[0].get(name, 0.0))
+    rows = [(name, [column.get(name, 0.0) for column in columns]) for name in names]
+    rows.append(("**sum**", [sum(column.values()) for column in columns]))
+    lines = [f"| GiB on a GPU | {' | '.join(f'{8 * n} GPUs' for n in nodes)} |", "|" + " --- |" * (1 + len(nodes))]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(f'{gib:.2f}' for gib in row)} |" for name, row in rows)])
+
+
+def with_table(text: str, made: str) -> str:
+    """`text` of a page with another table between its two marks."""
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
-    return f"{before}{_BEGIN}\n\n{table(planned)}\n\n{_END}{after}"
+    return f"{before}{_BEGIN}\n\n{made}\n\n{_END}{after}"
+
+
+def pages(planned: Planned) -> dict[Path, str]:
+    """The two pages with new tables."""
+    tables = {README: table(planned), LARGE_MODELS: parts_table("vit7b16", 8)}
+    return {page: with_table(page.read_text(), made) for page, made in tables.items()}
 
 
 def write() -> None:
@@ -204,7 +227,8 @@ def write() -> None:
     for _, found in planned:
         if found is not None:
             (FOLDER / f"{found.name}.json").write_text(file_text(found))
-    README.write_text(readme_text(README.read_text(), planned))
+    for page, text in pages(planned).items():
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dino_ds.config import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.plan.fit import fit
-from dino_ds.plan.tiers import CASES, FILLED, FOLDER, README, file_text, plan_all, readme_text
+from dino_ds.plan.tiers import CASES, FILLED, FOLDER, README, file_text, pages, plan_all
 
 
 @pytest.fixture(scope="module")
@@ -19,12 +19,12 @@ def planned():
     return plan_all()
 
 
-def test_files_and_table_are_those_of_the_planner(planned):
+def test_files_and_tables_are_those_of_the_planner(planned):
     """After a change of the planner: make tiers."""
     expected = {f"{found.name}.json": file_text(found) for _, found in planned if found is not None}
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == expected
-    text = README.read_text()
-    assert readme_text(text, planned) == text
+    for page, text in pages(planned).items():
+        assert page.read_text() == text
 
 
 def test_each_file_is_valid_and_fits_its_card(planned):
