@@ -1,6 +1,7 @@
 #!/bin/bash
 # sbatch launch/slurm.sh [options of train], in the checkout. Before its time is over (USR1), or when another job takes
-# its nodes, the run saves and ends with code 75: the job is queued again, and goes on. Not run on a cluster.
+# its nodes, the run saves and ends with code 75: the job is queued again, and goes on. Run with Slurm 22.05 on one
+# machine as two nodes, without GPUs; not on a cluster.
 #SBATCH --job-name=dino_ds
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8           # a process a GPU
@@ -21,7 +22,8 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export MASTER_ADDR MASTER_PORT
 
-srun --kill-on-bad-exit=1 python dino_ds/train.py \
+# Not --kill-on-bad-exit: a rank that ends first, with 75, would take the others with it while they save.
+srun --kill-on-bad-exit=0 --wait=300 python dino_ds/train.py \
     --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@" &
 STEP=$!
 trap 'kill -USR1 "$STEP"' USR1 # srun hands it on to the ranks
