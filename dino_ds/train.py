@@ -61,12 +61,10 @@ def train(
 
         def stop_early(why: str) -> None:
             failures.stopped_early(why)
-            # Of several ranks the others read there why this one is gone.
-            _give_back(lock, heartbeats if ranks == 1 else None)
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
-        with failures.told(), StopRequests(dog.beat, stop_early) as stop:
+        with failures.told(), StopRequests(dog.beat, stop_early, failures.ended_at_once) as stop:
             try:
                 init_distributed()
                 note = _take(lock, heartbeats)
@@ -89,9 +87,9 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     return note
 
 
-def _give_back(lock: RunLock, heartbeats: Heartbeats | None) -> None:
+def _give_back(lock: RunLock, heartbeats: Heartbeats) -> None:
     if distributed.rank() == 0:
-        if heartbeats is not None and not lock.guards_a_run:
+        if not lock.guards_a_run:
             heartbeats.remove()
         lock.release()
 

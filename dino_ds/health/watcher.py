@@ -33,6 +33,8 @@ PATIENCE = 3
 """Start-up, the first step, saving and evaluating may take so many times `hang_seconds`."""
 _GRACE_SECONDS = 4.0
 """For a rank to end by itself after another one has failed."""
+_LONE_SECONDS = 5.0
+"""Without its launcher a rank may go on for so long between two signs of life, or twice its longest so far."""
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 PEER_LOST = 6
@@ -157,7 +159,7 @@ class Watcher:
         if self._doomed_at is not None or all(alive(p.pid, p.ticks) for p in self._launchers):
             return
         self._beat.wish("the end of the launcher")
-        if self._beat.phase != "save" and self._idle > 3.0 + 2 * self._slowest:
+        if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
             self._doomed_at = now
             message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"
             self._fail("launcher", message)
@@ -255,6 +257,9 @@ class Watcher:
         if beat.listed:
             self._disk.look(lambda: self._heartbeats.publish(self._heartbeat()))
         if orders.rank == 0:
+            if not self._lock.guards_a_run and self._heartbeats.folder.exists():
+                time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason of this end
+                self._disk.look(self._heartbeats.remove)
             self._disk.look(self._lock.release)
 
 
