@@ -96,13 +96,13 @@ class Saving:
         if self._flight is not None and self._flight.manifest != manifest:
             waited = time.perf_counter()
             behind = self._flight.step
-            lines += self._land(must=False)
+            lines += self.land(must=False)
             waited = time.perf_counter() - waited
             lines.append(f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}")
         if self._flight is None and self._last != manifest:
             lines += self._take_off(tensors, layout, whole, manifest, wait)
         if wait or not self._background:
-            lines += self._land(must=wait)
+            lines += self.land(must=wait)
         return lines
 
     def look(self) -> list[str]:
@@ -194,7 +194,7 @@ class Saving:
         finally:
             self._votes.cast(vote, flight.number)
 
-    def _land(self, must: bool) -> list[str]:
+    def land(self, must: bool) -> list[str]:
         """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
         flight = self._flight
         if flight is None:

@@ -131,6 +131,8 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 
 
 def _call(command: Command, values: dict[str, Any]) -> None:
+    # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.loads_torch:
         check_torchvision()
     module, _, function = command.runs.partition(":")

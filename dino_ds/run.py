@@ -145,6 +145,10 @@ class Run:
         """
         return _text(self._saving.look())
 
+    def finish_save(self) -> str | None:
+        """Where all ranks are about to raise the same error: a save that is being written is not given up."""
+        return _text(self._saving.land(must=False))
+
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""
         return self._saving.cost
