@@ -8,7 +8,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train test test-faults soak lint bench-gpu setup clean
+.PHONY: train test test-faults soak lint tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -27,6 +27,10 @@ soak: setup
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+# The ds configs by GPU tier and their table, anew from the planner.
+tiers: setup
+	$(VENV)/bin/python -m dino_ds.plan.tiers
 
 # Each command by itself: what fails on one kind of GPU leaves the others' results.
 BENCH := $(VENV)/bin/dino-ds bench

@@ -144,6 +144,8 @@ class Loop:
         if any(stops):
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
+            else:
+                self._say_save(run.finish_save(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
