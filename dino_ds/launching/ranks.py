@@ -91,7 +91,7 @@ class LocalRanks:
     @property
     def over(self) -> bool:
         """Whether every rank of the run was here and has ended: the launchers have nothing left to wait for."""
-        return len(self._ranks) == self._world_size and not self.alive
+        return 0 < self._world_size == len(self._ranks) and not self.alive
 
     def look(self, seconds: float) -> list[End]:
         """Wait at most so long for an end; those since the last look, killed ones first: they came before."""

@@ -87,8 +87,18 @@ class Job:
         ([["wait 1", "die 9"], DONE, ["launcher 0"]], 6, ["rank 0", "SIGKILL"]),
         ([["wait 1", "exit 75"], ["wait 1", "exit 75"], ["launcher 1"]], 75, []),
         ([DONE, DONE, ["launcher 3"]], 0, []),
+        ([DONE, DONE, ["launcher 0 late"]], 0, []),
     ],
-    ids=["done", "usage", "second rank killed", "first rank crashed", "launcher says 0", "stopped", "launcher says 3"],
+    ids=[
+        "done",
+        "usage",
+        "second rank killed",
+        "first rank crashed",
+        "launcher says 0",
+        "stopped",
+        "launcher says 3",
+        "slow launcher",
+    ],
 )
 def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, code, parts):
     found, lines = Job(tmp_path / "run", [ranks]).end()
