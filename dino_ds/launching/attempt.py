@@ -107,7 +107,7 @@ class Attempt:
 
     def run(self) -> Outcome:
         looked = over = 0.0
-        while self._ranks.alive or self._ranks.launcher_alive:
+        while (self._ranks.alive or self._ranks.launcher_alive) and not self._killed:
             for end in self._ranks.look(_TICK_SECONDS):
                 self._take_notice(end)
             self._pass_signals_on()
@@ -227,8 +227,8 @@ class Attempt:
                 return LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
             if end.rank is not None and end.code:
                 return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
-        code = self._root.returncode
         if not codes:
+            code = self._root.returncode or 0
             text = f"the launcher ended with code {code}, and no rank was seen"
             return code if code > 0 else LOST, text, False, None
         rank = next(rank for rank, found in codes.items() if found != 0)

@@ -127,9 +127,9 @@ class LocalRanks:
 
     def close(self) -> None:
         """Every process has been ended."""
+        self.look(0.0)
         for watched in self._watched:
             watched.close()
-        self._root.wait()
         for pid in self._seen:
             self._reap(pid)
 

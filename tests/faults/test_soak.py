@@ -160,6 +160,18 @@ FAULTS: dict[str, Callable[[Target, random.Random], None]] = {
 }
 
 
+def _shoot_all(target: Target, faults: list[str], steps: int, dice: random.Random) -> None:
+    """The run comes to its end all the same."""
+    steps_hit = sorted(dice.randrange(2, steps - STEPS_BETWEEN_SAVES) for _ in faults)
+    for number, (fault, step) in enumerate(zip(faults, steps_hit, strict=True)):
+        target.wait_for_step(step)
+        missed = "" if _shoot(target, fault, dice) else ": nobody there"
+        print(f"{number + 1} of {len(faults)}: {fault} at step {target.step}{missed}", flush=True)
+        time.sleep(dice.uniform(0, 2))
+    target.wait_for_step(steps)
+    assert target.end() == 0, target.tail()
+
+
 def _shoot(target: Target, fault: str, dice: random.Random) -> bool:
     """Whether it has hit anybody: a target may be gone, or not there yet."""
     try:
@@ -175,16 +187,10 @@ def _soak(tmp_path: Path, launcher: list[str], faults: list[str], steps: int) ->
     images = image_folder(tmp_path / "images")
     options = {**TINY, "length": f"{steps} steps", "save_every": f"{STEPS_BETWEEN_SAVES} steps", "hang_seconds": "15"}
     target = Target(launcher, images, tmp_path / "run", options)
-    steps_hit = sorted(dice.randrange(2, steps - STEPS_BETWEEN_SAVES) for _ in faults)
-    for number, (fault, step) in enumerate(zip(faults, steps_hit, strict=True)):
-        target.wait_for_step(step)
-        hit = _shoot(target, fault, dice)
-        print(
-            f"{number + 1} of {len(faults)}: {fault} at step {target.step}{'' if hit else ': nobody there'}", flush=True
-        )
-        time.sleep(dice.uniform(0, 2))
-    target.wait_for_step(steps)
-    assert target.end() == 0, target.tail()
+    try:
+        _shoot_all(target, faults, steps, dice)
+    finally:
+        target.supervisor.kill()
     peace = tmp_path / "peace"
     assert run_on_ranks(train_tiny, images, peace, "zero1_fp32.json", changes=options) == [None, None]
     assert losses_of(target.run) == losses_of(peace)
