@@ -103,7 +103,7 @@ class Saving:
     def finish(self, must: bool) -> list[str]:
         """Waits for what is being written, if anything is; lines to say. All ranks must call it.
 
-        Raises StorageError on all ranks if it fails and `must` not.
+        With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """
         return self._land(must) + self._chores.wait(must)
 
@@ -165,11 +165,11 @@ class Saving:
         folder: Path | None = None
         if not reason and distributed.rank() == 0:
             files = {name: record for records, *_ in answers for name, record in records.items()}
-            manifest = Manifest(**flight.manifest, layouts=[layout for _, layout, _ in answers], files=files)
             try:
+                manifest = Manifest(**flight.manifest, layouts=[layout for _, layout, _ in answers], files=files)
                 folder = self._checkpoints.commit(manifest)
-            except OSError as error:
-                reason = self._reason(flight, error)
+            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
+                reason = self._reason(flight, as_os_error(error, self._checkpoints.folder))
         reason = distributed.gather_objects(reason)[0]
         if reason:
             return self._failed(flight.step, reason, must)
