@@ -35,7 +35,8 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 @dataclass(frozen=True)
 class SaveCost:
-    """Of the last checkpoint: training stood still for `stall_seconds`, all was done after `seconds`; its bytes."""
+    """Of the last checkpoint, the same on all ranks: training stood still for `stall_seconds`, on the rank where that
+    was longest; all was done after `seconds`; the bytes of all ranks."""
 
     stall_seconds: float
     seconds: float
@@ -170,14 +171,15 @@ class Saving:
                 folder = self._checkpoints.commit(manifest)
             except Exception as error:  # of whatever kind: the other ranks wait to hear of it
                 reason = self._reason(flight, as_os_error(error, self._checkpoints.folder))
-        reason = distributed.gather_objects(reason)[0]
-        if reason:
+        now = time.perf_counter()
+        outcomes = distributed.gather_objects((reason, flight.stalled + now - begun, now - flight.begun))
+        if reason := outcomes[0][0]:
             return self._failed(flight.step, reason, must)
         self._failures, self._last = 0, flight.manifest
         if folder is not None:
             self._chores.start(folder, flight.step)
-        now = time.perf_counter()
-        self.cost = SaveCost(flight.stalled + now - begun, now - flight.begun, flight.bytes)
+        _, stalls, seconds = zip(*outcomes, strict=True)
+        self.cost = SaveCost(max(stalls), max(seconds), flight.bytes)
         return [f"save     step {flight.step}: {self.cost}"]
 
     def _reason(self, flight: Flight, error: OSError) -> str:
