@@ -114,22 +114,22 @@ def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank:
     from dino_ds.objective.dino import DinoLoss
     from dino_ds.step import DinoStep
 
-    original, steps, seen, done = DinoLoss.forward, DinoStep.micro_batch, [0], []
+    original, steps, seen, done = DinoLoss.__call__, DinoStep.micro_batch, [0], []
 
     def micro_batch(self: DinoStep, *args: Any) -> Any:
         seen[0] = self.applied_steps + 1
         return steps(self, *args)
 
-    def forward(self: DinoLoss, *args: Any) -> Any:
-        loss, entropy = original(self, *args)
-        if seen[0] >= step and len(done) < times:
-            done.append(True)
-            mark()
-            loss = loss * factor
-        return loss, entropy
+    def call(self: DinoLoss, *args: Any) -> Any:
+        out = original(self, *args)
+        if seen[0] < step or len(done) >= times:
+            return out
+        done.append(True)
+        mark()
+        return out._replace(loss=out.loss * factor)
 
     if rank in on:
-        DinoStep.micro_batch, DinoLoss.forward = micro_batch, forward
+        DinoStep.micro_batch, DinoLoss.__call__ = micro_batch, call
 
 
 def both(*faults: Fault) -> Fault:
