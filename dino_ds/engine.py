@@ -66,17 +66,8 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
             del os.environ[name]
 
 
+@distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
-    try:
-        _join_group(timeout)
-    except RuntimeError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise ConfigError(f"port {port} of {socket.gethostname()} is in use: give another --master_port") from error
-
-
-def _join_group(timeout: timedelta) -> None:
     import deepspeed
 
     accelerator = deepspeed.accelerator.get_accelerator()
