@@ -248,7 +248,7 @@ class _Step:
         self.loss = self.logits + row + max(entropy, gradient)
 
 
-def recipe_sizes(recipe: Recipe) -> dict[str, int]:
+def recipe_sizes(recipe: Recipe) -> Mapping[str, int]:
     """Elements of every parameter of the student, by its name."""
     head = HeadSizes(recipe.head.prototypes, recipe.head.hidden, recipe.head.bottleneck, recipe.head.layers)
     return parameter_sizes(recipe.model.architecture(), recipe.crops.global_size, head)

@@ -11,20 +11,20 @@ from dino_ds.config import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.plan.fit import fit
-from dino_ds.plan.tiers import CASES, FILLED, FOLDER, LIMITS, README, file_text, plan_all, readme_text
+from dino_ds.plan.tiers import CASES, FILLED, FOLDER, README, file_text, pages, plan_all
 
 
 @pytest.fixture(scope="module")
 def planned():
-    return list(plan_all())
+    return plan_all()
 
 
-def test_files_and_table_are_those_of_the_planner(planned):
+def test_files_and_tables_are_those_of_the_planner(planned):
     """After a change of the planner: make tiers."""
     expected = {f"{found.name}.json": file_text(found) for _, found in planned if found is not None}
     assert {path.name: path.read_text() for path in FOLDER.iterdir()} == expected
-    text = README.read_text()
-    assert readme_text(text, planned) == text
+    for page, text in pages(planned).items():
+        assert page.read_text() == text
 
 
 def test_each_file_is_valid_and_fits_its_card(planned):
@@ -36,12 +36,12 @@ def test_each_file_is_valid_and_fits_its_card(planned):
         config = resolve_ds_config(ds, path, recipe.data.global_batch, case.ranks, True, count_parameters(recipe))
         assert config == found.fit.config
         assert config.micro_batch * config.accumulation * case.ranks == recipe.data.global_batch
-        again = fit(recipe, ds, path, case.ranks, LIMITS[case.tier])
-        assert again.fits and again.memory.gib <= FILLED * LIMITS[case.tier], found.name
+        again = fit(recipe, ds, path, case.ranks, case.card.memory_gib)
+        assert again.fits and again.memory.gib <= FILLED * case.card.memory_gib, found.name
 
 
 def test_names_say_what_the_files_are(planned):
-    pattern = r"(.+?)_(\d+)gpu_(\w+?)_zero(\d)_(bf16|fp16)((?:_checkpointing|_offload|_hpz|_zeropp)*)"
+    pattern = r"(.+?)_(\d+)gpu_(\w+?)_zero(\d)_(bf16|fp16)((?:_checkpointing|_offload|_offload_all|_hpz|_zeropp)*)"
     for case, found in planned:
         if found is None:
             continue
