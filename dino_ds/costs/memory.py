@@ -62,6 +62,9 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     # The head's gradients are the first.
     share = sum(n for name, n in sizes.items() if name.startswith("head.")) / sum(sizes.values())
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
+    # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
+    late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
+    whole = _gradient_element(config) * sum(sizes.values()) if late else gradients
     moments = {
         "the loss": {
             "activations": step.saved,
@@ -72,13 +75,13 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
         "the first blocks of the backward pass": {
             "activations": step.saved - step.last_block + step.last_whole_block,
             "head and loss": step.logits,
-            "gradients": max(held, round(share * gradients)),
-            "buckets": buckets,
+            "gradients": max(held, round(share * whole)),
+            "buckets": 0 if late and not on_gpu else buckets,
         },
         "the end of the backward pass": {
             "activations": step.first_block,
             "head and loss": step.logits,
-            "gradients": gradients,
+            "gradients": whole,
             "buckets": buckets,
         },
         "the optimizer": {

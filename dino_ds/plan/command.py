@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config import Recipe, change_recipe
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, StorageError
 from dino_ds.measure.tables import print_result
+from dino_ds.plan.backbones import with_backbone
 from dino_ds.plan.fit import Fit, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS, Gpu, find_gpu
 from dino_ds.plan.habits import find_bad_habits
 from dino_ds.plan.recommend import recommend, write_ds
 from dino_ds.plan.report import describe, page
+from dino_ds.plan.scaling import save_scaling, scaling_page, simulate_scaling
 from dino_ds.plan.speed import Cluster, estimate_step
+from dino_ds.plan.sweep import save_sweep, sweep_page
+from dino_ds.plan.sweep import sweep as run_sweep
 
 _RECOMMENDED = "the recommended config"
 
@@ -33,17 +36,31 @@ def run(
     memory_gib: float | None,
     network_gbit: float | None,
     write: str | None,
+    sweep: bool,
+    scaling: bool,
+    out: str | None,
     json: bool,
 ) -> None:
-    """`ds` None: recommend one. Raises ConfigError."""
+    """`ds` None: recommend one. Raises ConfigError; StorageError if `out` can't be written."""
+    recipe = with_backbone(recipe, backbone)
+    if sweep or scaling:
+        if (sweep and scaling) or out is None:
+            raise ConfigError("--sweep and --scaling are two things, each with a folder: --out FOLDER")
+        if ds is not None or write:
+            raise ConfigError("--sweep and --scaling try configs of their own: leave --ds_config and --write out")
+        if sweep:
+            _sweep(recipe, gpus * nodes, Path(out), json)
+        else:
+            _scaling(recipe, _cluster(gpu, memory_gib, gpus, nodes, network_gbit), Path(out), json)
+        return
+    if out:
+        raise ConfigError("--out is the folder of --sweep or --scaling: give one of them")
     if ds is not None and write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
-    card = _card(gpu, memory_gib)
-    cluster = Cluster(card, gpus, nodes, card.network if network_gbit is None else network_gbit / 8)
-    recipe = with_backbone(recipe, backbone)
+    cluster = _cluster(gpu, memory_gib, gpus, nodes, network_gbit)
     recipe, warnings = _divisible(recipe, cluster.world_size)
     if gpu is None:
-        warnings.append(f"no --gpu is given: speed is estimated as of {card.name}")
+        warnings.append(f"no --gpu is given: speed is estimated as of {cluster.gpu.name}")
     if ds is None or ds_path is None:
         result = _recommended(recipe, cluster)
         ds = result["ds_config"]
@@ -56,15 +73,28 @@ def run(
     print_result(page(result), result, json)
 
 
-def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
-    """`recipe` with this backbone, and crops that its patches divide: 96 pixels become 98 for patches of 14, as in
-    DINOv2. Raises ConfigError."""
-    if backbone is None:
-        return recipe
-    patch = ARCHITECTURES[backbone].patch_size if backbone in ARCHITECTURES else 1
-    crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
-    sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
-    return change_recipe(recipe, {"model.backbone": backbone, **sizes})
+def _sweep(recipe: Recipe, world_size: int, folder: Path, json: bool) -> None:
+    result = run_sweep(recipe, world_size)
+    _save(lambda: save_sweep(result, folder), folder)
+    print_result(sweep_page(result), result, json)
+
+
+def _scaling(recipe: Recipe, cluster: Cluster, folder: Path, json: bool) -> None:
+    result = simulate_scaling(recipe, cluster.gpu, cluster.gpus, cluster.network)
+    _save(lambda: save_scaling(result, folder), folder)
+    print_result(scaling_page(result), result, json)
+
+
+def _save(write: Callable[[], None], folder: Path) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise StorageError(f"--out {folder} can't be written to: {error.strerror}") from error
+
+
+def _cluster(name: str | None, memory_gib: float | None, gpus: int, nodes: int, gbit: float | None) -> Cluster:
+    card = _card(name, memory_gib)
+    return Cluster(card, gpus, nodes, card.network if gbit is None else gbit / 8)
 
 
 def _card(name: str | None, memory_gib: float | None) -> Gpu:

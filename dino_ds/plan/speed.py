@@ -23,6 +23,7 @@ ASSUMPTIONS = {
     "overlap": 0.7,  # of the computation behind which DeepSpeed can hide collectives
     "ring_hop_us": 3.0,  # a rank's part in the latency of an all-gather or reduce-scatter
     "tree_hop_us": 10.0,  # a level's part in the latency of an all-reduce, up and down
+    "waiting": 0.01,  # of the step for each doubling of the nodes: ranks wait for the slowest
     "launch_us": 5.0,  # an operator's time on the host
     "launches_per_block": 110,  # of student and teacher, forward and backward
     "zero3_us_per_block": 1000.0,  # of DeepSpeed's hooks on the host that fetch and release weights
@@ -87,6 +88,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         "communication": exposed_seconds(traffic, cluster, times * (compute + again), times * backward),
         "offload": _offload_seconds(recipe, config, cluster),
     }
+    parts["waiting for other ranks"] = waiting_share(cluster) * sum(parts.values())
     whole = sum(recipe_step_flops(recipe, False).values())
     return StepTime(
         {name: seconds for name, seconds in parts.items() if seconds},
@@ -114,6 +116,11 @@ def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, b
     hidden = by_time["backward"] - gradients
     weights = max(0.0, by_time["micro-batch"] - max(0.0, share * step - hidden))
     return gradients + weights + by_time[""]
+
+
+def waiting_share(cluster: Cluster) -> float:
+    """What the slowest of many nodes costs, as a part of the step."""
+    return ASSUMPTIONS["waiting"] * math.log2(cluster.nodes)
 
 
 def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
