@@ -12,7 +12,7 @@ from dino_ds.bad_steps import BadSteps
 from dino_ds.data.feed import Feed, Views
 from dino_ds.data.loader import NoBatchYet
 from dino_ds.engine import Progress
-from dino_ds.errors import STOPPED
+from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.metrics import RunLog
@@ -54,17 +54,24 @@ class Loop:
             self._evaluate()
         with closing(run.build_feed()) as feed:
             self._clock.read()
-            while step.applied_steps < self._last_step:
-                batch = self._next(feed)
-                self._beat.enter("step", step.applied_steps)
-                out = self._train(batch) if batch else self._spoil_window()
-                if out.progress is Progress.SKIPPED:
-                    self._after_skip()
-                elif out.progress is Progress.STEPPED:
-                    assert batch is not None  # a spoilt window is never applied
-                    self._after_step(out, batch)
+            try:
+                while step.applied_steps < self._last_step:
+                    self._micro_batch(feed)
+            except NumericError:  # of all ranks
+                self._say_save(run.finish_save())
+                raise
         self._beat.enter("end", step.applied_steps)
         self._finish()
+
+    def _micro_batch(self, feed: Feed) -> None:
+        batch = self._next(feed)
+        self._beat.enter("step", self._run.step.applied_steps)
+        out = self._train(batch) if batch else self._spoil_window()
+        if out.progress is Progress.SKIPPED:
+            self._after_skip()
+        elif out.progress is Progress.STEPPED:
+            assert batch is not None  # a spoilt window is never applied
+            self._after_step(out, batch)
 
     def _next(self, feed: Feed) -> Views | None:
         """The next micro-batch; None where a stop was asked for and it does not come."""
@@ -137,6 +144,8 @@ class Loop:
         if any(stops):
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
+            else:
+                self._say_save(run.finish_save(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:

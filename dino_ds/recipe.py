@@ -137,6 +137,12 @@ class ModelSection(Section):
     stochastic_depth: Literal["per_image", "batched"] = _field(
         "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
     )
+    init_from: str | None = _field(
+        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
+    )
+    freeze_backbone: LengthField = _field(
+        Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
+    )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
         "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
     )

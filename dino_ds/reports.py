@@ -82,6 +82,8 @@ class Reports:
         drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
         limit = allowed_bad_images(fraction, drawn, len(run.source))
         if len(run.bad_images) > limit:
+            if lines := run.finish_save():
+                self._log.say(lines)
             raise DataError(
                 f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
                 f"{limit}; their names are in {run.folder.path / 'log.txt'}: mend or remove them, or raise the fraction"

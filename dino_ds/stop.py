@@ -22,12 +22,13 @@ FORWARDED_SECONDS = 2.0
 class StopRequests:
     """The first signal asks for a stop, a second one ends the process at once; used as a `with` block.
 
-    Before `ready` there is nothing to save: the first one ends the process (`nothing_to_save` is called before). All of
-    this is done in a thread that the signal's handler in C wakes: it works while the main thread waits in a collective.
+    Before `ready` there is nothing to save, and the first one ends the process. `nothing_to_save` (who has asked) and
+    `at_once` (exit code, message) are called before such ends. All of this is done in a thread that the handler in C
+    wakes: it works while the main thread waits in a collective.
     """
 
-    def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None]) -> None:
-        self._beat, self._nothing_to_save = beat, nothing_to_save
+    def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
+        self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
         self._signal = ""
         self._first_at = 0.0
         self._ready: Callable[[], None] | None = None
@@ -83,13 +84,10 @@ class StopRequests:
             if self._ready is not None:
                 self._ready()
             else:
-                self._beat.end("stopped", STOPPED, f"stopped by {name} before the first step")
                 self._nothing_to_save(name)
                 _leave(STOPPED)
         elif now - self._first_at > FORWARDED_SECONDS:
-            message = f"ended at once by {self._signal} and {name}; what was not saved is lost"
-            self._beat.end("error", 128 + number, message)
-            print(f"dino_ds: error: {message}", file=sys.stderr)
+            self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
             _leave(128 + number)
 
 

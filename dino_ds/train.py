@@ -61,11 +61,10 @@ def train(
 
         def stop_early(why: str) -> None:
             failures.stopped_early(why)
-            _give_back(lock, heartbeats)
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
-        with failures.told(), StopRequests(dog.beat, stop_early) as stop:
+        with failures.told(), StopRequests(dog.beat, stop_early, failures.ended_at_once) as stop:
             try:
                 init_distributed()
                 note = _take(lock, heartbeats)

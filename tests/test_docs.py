@@ -43,7 +43,8 @@ def test_documented_commands_are_accepted(page, line):
     )
     flags = parse_flags(command, rest)
     load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
-    load_ds_config(str(REPOSITORY / flags.fixed.get("ds_config", command.ds_config)), flags.ds)
+    if path := flags.fixed.get("ds_config", command.ds_config):
+        load_ds_config(str(REPOSITORY / path), flags.ds)
 
 
 def test_there_are_commands_to_check():

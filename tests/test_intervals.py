@@ -8,6 +8,8 @@ import pytest
 
 from dino_ds import intervals
 from dino_ds.intervals import FIRST_SAVE_AFTER, SaveClock, young_interval
+from tests.ranks import run_on_ranks
+from tests.training.harness import image_folder, losses_of, train_tiny
 
 
 @pytest.fixture
@@ -73,3 +75,15 @@ def test_a_first_save_that_failed_is_tried_again(now):
     """A save that failed has no cost."""
     clock = SaveClock(None, 10, 100, 24)
     assert [done for done in range(11, 600) if clock.due(done)] == [15, 60, 510]
+
+
+def test_a_run_measures_its_first_save_and_says_how_often_it_saves(tmp_path):
+    """The same losses as with any other interval: saving is no part of what is learned."""
+    images = image_folder(tmp_path / "images")
+    for every in ("auto", "4 steps"):
+        changes = {"save_every": every, "save_in_background": "false", "length": "8 steps"}
+        assert run_on_ranks(train_tiny, images, tmp_path / every, changes=changes) == [None, None]
+    said = [line for line in (tmp_path / "auto/log.txt").read_text().splitlines() if line.startswith("saves")]
+    assert len(said) == 1 and "a failure is expected every 24 h" in said[0]
+    assert sorted(p.name for p in (tmp_path / "auto/checkpoints").glob("step_*")) == ["step_00000005", "step_00000008"]
+    assert losses_of(tmp_path / "auto") == losses_of(tmp_path / "4 steps")

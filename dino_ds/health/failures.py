@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,6 +62,11 @@ class Failures:
         """This rank ends at a signal before the first step: the others need not ask what has become of it."""
         self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
 
+    def ended_at_once(self, code: int, message: str) -> None:
+        """This rank ends with `code` in a moment; it says why."""
+        if self._claim(code, message, "error") is not False:
+            print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
+
     def _tell(self, error: UserError) -> None:
         claimed = self._claim(error.exit_code, str(error), "error")
         first = self._heartbeats.first_failure()
@@ -92,7 +98,8 @@ class Failures:
         who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
         step, where = self._beat.step, self._beat.where
         peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
-        self._tell(peer)
+        claimed = self._claim(peer.exit_code, str(peer), "error")
+        peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer
 
     def _wait_for_cause(self) -> Failure | None:

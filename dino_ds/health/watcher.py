@@ -33,6 +33,8 @@ PATIENCE = 3
 """Start-up, the first step, saving and evaluating may take so many times `hang_seconds`."""
 _GRACE_SECONDS = 4.0
 """For a rank to end by itself after another one has failed."""
+_LONE_SECONDS = 5.0
+"""Without its launcher a rank may go on for so long between two signs of life, or twice its longest so far."""
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 PEER_LOST = 6
@@ -94,7 +96,7 @@ class Watcher:
                 self._last_words("error", PEER_LOST, self._taken_over)
                 self._end_rank()
                 continue
-            self._look_at_launchers()
+            self._look_at_launchers(now)
             if self._failure is not None or self._doomed_at is not None:
                 self._follow(now)
             elif self._orders.hang_seconds and self._idle > limit_of(self._beat, self._orders.hang_seconds):
@@ -152,14 +154,16 @@ class Watcher:
             message,
         )
 
-    def _look_at_launchers(self) -> None:
+    def _look_at_launchers(self, now: float) -> None:
         """A rank without its launcher saves and ends; one that does not get that far is ended."""
         if self._doomed_at is not None or all(alive(p.pid, p.ticks) for p in self._launchers):
             return
         self._beat.wish("the end of the launcher")
-        if self._beat.phase != "save" and self._idle > 3.0 + 2 * self._slowest:
-            self._doomed_at = time.monotonic()
-            self._last_words("error", PEER_LOST, "the launcher is gone, and no step came to its end")
+        if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
+            self._doomed_at = now
+            message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"
+            self._fail("launcher", message)
+            self._last_words("error", PEER_LOST, message)
 
     def _follow(self, now: float) -> None:
         """Another rank has failed: this one ends by itself, or is ended."""
@@ -253,6 +257,9 @@ class Watcher:
         if beat.listed:
             self._disk.look(lambda: self._heartbeats.publish(self._heartbeat()))
         if orders.rank == 0:
+            if not self._lock.guards_a_run and self._heartbeats.folder.exists():
+                time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason of this end
+                self._disk.look(self._heartbeats.remove)
             self._disk.look(self._lock.release)
 
 

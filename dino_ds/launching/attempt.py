@@ -25,6 +25,8 @@ _AFTER_AN_END_SECONDS = 600.0
 _WITHOUT_LAUNCHER_SECONDS = 60.0
 _LAST_WORDS_SECONDS = 5.0
 """For watchers and loader processes, after the last rank."""
+_OTHER_MACHINES_SECONDS = 15.0
+"""For the last heartbeat of a rank that ends elsewhere at about the same time."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,9 @@ class Attempt:
                 self._look_for_first_step()
         end_all(self._guard.mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
         self._ranks.close()
+        until = time.monotonic() + _OTHER_MACHINES_SECONDS
+        while None in self._codes().values() and self._elsewhere() and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
         return self._judge()
 
     def _take_notice(self, end: End) -> None:
@@ -185,11 +190,13 @@ class Attempt:
         return outcome(*self._guess(codes))
 
     def _codes(self) -> dict[int, int | None]:
-        """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known."""
+        """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known.
+
+        A rank of another machine counts if it has a heartbeat here: else that machine has a supervisor of its own.
+        """
         beats, ends = self._records.beats(), {end.rank: end for end in self._ranks.ends if end.rank is not None}
-        world = self._ranks.world_size or max(beats, default=-1) + 1
         codes: dict[int, int | None] = {}
-        for rank in sorted(ends.keys() | set(range(world))):
+        for rank in sorted(ends.keys() | beats.keys()):
             end, beat = ends.get(rank), beats.get(rank)
             if end is not None and end.status is not None:
                 codes[rank] = -end.signal if end.signal else end.code
@@ -198,6 +205,10 @@ class Attempt:
             else:
                 codes[rank] = beat.code if beat is not None and beat.ended else None
         return codes
+
+    def _elsewhere(self) -> bool:
+        """Whether ranks run on other machines too."""
+        return bool(self._records.beats().keys() - {end.rank for end in self._ranks.ends})
 
     def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
         """Of a failure that no rank has written down: code, message, said, rank."""

@@ -70,7 +70,6 @@ class LocalRanks:
 
     def __init__(self, root: subprocess.Popen[bytes], launched: bool) -> None:
         self.ends: list[End] = []
-        self.world_size: int | None = None if launched else int(os.environ.get("WORLD_SIZE", 1))
         self._root, self._seen = root, {root.pid}
         rank = None if launched else int(os.environ.get("RANK", 0))
         self._watched = [_Watched(root.pid, rank)]
@@ -146,7 +145,6 @@ class LocalRanks:
                 self._ranks.add(rank)
                 self._watch(process.pid, rank)
                 self._expected = int(environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or 1)
-                self.world_size = int(environment.get("WORLD_SIZE", 1))
         elif process.create_time() < time.time() - 1.0:  # a younger one may still become a rank
             self._watch(process.pid, None)
 

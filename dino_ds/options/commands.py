@@ -5,6 +5,9 @@ from __future__ import annotations
 from dino_ds.options.command import JSON as _JSON
 from dino_ds.options.command import Command, Flag
 from dino_ds.options.machine_commands import DOCTOR, LAUNCH
+from dino_ds.options.model_commands import MODELS
+from dino_ds.options.plan_commands import PLAN
+from dino_ds.options.run_commands import RUNS
 
 TRAIN = Command(
     "train",
@@ -104,6 +107,19 @@ BENCHES = (
         recipe="vitti16",
         takes_ds=False,
     ),
+    Command(
+        "bench plan",
+        "predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)",
+        "dino_ds.bench.plan:run",
+        (
+            Flag("batch", "int", 4, "images per process"),
+            Flag("ranks", "int", 2, "processes of the second column"),
+            Flag("precision", "text", "fp32", "fp32 or bf16"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+    ),
 )
 
 _DATA = (
@@ -188,29 +204,6 @@ _SHARDING = (
     ),
 )
 
-_PLANNING = (
-    Command(
-        "simulate-goodput",
-        "what failures cost a run and how often to save: goodput by formula and by simulation",
-        "dino_ds.tools.simulate_goodput:run",
-        (
-            Flag("mtbf_hours", "number", None, "mean time between failures of one node", "24, or the run's recipe"),
-            Flag("nodes", "int", 1, "a job of N nodes fails N times as often"),
-            Flag("save_every_minutes", "number", None, "an interval to look at", "the best one only"),
-            Flag("save_seconds", "number", None, "from a save's begin until it can be loaded", "the run's, else 10"),
-            Flag("save_stall_seconds", "number", None, "for which training stands still", "the run's, else all of it"),
-            Flag("restart_seconds", "number", None, "from noticing a failure to a new step", "the run's, else 120"),
-            Flag("detect_seconds", "number", None, "from a failure until it is noticed", "60", zero=True),
-            Flag("run", "text", None, "take what is not given from the files of this run folder", shown="none"),
-            Flag("out", "text", None, "PNG file for goodput over the interval", shown="none"),
-            _JSON,
-        ),
-        takes_recipe=False,
-        takes_ds=False,
-        loads_torch=False,
-    ),
-)
-
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -244,7 +237,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *_PLANNING)
+_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *RUNS, *MODELS)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 

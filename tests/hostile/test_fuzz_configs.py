@@ -17,6 +17,8 @@ from dino_ds.options.commands import COMMANDS
 from tests.hostile.guard import command, examples
 from tests.hostile.mutate import NASTY, broken_text, nasty
 
+pytestmark = pytest.mark.faults
+
 RECIPE = (RECIPES / "quickstart.yaml").read_text()
 DS = (CHECKOUT / "ds_configs/zero2_fp16.json").read_text()
 OPTIONS = [option.name for option in recipe_options()]

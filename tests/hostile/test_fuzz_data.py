@@ -26,6 +26,8 @@ from dino_ds.errors import UserError
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 
+pytestmark = pytest.mark.faults
+
 MAX_PIXELS = Recipe().data.max_pixels
 
 

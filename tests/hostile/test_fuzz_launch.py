@@ -15,6 +15,8 @@ from dino_ds.launching.hostfile import choose_slots, read_hostfile
 from tests.hostile.guard import examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 
+pytestmark = pytest.mark.faults
+
 HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slots=2\n"
 
 

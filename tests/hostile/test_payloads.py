@@ -34,6 +34,8 @@ from tests.hostile.test_fuzz_data import IMAGES, read_all
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, train_tiny
 
+pytestmark = pytest.mark.faults
+
 CANARY = "canary"
 
 

@@ -8,10 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
+
+from dino_ds.config import dump_recipe, load_recipe
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.launching.poison import write_step_images
+from tests.ranks import run_on_ranks
+from tests.training.harness import TINY, image_folder, train_tiny
 
 FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
@@ -113,11 +123,37 @@ def test_restarts_are_written_down(tmp_path):
     assert [line for line in lines if "restart 1 of 5 in " in line]
 
 
-def test_three_deaths_at_one_step_end_it(tmp_path):
-    job = Job(tmp_path / "run", [[["step 4", "wait 0.5", "exit 1"]]], 9)
+def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
+    """Two steps an epoch: the fifth is the first of the third epoch, of both ranks and all their micro-batches."""
+    images, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    run.mkdir()
+    recipe = load_recipe(None, {**TINY, "data.root": str(images)})
+    (run / "config.yaml").write_text(dump_recipe(recipe))
+    job = Job(run, [[["step 4", "wait 0.5", "exit 1"], DONE]], 9)
     code, lines = job.end()
     assert code == 6 and len(job.starts) == 3
     assert "step 5 has ended the run 3 times in a row" in lines[-1]
+    named = (run / "poison-5.txt").read_text().splitlines()
+    assert "step 5, epoch 2" in named[0]
+    source, crops = build_source("folder", str(images), "train", False), MultiCrop(**recipe.crops.model_dump())
+    loaded = []
+    for micro_step in range(2):  # accumulation 2
+        for rank in range(2):
+            with closing(build_loader(source, crops, recipe.seed, 8, 2, rank, 2, 0, Position())) as loader:
+                loaded += next(islice(loader, 4 * 2 + micro_step, None)).names
+    assert [line for line in named if not line.startswith("#")] == loaded
+
+
+def test_images_are_counted_from_the_last_checkpoint_and_with_skipped_steps(tmp_path):
+    """A step that was skipped has used its images up."""
+    images, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(train_tiny, images, run, max_steps=3, world=1) == [None]
+    assert write_step_images(run, 4).read_text().startswith("# step 5, epoch 2")
+    _, _, *next_step = write_step_images(run, 5).read_text().splitlines()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "skipped_steps": 1}\n{"step": 5, "skip')
+    _, _, *after_a_skip = write_step_images(run, 4).read_text().splitlines()
+    assert after_a_skip == next_step
 
 
 def test_deaths_at_other_steps_do_not(tmp_path):
