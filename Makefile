@@ -8,7 +8,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train test test-faults soak lint bench-gpu setup clean
+.PHONY: train test test-faults soak lint tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -23,10 +23,15 @@ test-faults: setup
 
 # Hundreds of kills, every resume, a supervised run with random faults: about an hour.
 soak: setup
-	$(VENV)/bin/python -m pytest -m soak
+	DINO_DS_SOAK=1 $(VENV)/bin/python -m pytest -m '' tests/checkpoint/test_kills.py \
+		tests/training/test_resume_changes.py tests/faults/test_soak.py
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+# The ds configs by GPU tier and their table, anew from the planner.
+tiers: setup
+	$(VENV)/bin/python -m dino_ds.plan.tiers
 
 # Each command by itself: what fails on one kind of GPU leaves the others' results.
 BENCH := $(VENV)/bin/dino-ds bench

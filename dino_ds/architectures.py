@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,8 @@ class Architecture:
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
-    position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models.
+    position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`: the name of
+    the model that timm makes it of with these numbers, for one that timm has no name for.
     """
 
     patch_size: int
@@ -23,9 +24,23 @@ class Architecture:
     layer_scale: float | None = None
     registers: int = 0
     in_chans: int = 3
+    timm: str | None = None
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, int | float]]:
+        """The name and the arguments by which timm.create_model builds this architecture, called `name` here."""
+        arguments: dict[str, int | float] = {
+            "patch_size": self.patch_size,
+            "embed_dim": self.width,
+            "depth": self.depth,
+            "num_heads": self.heads,
+            "in_chans": self.in_chans,
+        }
+        return (name, arguments) if self.timm is None else (self.timm, arguments | {"mlp_ratio": self.mlp_ratio})
 
 
 _S16 = Architecture(16, 384, 12, 6)
+# timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
+_GIANT = Architecture(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5)
 _DINOV2 = {
     "small": (384, 12, 6),
     "base": (768, 12, 12),
@@ -41,15 +56,27 @@ ARCHITECTURES: dict[str, Architecture] = {
     "vit_large_patch16_224": Architecture(16, 1024, 24, 16),
     "vit_large_patch14_224": Architecture(14, 1024, 24, 16),
     "vit_huge_patch14_224": Architecture(14, 1280, 32, 16),
+    "vit_huge_patch16_224": Architecture(16, 1280, 32, 16, timm="vit_huge_patch14_224"),
     "vit_giant_patch14_224": Architecture(14, 1408, 40, 16, mlp_ratio=48 / 11),
+    "vit_gigantic_patch14_224": Architecture(14, 1664, 48, 16, mlp_ratio=64 / 13),
     **{
         f"vit_{size}_patch14_{kind}dinov2": Architecture(14, w, d, h, layer_scale=1e-5, registers=r)
         for size, (w, d, h) in _DINOV2.items()
         for kind, r in (("", 0), ("reg4_", 4))
     },
-    # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
-    "vit_giant_patch14_dinov2": Architecture(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
-    "vit_giant_patch14_reg4_dinov2": Architecture(
-        14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5, registers=4
+    "vit_giant_patch14_dinov2": _GIANT,
+    "vit_giant_patch14_reg4_dinov2": replace(_GIANT, registers=4),
+    # Web-SSL's ViT-3B (facebookresearch/webssl, vit_3b): DINOv2's block, wider and not as deep.
+    "vit_3b_patch14_webssl": replace(_GIANT, width=3072, depth=26, heads=24, timm="vit_giant_patch14_dinov2"),
+    # DINOv3's 7B (timm's vit_7b_patch16_dinov3) in width, depth, heads, MLP (8192) and registers. Not its weights:
+    # positions are learned here and rotary there, and its queries, keys and values have no bias.
+    "vit_7b_patch16_reg4": replace(
+        _GIANT,
+        patch_size=16,
+        width=4096,
+        heads=32,
+        mlp_ratio=4.0,
+        registers=4,
+        timm="vit_giant_patch14_reg4_dinov2",
     ),
 }

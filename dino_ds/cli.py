@@ -113,7 +113,13 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
                 )
         except ConfigError as error:
             problems.append(str(error))
-    if command.takes_ds:
+    if command.takes_ds and ds_config is None:
+        files |= {"ds": None, "ds_path": None}
+        if flags.ds:
+            problems.append(
+                f"--ds.{next(iter(flags.ds))} changes a ds JSON, and none is given: name it with --ds_config"
+            )
+    elif command.takes_ds:
         try:
             files["ds"] = load_ds_config(ds_config, flags.ds)
             files["ds_path"] = find_ds_config(ds_config)

@@ -210,7 +210,7 @@ _AUTOCAST = 'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 mas
 _CHECKPOINTS = "dino_ds writes checkpoints itself (recipe: save_every, keep_checkpoints)"
 _OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's AdamW"
 _RECOMPUTE = "it cannot act: dino_ds recomputes with torch's non-reentrant checkpointing, one block at a time"
-_NO_INIT = "it cannot act: dino_ds builds the model before DeepSpeed"
+_NO_INIT = "it cannot act: dino_ds builds the model module by module and gives each to DeepSpeed"
 
 # Dotted name -> why this key, which DeepSpeed knows, is refused.
 REFUSED: dict[str, str] = {

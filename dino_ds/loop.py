@@ -14,6 +14,7 @@ from dino_ds.data.loader import NoBatchYet
 from dino_ds.engine import Progress
 from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
+from dino_ds.intervals import SaveClock
 from dino_ds.metrics import RunLog
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
@@ -34,7 +35,12 @@ class Loop:
         self._reports = Reports(run, log, last_step, predicted_gib)
         self._bad_steps = BadSteps(run, log)
         self._clock = self._reports.clock
-        self._save_every = run.recipe.save_every.in_steps(run.recipe.data.global_batch, run.epoch_steps)
+        self._saves = SaveClock(
+            run.steps_between_saves(),
+            run.step.applied_steps,
+            run.epoch_steps,
+            run.recipe.expected_hours_between_failures,
+        )
         self._window: list[tuple[MicroStep, list[str]]] = []
         self._window_start = run.position
         self._saved_step = run.step.applied_steps
@@ -109,6 +115,7 @@ class Loop:
         self._clock.step()
         self._look_for_wishes()
         self._say_save(run.look_at_save())
+        self._settle_interval()
         self._log.progress(done)
         last = done == self._last_step
         if last or done % run.recipe.log_every == 0:
@@ -121,7 +128,7 @@ class Loop:
             stop = not self._evaluate() and not last
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.views), done)
-        if last or stop or (self._save_every and done % self._save_every == 0):
+        if self._saves.due(done) or last or stop:
             self._save(wait=last or stop)
         if stop:
             self._end_early()
@@ -137,6 +144,8 @@ class Loop:
         if any(stops):
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
+            else:
+                self._say_save(run.finish_save(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
@@ -159,6 +168,11 @@ class Loop:
             self._reports.collect_bad_images()
             self._say_save(self._run.save(wait))
         self._saved_step = self._run.step.applied_steps
+
+    def _settle_interval(self) -> None:
+        cost = self._run.save_cost()
+        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+            self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
         if lines is not None:

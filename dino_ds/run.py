@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import zlib
@@ -11,12 +10,12 @@ from pathlib import Path
 import torch
 
 from dino_ds import distributed
-from dino_ds.build import build_network, build_schedules
+from dino_ds.build import build_network, build_schedules, build_zeros
 from dino_ds.checkpoint import Checkpoints, Choice
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint_saving import SaveCost, Saving
-from dino_ds.config import Recipe
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
@@ -27,6 +26,7 @@ from dino_ds.data.workers import check_shared_memory
 from dino_ds.ds_config import DsConfig
 from dino_ds.durable import put_in_place, replace_file
 from dino_ds.engine import DTYPES, Engine, device
+from dino_ds.engine_partition import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
@@ -55,12 +55,16 @@ class Run:
         folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.step = build_step(recipe, config, self.epoch_steps)
+        # Weights of a checkpoint take the place of others, whose file may be gone.
+        begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
+        self.step = build_step(begins, config, self.epoch_steps)
         self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
         self.notes = choice.notes
+        if self.step.engine.started_from:
+            self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
             self.notes += folder.notes_on(choice.saved.manifest)
@@ -81,7 +85,7 @@ class Run:
         self.folder.write()
         with distributed.together():
             try:
-                self.notes += self._checkpoints.tidy(self.step.applied_steps if self.folder.resume else None)
+                self.notes += self._checkpoints.tidy(self.step.applied_steps)
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run can't be gone on with") from None
 
@@ -114,6 +118,11 @@ class Run:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
         return len(self.source) if self.position.epoch else self.position.samples
 
+    def steps_between_saves(self) -> int | None:
+        """By the recipe; 0: none but the last; None: by what a save costs."""
+        every = self.recipe.save_every
+        return None if every == "auto" else every.in_steps(self.recipe.data.global_batch, self.epoch_steps)
+
     def save(self, wait: bool) -> str | None:
         """A checkpoint, and the teacher as one file that timm reads; lines to say. All ranks must call it.
 
@@ -140,9 +149,12 @@ class Run:
         """
         return _text(self._saving.look())
 
-    def finish_save(self) -> str | None:
-        """Where all ranks are about to raise the same error: a save that is being written is not given up."""
-        return _text(self._saving.land(must=False))
+    def finish_save(self, must: bool = False) -> str | None:
+        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them.
+
+        With `must` its failure is a StorageError on all ranks.
+        """
+        return _text(self._saving.finish(must))
 
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""
@@ -165,9 +177,9 @@ class Run:
             self.step.engine.load_state(saved)
             self.step.objective.center.load(whole.pop("center"))
             self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
-            self.position = Position(**state["position"])
+            self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
             self.skipped_steps = int(state["skipped_steps"])
-            self.bad_images = set(state["bad_images"])
+            self.bad_images = {str(name) for name in state["bad_images"]}
             if self.watch and state["knn"]:
                 self.watch.load_state_dict(state["knn"])
         except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
@@ -180,8 +192,11 @@ class Run:
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         path = self.folder.path / "teacher.safetensors"
         temporary = path.with_name(path.name + ".tmp")
-        write_tensors(temporary, backbone, {"format": "pt"})
-        put_in_place(temporary, path)
+        try:
+            write_tensors(temporary, backbone, {"format": "pt"})
+            put_in_place(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
 
@@ -221,15 +236,13 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
-    network = build_network(recipe, config.levers)
-    # Before DeepSpeed takes the student: under ZeRO 3 a copy of it would be empty.
-    copied = copy.deepcopy(network).to(device())
+    network = build_network(recipe, config.levers, Placement(config))
     if config.levers.compile:
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_blocks()
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
     teacher = Teacher(
-        copied,
+        build_zeros(recipe, config.levers, device()),
         engine.masters(),
         DTYPES[config.precision],
         keep_copy=config.levers.teacher_copy,

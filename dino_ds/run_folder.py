@@ -27,6 +27,7 @@ from dino_ds.names import did_you_mean
 _FREE = (
     "log_every",
     "save_every",
+    "expected_hours_between_failures",
     "keep_checkpoints",
     "keep_every",
     "save_in_background",
@@ -156,21 +157,15 @@ class RunFolder:
         """What is different from the run that saved a checkpoint, in lines for people."""
         old, new = saved.model_dump(), self.description()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
+        other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
+        notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
     def about_teacher(self, arch: Architecture, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it."""
-        name = self.recipe.model.backbone
-        arguments = {
-            "img_size": self.recipe.crops.global_size,
-            "patch_size": arch.patch_size,
-            "embed_dim": arch.width,
-            "depth": arch.depth,
-            "num_heads": arch.heads,
-            "in_chans": arch.in_chans,
-            "num_classes": 0,
-        }
+        name, arguments = arch.timm_model(self.recipe.model.backbone)
+        arguments |= {"img_size": self.recipe.crops.global_size, "num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
         return {
             "load": f"model = timm.create_model({name!r}, {written}); "

@@ -44,7 +44,7 @@ class Memory:
 
 def count_parameters(recipe: Recipe) -> int:
     """Weights of the student, head included; the teacher has as many."""
-    return sum(_sizes(recipe).values())
+    return sum(recipe_sizes(recipe).values())
 
 
 def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0) -> Memory:
@@ -53,7 +53,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     Off a GPU what is offloaded to the host counts too, and so do `libraries`: bytes of the process before it builds
     anything.
     """
-    sizes = _sizes(recipe)
+    sizes = recipe_sizes(recipe)
     state = state_bytes(sizes, config, world_size, on_gpu)
     step = _Step(recipe, config)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
@@ -62,6 +62,9 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     # The head's gradients are the first.
     share = sum(n for name, n in sizes.items() if name.startswith("head.")) / sum(sizes.values())
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
+    # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
+    late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
+    whole = _gradient_element(config) * sum(sizes.values()) if late else gradients
     moments = {
         "the loss": {
             "activations": step.saved,
@@ -72,13 +75,13 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
         "the first blocks of the backward pass": {
             "activations": step.saved - step.last_block + step.last_whole_block,
             "head and loss": step.logits,
-            "gradients": max(held, round(share * gradients)),
-            "buckets": buckets,
+            "gradients": max(held, round(share * whole)),
+            "buckets": 0 if late and not on_gpu else buckets,
         },
         "the end of the backward pass": {
             "activations": step.first_block,
             "head and loss": step.logits,
-            "gradients": gradients,
+            "gradients": whole,
             "buckets": buckets,
         },
         "the optimizer": {
@@ -100,16 +103,19 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     """
     total, low = sum(sizes.values()), config.precision != "fp32"
     shards = world_size if config.stage else 1
-    student = _bytes_of(config) * total // (world_size if config.stage == 3 else 1)
+    student = element_bytes(config) * total // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
-        student += _bytes_of(config) * sum(n for n in sizes.values() if n <= _persistent_below(config))
+        student += element_bytes(config) * sum(n for n in sizes.values() if n <= persistent_below(config))
     masters = 4 * total if config.stage else 0
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
     copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if config.levers.teacher_copy and low else 0
+    # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
+    node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
+        "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
         "masters and moments": 0 if on_host else (masters + 8 * total) // shards,
         "teacher": _FP32 * total,
         "teacher copy": 2 * copied,
@@ -119,7 +125,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
 def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
     """Gradients at the end of a backward pass, in the dtype in which they are accumulated."""
     zero, total = config.raw["zero_optimization"], sum(sizes.values())
-    if on_gpu and config.stage in (1, 2) and offloads_optimizer(zero):
+    if on_gpu and config.stage and offloads_optimizer(zero):
         return 0  # copied to the host as they come
     if config.stage == 3:
         return _gradient_element(config) * total // world_size
@@ -136,16 +142,17 @@ def bucket_bytes(config: DsConfig) -> int:
     if config.stage == 0 or not zero.get("contiguous_gradients", True):
         return 0
     buffers = 2 if config.stage < 3 and zero.get("overlap_comm") else 1
-    return buffers * int(zero["reduce_bucket_size"]) * _bytes_of(config)
+    return buffers * int(zero["reduce_bucket_size"]) * element_bytes(config)
 
 
 def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) -> int:
     """ZeRO 3: whole parameters while they are in use, at most `stage3_max_live_parameters`."""
-    if config.stage < 3 or world_size == 1:
+    zero = config.raw["zero_optimization"]
+    if config.stage < 3 or (world_size == 1 and zero.get("offload_param", {}).get("device", "none") == "none"):
         return 0
-    live = config.raw["zero_optimization"].get("stage3_max_live_parameters", _MAX_LIVE)
-    sharded = sum(n for n in sizes.values() if n > _persistent_below(config))
-    return _bytes_of(config) * min(sharded, live)
+    live = zero.get("stage3_max_live_parameters", _MAX_LIVE)
+    sharded = sum(n for n in sizes.values() if n > persistent_below(config))
+    return element_bytes(config) * min(sharded, live)
 
 
 def block_bytes(
@@ -176,6 +183,11 @@ def block_bytes(
     return numbers * element + floats + queries * arch.heads * 4
 
 
+def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
+    """What autograd keeps of one micro-batch's forward pass, weights and logits left out."""
+    return _Step(recipe, config).saved
+
+
 class _Step:
     """Bytes of one micro-batch. `saved`: by autograd, in all blocks; `last_block`: its part of that.
 
@@ -186,13 +198,13 @@ class _Step:
     def __init__(self, recipe: Recipe, config: DsConfig) -> None:
         arch, crops, images = recipe.model.architecture(), recipe.crops, config.micro_batch
         sides = [crops.global_size] * TEACHER_VIEWS + [crops.local_size] * crops.num_local
-        element, levers = _bytes_of(config), config.levers
+        element, levers = element_bytes(config), config.levers
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
         tokens, rows = sum(s * n for s, n in groups), len(sides) * images
         pixels = images * sum(arch.in_chans * side**2 for side in sides)
         whole = block_bytes(arch, groups, element, levers)
         last = block_bytes(arch, groups, element, levers, cls_only=levers.cls_only_last_block)
-        blocks = arch.depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), arch.depth)
+        blocks = recomputed_blocks(recipe, config)
         stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
         kept = [stream] * blocks + self._blocks(recipe, whole, last, element * tokens)[blocks:]
         self.saved = sum(kept) + element * pixels + self._head_mlp(recipe, rows, element)
@@ -236,9 +248,16 @@ class _Step:
         self.loss = self.logits + row + max(entropy, gradient)
 
 
-def _sizes(recipe: Recipe) -> dict[str, int]:
+def recipe_sizes(recipe: Recipe) -> Mapping[str, int]:
+    """Elements of every parameter of the student, by its name."""
     head = HeadSizes(recipe.head.prototypes, recipe.head.hidden, recipe.head.bottleneck, recipe.head.layers)
     return parameter_sizes(recipe.model.architecture(), recipe.crops.global_size, head)
+
+
+def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
+    """Blocks that activation checkpointing computes again in the backward pass."""
+    depth = recipe.model.architecture().depth
+    return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
 
 
 def _optimizer_scratch(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
@@ -250,16 +269,18 @@ def _optimizer_scratch(sizes: Mapping[str, int], config: DsConfig, world_size: i
     return largest * (element + (_FP32 if element < _FP32 else 0)) // world_size
 
 
-def _bytes_of(config: DsConfig) -> int:
+def element_bytes(config: DsConfig) -> int:
+    """Of a weight in the engine's precision."""
     return _FP32 if config.precision == "fp32" else 2
 
 
 def _gradient_element(config: DsConfig) -> int:
     wide = config.raw.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return _FP32 if wide else _bytes_of(config)
+    return _FP32 if wide else element_bytes(config)
 
 
-def _persistent_below(config: DsConfig) -> int:
+def persistent_below(config: DsConfig) -> int:
+    """ZeRO 3: parameters of so many elements and fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
 

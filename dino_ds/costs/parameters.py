@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from dino_ds.architectures import Architecture
 from dino_ds.costs.flops import HeadSizes
@@ -12,11 +14,12 @@ from dino_ds.costs.flops import HeadSizes
 PROTOTYPES = "head.prototypes.weight"
 
 
-def parameter_sizes(arch: Architecture, image_size: int, head: HeadSizes) -> dict[str, int]:
+@functools.cache
+def parameter_sizes(arch: Architecture, image_size: int, head: HeadSizes) -> Mapping[str, int]:
     """Elements of every parameter of backbone and head, by the network's names; `image_size` of the global crops."""
     shapes = {f"backbone.{name}": shape for name, shape in _backbone(arch, image_size)}
     shapes |= {f"head.{name}": shape for name, shape in _head(arch.width, head)}
-    return {name: math.prod(shape) for name, shape in shapes.items()}
+    return MappingProxyType({name: math.prod(shape) for name, shape in shapes.items()})
 
 
 def _backbone(arch: Architecture, image_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:

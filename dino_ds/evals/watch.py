@@ -14,7 +14,7 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import DataError
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracy
+from dino_ds.evals.knn import knn_accuracies
 from dino_ds.teacher import Teacher
 
 
@@ -113,7 +113,7 @@ class KnnWatch:
                 self._unreadable.setdefault(text, False)
             parts.append(found[:2])
         bank, test = parts
-        return knn_accuracy(*bank, *test, self._k, self._temperature)
+        return knn_accuracies(*bank, *test, [self._k], self._temperature)[self._k]
 
     def new_unreadable(self) -> list[str]:
         """Texts that name images left out of the evaluation, each said once; the same on all ranks."""

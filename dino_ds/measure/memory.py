@@ -28,6 +28,14 @@ from dino_ds.errors import UserError
 
 MIB = 2**20
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Blocks of 64 KiB and more are mapped one by one, whatever is freed on top of the heap is returned (mallopt(3)).
+_EXACT_HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
 
 
 class ChildFailed(UserError):
@@ -63,13 +71,20 @@ def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> Ch
 
 
 def run_in_children(
-    function: str, ranks: int, threads: int | None = None, limit_mib: float | None = None, **kwargs: Any
+    function: str,
+    ranks: int,
+    threads: int | None = None,
+    limit_mib: float | None = None,
+    exact_heap: bool = False,
+    **kwargs: Any,
 ) -> list[ChildResult]:
     """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order.
 
-    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`. With `exact_heap` glibc returns
+    what is freed at once, which is slow: the resident set is then what is in use.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+    environment |= _EXACT_HEAP if exact_heap else {}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
@@ -136,6 +151,12 @@ def resident_mib(peak: bool = False) -> float:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / MIB
+
+
+def forget_peak() -> None:
+    """Let `resident_mib(peak=True)` begin anew, where the system can (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _child(folder: str, rank: int) -> None:

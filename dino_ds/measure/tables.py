@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
-
-from dino_ds import distributed
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -28,5 +27,5 @@ def short(value: float) -> str:
 
 def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
     """On rank 0: `page`, or `result` as one JSON object and nothing else."""
-    if distributed.rank() == 0:
+    if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.distributed: planning loads no torch
         print(json.dumps(result, indent=1) if as_json else page, flush=True)

@@ -41,7 +41,12 @@ class Mlp(nn.Module):
 class LayerScale(nn.Module):
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
-        self.gamma = nn.Parameter(torch.full((width,), initial))
+        self.initial = initial
+        self.gamma = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gamma, self.initial)
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.gamma

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dino_ds.models.weights import draw
+
 # Prototypes whose gradient is made at a time: 16 MiB at a bottleneck of 256.
 _BLOCK = 16384
 
@@ -29,9 +31,12 @@ class Prototypes(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
         self.frozen = False
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
         # rows sets how far one step of Adam turns them.
-        bound = bottleneck**-0.5
+        bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -88,10 +93,7 @@ class DinoHead(nn.Module):
             modules.append(nn.Linear(n_in, n_out))
         self.mlp = nn.Sequential(*modules)
         self.prototypes = Prototypes(bottleneck, prototypes)
-        for module in self.mlp:
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
+        draw(self)
 
     def forward(self, features: Tensor) -> Tensor:
         """features (b, width) -> logits (b, k), FP32."""

@@ -20,6 +20,7 @@ from dino_ds.architectures import Architecture
 from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import Packing
+from dino_ds.models.weights import draw
 
 
 class VisionTransformer(nn.Module):
@@ -59,17 +60,13 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
         self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
         self.norm = nn.LayerNorm(arch.width, eps=1e-6)
-        self._initialise()
+        draw(self)
 
-    def _initialise(self) -> None:
+    def draw_tokens(self) -> None:
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         if self.reg_token is not None:
             nn.init.normal_(self.reg_token, std=1e-6)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                nn.init.zeros_(module.bias)
 
     def forward(self, views: list[Tensor], drop_keys: Tensor | None = None) -> Tensor:
         """Views (b, c, h, w), equal sizes adjacent -> CLS features (v * b, d), view-major.

@@ -28,10 +28,11 @@ class Flag:
 class Command:
     """`runs` is "module:function": it gets every flag as a keyword, and `recipe`, `ds`, `ds_path` if it takes them.
 
-    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config; `takes_recipe` and `takes_ds` say
-    whether there are such options. needs_images: they must be named, there is no default. takes_train: what follows
-    "--" are options of `train`; the function gets them as `train_words`, and as `train` what they mean. loads_torch:
-    a torch that does not load stops it before it starts.
+    recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config (None: may be left out, `ds` and
+    `ds_path` are None then); `takes_recipe` and `takes_ds` say whether there are such options. needs_images: they must
+    be named, there is no default. takes_train: what follows "--" are options of `train`; the function gets them as
+    `train_words`, and as `train` what they mean. loads_torch: a torch that does not load stops it before it starts.
+    bare: the flag that a word without a name is for.
     """
 
     name: str
@@ -41,15 +42,22 @@ class Command:
     takes_recipe: bool = True
     recipe: str | None = None
     takes_ds: bool = True
-    ds_config: str = "ds_configs/zero0_fp32.json"
+    ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
     takes_train: bool = False
     loads_torch: bool = True
+    bare: str | None = None
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
         """Its own flags after those that follow from what it takes."""
-        ds = Flag("ds_config", "text", self.ds_config, "DeepSpeed's JSON: how fast and on what hardware")
+        ds = Flag(
+            "ds_config",
+            "text",
+            self.ds_config,
+            "DeepSpeed's JSON: how fast and on what hardware",
+            shown=self.ds_config or "none: one is recommended",
+        )
         recipe = Flag(
             "config",
             "text",

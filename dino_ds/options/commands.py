@@ -5,6 +5,9 @@ from __future__ import annotations
 from dino_ds.options.command import JSON as _JSON
 from dino_ds.options.command import Command, Flag
 from dino_ds.options.machine_commands import DOCTOR, LAUNCH
+from dino_ds.options.model_commands import MODELS
+from dino_ds.options.plan_commands import PLAN
+from dino_ds.options.run_commands import RUNS
 
 TRAIN = Command(
     "train",
@@ -102,6 +105,19 @@ BENCHES = (
         "dino_ds.bench.scaling:run",
         (Flag("ranks", "int", 2, "processes, each with a core or a GPU to itself"), *_bench_flags(steps=5)),
         recipe="vitti16",
+        takes_ds=False,
+    ),
+    Command(
+        "bench plan",
+        "predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)",
+        "dino_ds.bench.plan:run",
+        (
+            Flag("batch", "int", 4, "images per process"),
+            Flag("ranks", "int", 2, "processes of the second column"),
+            Flag("precision", "text", "fp32", "fp32 or bf16"),
+            _JSON,
+        ),
+        takes_recipe=False,
         takes_ds=False,
     ),
 )
@@ -221,7 +237,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, DOCTOR, *BENCHES, *_TOOLS, *_DATA, *_SHARDING)
+_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *RUNS, *MODELS)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 

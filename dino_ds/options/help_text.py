@@ -54,7 +54,8 @@ def _command_page(command: Command) -> str:
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""
-    parts = [f"usage: dino-ds {command.name}{ds}{recipe}{train}"]
+    bare = f" {command.bare.upper()}" if command.bare else ""
+    parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}{train}"]
     if command is TRAIN:
         parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
     parts += ["", command.summary, ""]

@@ -165,7 +165,8 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
-            "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16, vitti16; "
+            "no recipe is named 'vits17': there are cifar10, quickstart, vit1b14, vit3b14, vit7b16, vitb16, vitg14, "
+            "vith14, vitl16, vits16, vitti16; "
             "a file of your own ends in .yaml. Did you mean vits16?",
         ),
         (["--ds_config", "ds_configs/zero2_fp61.json"], None),

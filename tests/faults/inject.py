@@ -68,9 +68,9 @@ def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times
 
 
 def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
-    from dino_ds import checkpoint_saving
+    from dino_ds import checkpoint_writing
 
-    original, done = checkpoint_saving.write_tensors, []
+    original, done = checkpoint_writing.write_tensors, []
 
     def write_tensors(path: Path, *args: Any) -> Any:
         record = original(path, *args)
@@ -82,7 +82,7 @@ def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int
         return record
 
     if rank in on:
-        checkpoint_saving.write_tensors = write_tensors
+        checkpoint_writing.write_tensors = write_tensors
 
 
 def before_latest(step: int, do: Act) -> Fault:

@@ -20,16 +20,21 @@ NAMES = [
     "vit_small_patch14_dinov2",
     "vit_small_patch14_reg4_dinov2",
     "vit_giant_patch14_reg4_dinov2",
+    "vit_huge_patch16_224",
+    "vit_7b_patch16_reg4",
 ]
 
 
 @pytest.mark.parametrize(("name", "channels"), [*((name, 3) for name in NAMES), (NAMES[0], 5)])
 def test_equals_timm_forward_and_gradient(name, channels):
-    """Two blocks of each kind at full width: same weights, same tokens, same gradients; FP32, other kernels: 1e-4."""
+    """Two blocks of each kind, at full width up to 2000: same weights, tokens, gradients; FP32, other kernels: 1e-4."""
     arch = dataclasses.replace(ARCHITECTURES[name], depth=2, in_chans=channels)
+    if arch.width > 2000:
+        arch = dataclasses.replace(arch, width=256, heads=4)
     size = 4 * arch.patch_size
     torch.manual_seed(0)
-    theirs = timm.create_model(name, img_size=size, depth=2, num_classes=0, in_chans=channels).train()
+    timm_name, arguments = arch.timm_model(name)
+    theirs = timm.create_model(timm_name, img_size=size, num_classes=0, **arguments).train()
     ours = VisionTransformer(arch, size).train()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
@@ -52,8 +57,11 @@ def test_equals_timm_forward_and_gradient(name, channels):
 def test_every_architecture_has_timm_s_parameters(name):
     """Names and shapes, without memory, at full depth and 224 pixels."""
     with torch.device("meta"):
-        theirs = timm.create_model(name, img_size=224, num_classes=0)
+        timm_name, arguments = ARCHITECTURES[name].timm_model(name)
+        theirs = timm.create_model(timm_name, img_size=224, num_classes=0, **arguments)
+        plain = theirs if timm_name != name else timm.create_model(name, img_size=224, num_classes=0)
         ours = VisionTransformer(ARCHITECTURES[name], 224)
+    assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
     shapes = {n: p.shape for n, p in theirs.named_parameters()}
     assert {n: p.shape for n, p in ours.named_parameters()} == shapes
 

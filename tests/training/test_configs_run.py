@@ -10,6 +10,8 @@ from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, image_folder, losses_of, read_metrics, train_tiny
 
 CONFIGS = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json"))
+# Quantised weights need a CUDA kernel.
+TIERS = [path for path in sorted((REPOSITORY / "ds_configs" / "tiers").glob("*.json")) if "zeropp" not in path.name]
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,40 @@ def test_shipped_config_trains(config, images, references, tmp_path):
     assert (records[-1]["loss_scale"] > 1) == ("fp16" in config)
     assert "auto" not in json.dumps(resolved)
     assert (run / "teacher.safetensors").is_file()
+
+
+def _without_sizes(content):
+    """What is left of a ds JSON without its numbers: configs that differ in them alone take the same paths."""
+    if isinstance(content, dict):
+        return {key: _without_sizes(value) for key, value in content.items()}
+    return type(content).__name__ if isinstance(content, int) and not isinstance(content, bool) else content
+
+
+def _different_tiers():
+    """One file of each combination of sections."""
+    found = {json.dumps(_without_sizes(json.loads(path.read_text())), sort_keys=True): path for path in TIERS}
+    return [f"tiers/{path.name}" for path in found.values()]
+
+
+@pytest.mark.parametrize("config", _different_tiers())
+def test_each_kind_of_tier_config_trains(config, images, references, tmp_path):
+    """Tolerances as above; two micro-batches a step, but at stage 1, which accumulates in low precision."""
+    run, accumulation = tmp_path / "run", 1 if "zero1" in config else 2
+    changes = {"train_micro_batch_size_per_gpu": str(4 // accumulation)}
+    assert run_on_ranks(train_tiny, images, run, config, 3, ds_changes=changes) == [None, None]
+    run_on_ranks(_forget_hpz)
+    losses = [loss for _, loss in losses_of(run)]
+    assert len(losses) == 3 and all(loss == loss for loss in losses)
+    if "bf16" in config:
+        assert losses == pytest.approx(references["bf16"], rel=2e-3)
+    assert json.loads((run / "ds_config.json").read_text())["gradient_accumulation_steps"] == accumulation
+
+
+def _forget_hpz():
+    """DeepSpeed keeps the groups of one engine for all later ones of a process."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
 def test_shipped_configs_have_the_fixed_names():

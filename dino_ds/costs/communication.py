@@ -1,0 +1,110 @@
+"""What the ranks send each other in one optimizer step, by arithmetic, as DeepSpeed 0.19 and our teacher do it.
+
+Tested against every collective that two real ranks call. What surprises: at stages 1 and 2 DeepSpeed all-reduces the
+gradients (`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dino_ds.costs.memory import element_bytes, persistent_below
+from dino_ds.ds_config import DsConfig
+
+_FP32 = 4
+# DeepSpeed's defaults, elements.
+_BUCKET = 500_000_000
+_MAX_REUSE = 1_000_000_000
+_PREFETCH = 50_000_000
+# As in teacher.py.
+_TEACHER_CHUNK = 128 * 2**20
+# As in optim.py and step.py.
+_GROUPS = 3
+_VOTES = 3
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective. `payload`: bytes of what is all-reduced, of a gathered result or of what is scattered,
+    summed over its `calls` in a step; `ranks` take part in each.
+
+    `during`: the part of the step that goes on meanwhile ("backward", "micro-batch"), "" for none.
+    """
+
+    name: str
+    operation: str
+    payload: int
+    calls: int
+    ranks: int
+    during: str = ""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave each rank, in rings: what its link must carry."""
+        passes = 2 if self.operation == "all-reduce" else 1
+        return passes * self.payload * (self.ranks - 1) // self.ranks
+
+
+def step_traffic(sizes: Mapping[str, int], prototypes: int, config: DsConfig, world_size: int) -> list[Traffic]:
+    """Of each rank in one optimizer step; `sizes`: elements of every parameter. [] on one rank."""
+    if world_size == 1:
+        return []
+    zero = config.raw["zero_optimization"]
+    parameters = _gathers(sizes, config, zero, world_size) if config.stage == 3 else []
+    if config.stage in (1, 2):
+        total = sum(sizes.values())
+        calls = _GROUPS + total // int(zero.get("allgather_bucket_size", _BUCKET))
+        parameters = [Traffic("new weights", "all-gather", element_bytes(config) * total, calls, world_size)]
+    # A norm for each group.
+    norms = Traffic("gradient norm", "all-reduce", _GROUPS * (8 if config.stage == 3 else 4), _GROUPS, world_size)
+    return [
+        _gradients(sum(sizes.values()), config, zero, world_size),
+        *([norms] if config.stage else []),
+        *parameters,
+        *_teacher(sum(sizes.values()), config, world_size),
+        Traffic("centre and votes", "all-reduce", _FP32 * (prototypes + 1 + _VOTES), 1, world_size),
+    ]
+
+
+def _gradients(total: int, config: DsConfig, zero: Mapping[str, Any], world_size: int) -> Traffic:
+    """Stages 0 and 1 reduce once a window; stage 0 in FP32, as it trains."""
+    on_wire = {"fp32": 4, "bf16": 2, "fp16": 2}[config.raw.get("communication_data_type", config.precision)]
+    times = config.accumulation if config.stage >= 2 else 1
+    during = "backward" if config.stage and zero.get("overlap_comm", config.stage == 3) else ""
+    calls = times * -(-total // int(zero.get("reduce_bucket_size", _BUCKET)))
+    payload = times * on_wire * total
+    if config.stage < 3:
+        return Traffic("gradients", "all-reduce", payload, calls, world_size, during)
+    if zero.get("zero_quantized_gradients"):
+        payload //= 2 * on_wire  # int4
+    return Traffic("gradients", "reduce-scatter", payload, calls, world_size, during)
+
+
+def _gathers(sizes: Mapping[str, int], config: DsConfig, zero: Mapping[str, Any], world_size: int) -> list[Traffic]:
+    """ZeRO 3: weights for the forward pass, and again for the backward pass but for those kept, which are the last:
+    those used again within `stage3_max_reuse_distance` elements, or already fetched ahead."""
+    whole = [n for n in sizes.values() if n <= persistent_below(config)]
+    sharded = sum(sizes.values()) - sum(whole)
+    ahead = int(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
+    again = max(0, sharded - max(ahead, int(zero.get("stage3_max_reuse_distance", _MAX_REUSE)) // 2))
+    element, times = element_bytes(config), config.accumulation
+    on_wire = 1 if zero.get("zero_quantized_weights") else element
+    second = int(zero.get("zero_hpz_partition_size", 1))
+    calls, during = times * -(-sharded // max(ahead, 1_000_000)), "micro-batch"
+    forward = Traffic("weights, forward", "all-gather", times * on_wire * sharded, calls, world_size, during)
+    if second > 1:  # ZeRO++: from a second copy, whole among these ranks
+        backward = Traffic("weights, backward", "all-gather", times * element * again, calls, second, during)
+    else:
+        backward = Traffic("weights, backward", "all-gather", times * on_wire * again, calls, world_size, during)
+    small = Traffic("new small weights", "all-gather", element * sum(whole), len(whole), world_size)
+    return [traffic for traffic in (forward, backward, small) if traffic.payload]
+
+
+def _teacher(total: int, config: DsConfig, world_size: int) -> list[Traffic]:
+    """The FP32 masters, unless every rank has them: without ZeRO, and at stages 1 and 2 in FP32."""
+    if config.stage == 0 or (config.stage < 3 and config.precision == "fp32"):
+        return []
+    calls = _GROUPS + (total // _TEACHER_CHUNK if config.stage == 3 else 0)
+    return [Traffic("teacher", "all-gather", _FP32 * total, calls, world_size)]

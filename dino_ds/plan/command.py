@@ -1,0 +1,169 @@
+"""`dino-ds plan`: does it fit, how fast would it be, which ds config to take. Needs no GPU and no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_ds.config import Recipe, change_recipe
+from dino_ds.errors import ConfigError, StorageError
+from dino_ds.measure.tables import print_result
+from dino_ds.plan.backbones import with_backbone
+from dino_ds.plan.fit import Fit, fit, fit_with, largest_micro_batch, micro_batches
+from dino_ds.plan.gpus import GPUS, Gpu, find_gpu
+from dino_ds.plan.habits import find_bad_habits
+from dino_ds.plan.recommend import recommend, write_ds
+from dino_ds.plan.report import describe, page
+from dino_ds.plan.scaling import save_scaling, scaling_page, simulate_scaling
+from dino_ds.plan.speed import Cluster, estimate_step
+from dino_ds.plan.sweep import save_sweep, sweep_page
+from dino_ds.plan.sweep import sweep as run_sweep
+
+_RECOMMENDED = "the recommended config"
+
+
+def run(
+    *,
+    recipe: Recipe,
+    ds: dict[str, Any] | None,
+    ds_path: str | None,
+    backbone: str | None,
+    gpu: str | None,
+    gpus: int,
+    nodes: int,
+    memory_gib: float | None,
+    network_gbit: float | None,
+    write: str | None,
+    sweep: bool,
+    scaling: bool,
+    out: str | None,
+    json: bool,
+) -> None:
+    """`ds` None: recommend one. Raises ConfigError; StorageError if `out` can't be written."""
+    recipe = with_backbone(recipe, backbone)
+    if sweep or scaling:
+        if (sweep and scaling) or out is None:
+            raise ConfigError("--sweep and --scaling are two things, each with a folder: --out FOLDER")
+        if ds is not None or write:
+            raise ConfigError("--sweep and --scaling try configs of their own: leave --ds_config and --write out")
+        if sweep and (gpu or memory_gib or network_gbit):
+            raise ConfigError("--sweep tries all cards: leave --gpu, --memory_gib and --network_gbit out")
+        if scaling and nodes > 1:
+            raise ConfigError("--scaling goes from 1 to 1024 GPUs: leave --nodes out")
+        if sweep:
+            _sweep(recipe, gpus * nodes, Path(out), json)
+        else:
+            _scaling(recipe, _cluster(gpu, memory_gib, gpus, nodes, network_gbit), Path(out), json)
+        return
+    if out:
+        raise ConfigError("--out is the folder of --sweep or --scaling: give one of them")
+    if ds is not None and write:
+        raise ConfigError("--write is for the recommended config: leave --ds_config out")
+    cluster = _cluster(gpu, memory_gib, gpus, nodes, network_gbit)
+    recipe, warnings = _divisible(recipe, cluster.world_size)
+    if gpu is None:
+        warnings.append(f"no --gpu is given: speed is estimated as of {cluster.gpu.name}")
+    if ds is None or ds_path is None:
+        result = _recommended(recipe, cluster)
+        ds = result["ds_config"]
+    else:
+        result = _given(recipe, ds, ds_path, cluster)
+    result["warnings"] = warnings + result["warnings"]
+    if write:
+        write_ds(result["ds_config"], Path(write))
+    result["written"] = write
+    print_result(page(result), result, json)
+
+
+def _sweep(recipe: Recipe, world_size: int, folder: Path, json: bool) -> None:
+    result = run_sweep(recipe, world_size)
+    _save(lambda: save_sweep(result, folder), folder)
+    print_result(sweep_page(result), result, json)
+
+
+def _scaling(recipe: Recipe, cluster: Cluster, folder: Path, json: bool) -> None:
+    result = simulate_scaling(recipe, cluster.gpu, cluster.gpus, cluster.network)
+    _save(lambda: save_scaling(result, folder), folder)
+    print_result(scaling_page(result), result, json)
+
+
+def _save(write: Callable[[], None], folder: Path) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise StorageError(f"--out {folder} can't be written to: {error.strerror}") from error
+
+
+def _cluster(name: str | None, memory_gib: float | None, gpus: int, nodes: int, gbit: float | None) -> Cluster:
+    card = _card(name, memory_gib)
+    return Cluster(card, gpus, nodes, card.network if gbit is None else gbit / 8)
+
+
+def _card(name: str | None, memory_gib: float | None) -> Gpu:
+    """A card of the table, with `memory_gib` if that is given; without a name the one that has nearest to it."""
+    if name is not None:
+        card = find_gpu(name)
+    elif memory_gib is not None:
+        wanted = memory_gib
+        card = min(GPUS.values(), key=lambda other: abs(other.memory_gib - wanted))
+    else:
+        raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
+    return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
+
+
+def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
+    batch = recipe.data.global_batch
+    if batch % world_size == 0:
+        return recipe, []
+    below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+    nearest = below if below and batch - below <= above - batch else above
+    line = f"global batch {batch} is not a multiple of {world_size} GPUs: planned with --data.global_batch {nearest}"
+    return change_recipe(recipe, {"data.global_batch": str(nearest)}), [line]
+
+
+def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
+    limit = cluster.gpu.memory_gib
+    best = recommend(recipe, cluster, limit)
+    result = describe(recipe, best.ds, _RECOMMENDED, cluster, best.fit, best.time)
+    verdict = (
+        f"recommended: {best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}: "
+        f"{best.fit.memory.gib:.1f} of {limit:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
+    )
+    about = {"verdict": verdict, "ds_path": _RECOMMENDED, "refused": best.refused, "warnings": []}
+    return result | about
+
+
+def _given(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster) -> dict[str, Any]:
+    limit = cluster.gpu.memory_gib
+    found = fit(recipe, ds, ds_path, cluster.world_size, limit)
+    time = estimate_step(recipe, found.config, cluster)
+    result = describe(recipe, ds, ds_path, cluster, found, time)
+    verdict = _verdict(recipe, ds, ds_path, cluster, found)
+    warnings = find_bad_habits(recipe, ds, ds_path, cluster, limit)
+    return result | {"verdict": verdict, "ds_path": ds_path, "refused": [], "warnings": warnings}
+
+
+def _verdict(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit) -> str:
+    """fits, fits with a change, does not fit."""
+    limit, world = cluster.gpu.memory_gib, cluster.world_size
+    needs = f"{found.memory.gib:.1f} of {limit:g} GiB"
+    largest = largest_micro_batch(recipe, ds, ds_path, world, limit)
+    if found.fits:
+        return f"fits: {needs}; largest micro-batch that fits {largest}"
+    smaller = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
+    if smaller:
+        accumulation = recipe.data.global_batch // world // smaller[0]
+        return f"fits with micro-batch {smaller[0]}, accumulation {accumulation}: as it is it needs {needs}"
+    lighter = {**ds, "activation_checkpointing": {}}
+    if "activation_checkpointing" not in ds:
+        fewer = [s for s in micro_batches(recipe.data.global_batch, world) if s <= found.config.micro_batch]
+        for size in fewer:
+            if fit_with(recipe, lighter, ds_path, world, limit, size).fits:
+                return f"fits with activation checkpointing and micro-batch {size}: as it is it needs {needs}"
+    try:
+        other = recommend(recipe, cluster, limit)
+    except ConfigError as error:
+        return f"does not fit: it needs {needs}; {error}"
+    return f"does not fit: it needs {needs}; {other.shape} with micro-batch {other.fit.config.micro_batch} would"

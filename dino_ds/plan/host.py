@@ -1,0 +1,52 @@
+"""What a node's host memory and disk must hold."""
+
+from __future__ import annotations
+
+from dino_ds.config import Recipe
+from dino_ds.costs.flops import TEACHER_VIEWS
+from dino_ds.costs.memory import GIB, count_parameters, element_bytes
+from dino_ds.ds_check import offloads_optimizer
+from dino_ds.ds_config import DsConfig
+
+# Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
+PROCESS_BYTES = 3 * GIB
+WORKER_BYTES = 350 * 2**20
+# As data/workers.py decides where the recipe leaves it open, on a node with cores enough; batches that each prefetches.
+_WORKERS, _PREFETCHED = 16, 3
+_FP32 = 4
+# Masters and Adam's two moments.
+_STATE = 12
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """On disk: masters and moments, the teacher and its centre."""
+    return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * recipe.head.prototypes
+
+
+def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
+    """Of each node with `gpus` of the `world_size` ranks, by part."""
+    zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
+    here = weights * gpus // world_size if config.stage else weights
+    workers = _WORKERS if recipe.data.workers is None else recipe.data.workers
+    parts = {
+        "processes": PROCESS_BYTES * gpus,
+        "loader processes": WORKER_BYTES * workers * gpus,
+        "loaded batches": (workers * _PREFETCHED + 1) * batch_bytes(recipe, config.micro_batch) * gpus,
+        # FP32 gradients lie beside the state.
+        "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
+        "offloaded weights": element_bytes(config) * here if _offloads_weights(config) else 0,
+        "checkpoint being written": (_STATE + _FP32) * (weights * gpus // world_size),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def batch_bytes(recipe: Recipe, images: int) -> int:
+    """Crops of `images` images as loader processes hand them over: bytes, or numbers where they augment them."""
+    crops = recipe.crops
+    pixels = TEACHER_VIEWS * crops.global_size**2 + crops.num_local * crops.local_size**2
+    return images * pixels * recipe.model.in_chans * (1 if recipe.data.augment == "device" else _FP32)
+
+
+def _offloads_weights(config: DsConfig) -> bool:
+    device = config.raw["zero_optimization"].get("offload_param", {}).get("device", "none")
+    return device == "cpu"

@@ -1,0 +1,151 @@
+"""What the planner says about one config: numbers for programs, a page for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dino_ds.config import Recipe
+from dino_ds.costs.communication import step_traffic
+from dino_ds.costs.flops import TEACHER_VIEWS
+from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes
+from dino_ds.measure.tables import markdown_table, short
+from dino_ds.plan.fit import FRAGMENTATION, Fit, fit_with, largest_micro_batch, micro_batches
+from dino_ds.plan.host import checkpoint_bytes, host_bytes
+from dino_ds.plan.speed import ASSUMPTIONS, Cluster, StepTime
+
+_TOGGLE = "activation_checkpointing"
+
+
+def describe(
+    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit, time: StepTime
+) -> dict[str, Any]:
+    """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and seconds."""
+    config, world = found.config, cluster.world_size
+    traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
+    largest = largest_micro_batch(recipe, ds, ds_path, world, found.limit_gib)
+    whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
+    crops = recipe.crops
+    return {
+        "fits": found.fits,
+        "backbone": recipe.model.backbone,
+        "weights": count_parameters(recipe),
+        "crops": f"{TEACHER_VIEWS}x{crops.global_size} + {crops.num_local}x{crops.local_size}",
+        "gpu": cluster.gpu.name,
+        "gpus_per_node": cluster.gpus,
+        "nodes": cluster.nodes,
+        "limit_bytes": round(found.limit_gib * GIB),
+        "moment": found.memory.moment,
+        "bytes_per_gpu": found.memory.parts,
+        "activation_bytes": _activations(recipe, ds, ds_path, cluster, found),
+        "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
+        "checkpoint_bytes": checkpoint_bytes(recipe),
+        "global_batch": recipe.data.global_batch,
+        "micro_batch": config.micro_batch,
+        "accumulation": config.accumulation,
+        "max_micro_batch": largest,
+        "max_micro_batch_of_global_batch": max(whole, default=0),
+        "traffic": [
+            {
+                "name": one.name,
+                "operation": one.operation,
+                "payload_bytes": one.payload,
+                "sent_bytes_per_gpu": one.sent,
+                "calls": one.calls,
+                "ranks": one.ranks,
+                "during": one.during,
+            }
+            for one in traffic
+        ],
+        "flops_per_gpu": time.flops,
+        "step_seconds": time.parts,
+        "images_per_second": time.images_per_second,
+        "mfu": time.mfu,
+        "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
+        "ds_config": dict(ds),
+        "notes": config.notes,
+    }
+
+
+def _activations(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit) -> dict[str, int]:
+    """Kept of one micro-batch, as it is, with and without checkpointing."""
+    without = {key: value for key, value in ds.items() if key != _TOGGLE}
+    sizes = {}
+    for name, other in (("without_checkpointing", without), ("with_checkpointing", {**without, _TOGGLE: {}})):
+        fit = fit_with(recipe, other, ds_path, cluster.world_size, found.limit_gib, found.config.micro_batch)
+        sizes[name] = saved_bytes(recipe, fit.config)
+    return sizes
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """For people."""
+    gpus = result["gpus_per_node"] * result["nodes"]
+    total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
+    nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""
+    batch = f"micro-batch {result['micro_batch']} x accumulation {result['accumulation']} x {gpus} GPU(s)"
+    lines = [
+        f"plan: {result['backbone']}, {result['weights'] / 1e6:.1f} M weights, crops {result['crops']}",
+        f"on {gpus} x {result['gpu']}{nodes}, {limit / GIB:.1f} GiB each; {result['ds_path']}",
+        f"global batch {result['global_batch']} = {batch}",
+        "",
+        f"{result['verdict']}",
+        "",
+        markdown_table(
+            (f"a GPU at {result['moment']}", "GiB"),
+            [*_sizes(result["bytes_per_gpu"]), ("sum", f"{total / GIB:.2f}")],
+        ),
+        "",
+        _activation_line(result["activation_bytes"]),
+        f"a node's host memory {sum(result['bytes_per_node'].values()) / GIB:.1f} GiB: "
+        + ", ".join(f"{name} {gib}" for name, gib in _sizes(result["bytes_per_node"])),
+        f"a checkpoint {result['checkpoint_bytes'] / GIB:.2f} GiB",
+        *_traffic_lines(result),
+        "",
+        *_speed_lines(result),
+        *[f"warning: {line}" for line in result["warnings"]],
+        *[f"note: {line}" for line in result["notes"]],
+    ]
+    if result["refused"]:
+        lines += ["", "Simpler or faster, if there were memory, and why not:", *[f"- {r}" for r in result["refused"]]]
+    if result["written"]:
+        lines.append(f"written: {result['written']}")
+    return "\n".join(lines)
+
+
+def _sizes(parts: Mapping[str, int]) -> list[tuple[str, str]]:
+    ordered = sorted(parts.items(), key=lambda entry: -entry[1])
+    return [(name, f"{size / GIB:.2f}") for name, size in ordered]
+
+
+def _activation_line(sizes: Mapping[str, int]) -> str:
+    without, with_it = (sizes[f"{word}_checkpointing"] / GIB for word in ("without", "with"))
+    return f"activations without checkpointing {without:.2f} GiB, with {with_it:.2f}"
+
+
+def _traffic_lines(result: Mapping[str, Any]) -> list[str]:
+    if not result["traffic"]:
+        return []
+    rows = [
+        (
+            one["name"],
+            one["operation"],
+            f"{one['payload_bytes'] / 2**20:.1f}",
+            f"{one['sent_bytes_per_gpu'] / 2**20:.1f}",
+            str(one["calls"]),
+            one["during"] or "-",
+        )
+        for one in result["traffic"]
+    ]
+    header = ("collectives of a step", "", "payload MiB", "sent by a GPU, MiB", "calls", "hidden behind")
+    return ["", markdown_table(header, rows)]
+
+
+def _speed_lines(result: Mapping[str, Any]) -> list[str]:
+    parts = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result["step_seconds"].items())
+    return [
+        f"estimate: {short(result['images_per_second'])} images/s, MFU {100 * result['mfu']:.0f} %, "
+        f"{result['flops_per_gpu'] / 1e12:.3g} TFLOP a step and GPU: {parts}",
+        f"assumed, not measured: matrix products reach {100 * result['assumptions']['matmul_share']:.0f} % of the "
+        f"card's peak, links {100 * ASSUMPTIONS['link_share']:.0f} % of theirs, collectives hide behind "
+        f"{100 * ASSUMPTIONS['overlap']:.0f} % of the computation (docs/scaling.md)",
+    ]

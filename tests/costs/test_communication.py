@@ -1,0 +1,94 @@
+"""The predicted traffic is what real ranks send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dino_ds.costs.communication import Traffic, step_traffic
+from dino_ds.costs.flops import HeadSizes
+from dino_ds.costs.parameters import parameter_sizes
+from tests.engine import harness
+from tests.ranks import run_on_ranks
+
+HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
+# torch's operator -> (ours, which of its arguments is the whole payload)
+OPERATIONS = {
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+}
+
+
+class _Collectives(TorchDispatchMode):
+    """Counts payload bytes of every collective, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name, place = OPERATIONS[func._schema.name]
+            tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
+            self.sent[name] += sum(tensor.nbytes for tensor in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def _sent_and_predicted(stage: int, precision: str, accumulation: int, sections: dict[str, Any]):
+    config = harness.ds_config(stage, precision, 8, accumulation, **sections)
+    step = harness.build_step(config)
+    harness.run_windows(step, 0, 2)  # ZeRO 3 learns the order of the parameters in the first
+    with _Collectives() as counted:
+        harness.run_windows(step, 2, 1)
+    sizes = parameter_sizes(step.teacher.network.backbone.arch, 32, HEAD)
+    predicted: Counter[str] = Counter()
+    for traffic in step_traffic(sizes, HEAD.prototypes, config, torch.distributed.get_world_size()):
+        predicted[traffic.operation] += traffic.payload
+    return dict(counted.sent), dict(predicted)
+
+
+_WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation", "sections"),
+    [
+        (0, "fp32", 2, {}),
+        (1, "fp32", 2, {}),
+        (1, "bf16", 2, {}),
+        (2, "bf16", 1, {"communication_data_type": "fp32"}),
+        (2, "bf16", 2, {"zero": {"overlap_comm": True}}),
+        (2, "bf16", 2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
+        (3, "fp32", 1, {}),
+        (3, "bf16", 2, {"zero": _WHOLE}),
+        (3, "bf16", 1, {"zero": {"stage3_param_persistence_threshold": 1000}}),
+        (3, "bf16", 1, {"zero": _WHOLE | {"offload_param": {"device": "cpu"}}}),
+    ],
+)
+def test_the_bytes_of_a_step_are_those_that_two_ranks_send(stage, precision, accumulation, sections):
+    """To 16 bytes: the harness sums its loss, and offloading counts overflows apart from the norm."""
+    for sent, predicted in run_on_ranks(_sent_and_predicted, stage, precision, accumulation, sections):
+        assert predicted.keys() == sent.keys()
+        for operation, payload in predicted.items():
+            assert sent[operation] == pytest.approx(payload, abs=16), operation
+
+
+@pytest.mark.parametrize(("reuse", "recompute"), [(60000, {}), (30000, {"activation_checkpointing": {}})])
+def test_weights_that_are_not_kept_are_gathered_twice(reuse, recompute):
+    """Within 10 % of the weights: where it begins to keep them depends on the order of the modules."""
+    ahead = {"stage3_prefetch_bucket_size": 5000, "stage3_max_live_parameters": 10000}
+    sections = {"zero": _WHOLE | ahead | {"stage3_max_reuse_distance": reuse}, **recompute}
+    for sent, predicted in run_on_ranks(_sent_and_predicted, 3, "bf16", 1, sections):
+        weights = predicted["reduce-scatter"]
+        assert predicted["all-gather"] > 3.1 * weights  # once, and 4 bytes for the teacher
+        assert sent["all-gather"] == pytest.approx(predicted["all-gather"], abs=0.1 * weights)
+
+
+def test_a_ring_sends_an_all_reduce_twice():
+    assert Traffic("", "all-reduce", 1000, 1, 4).sent == 1500
+    assert Traffic("", "all-gather", 1000, 1, 4).sent == 750

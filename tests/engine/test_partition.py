@@ -1,0 +1,195 @@
+"""A ZeRO 3 student is built in its partitions: the weights are those of a whole one, and no rank ever holds one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dino_ds import distributed
+from dino_ds.build import build_network
+from dino_ds.config import Recipe, load_recipe
+from dino_ds.costs.flops import HeadSizes
+from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
+from dino_ds.costs.parameters import parameter_sizes
+from dino_ds.ds_config import DsConfig, Levers, resolve_ds_config
+from dino_ds.engine import Engine
+from dino_ds.engine_partition import Placement
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.run import build_step
+from tests.engine.harness import crops, run_windows
+from tests.ranks import run_on_ranks
+
+BATCH = 8
+# Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
+TWIN = {
+    "model.width": "64",
+    "model.heads": "2",
+    "model.depth": "20",
+    "crops.global_size": "32",
+    "crops.local_size": "16",
+    "crops.num_local": "2",
+    "head.prototypes": "256",
+    "head.hidden": "64",
+    "head.bottleneck": "32",
+    "data.global_batch": str(BATCH),
+    "length": "20 steps",
+    "optimizer.warmup": "2 steps",
+    "objective.freeze_prototypes": "1 steps",
+    "objective.teacher_temp_warmup": "2 steps",
+}
+
+
+def _twin(**changes: str) -> Recipe:
+    return load_recipe("vit7b16", TWIN | {key.replace("__", "."): value for key, value in changes.items()})
+
+
+def _config(recipe: Recipe, stage: int, precision: str, **sections) -> DsConfig:
+    zero = {"stage": stage, **sections.pop("zero", {})}
+    ds = {"gradient_clipping": 0.0, "zero_optimization": zero, **sections}
+    if precision != "fp32":
+        ds[precision] = {"enabled": True}
+    ranks = distributed.world_size()
+    return resolve_ds_config(ds, "test.json", BATCH, ranks, True, count_parameters(recipe))
+
+
+def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections) -> dict[str, torch.Tensor]:
+    """The teacher, which is made of the FP32 masters."""
+    return build_step(recipe, _config(recipe, stage, precision, **sections), 10).teacher.state_dict()
+
+
+@pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_giant_patch14_reg4_dinov2"])
+def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
+    """Bit for bit, and the random numbers that follow are the same."""
+    size = {"model.patch_size": "8", "model.depth": "3", "model.width": "96", "model.heads": "3"}
+    recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})
+    pieces, after = build_network(recipe, Levers()), torch.rand(1)
+    torch.manual_seed(recipe.seed)
+    arch, head = recipe.model.architecture(), recipe.head
+    backbone = VisionTransformer(arch, recipe.crops.global_size)
+    whole = DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
+    assert torch.equal(after, torch.rand(1))
+    for (name, ours), (_, theirs) in zip(pieces.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_masters_are_those_of_zero_0_to_the_last_bit(precision, ranks):
+    """In bf16 rounded to it: DeepSpeed makes its masters of the weights in the engine's precision."""
+    recipe = _twin(model__depth="3")
+    whole = run_on_ranks(_teacher_at_the_start, recipe, 0, "fp32", world=1)[0]
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    for zero in ({}, {"stage3_param_persistence_threshold": 0}, offload):
+        for found in run_on_ranks(_teacher_at_the_start, recipe, 3, precision, zero=dict(zero), world=ranks):
+            for name, tensor in whole.items():
+                expected = tensor if precision == "fp32" else tensor.bfloat16().float()
+                assert torch.equal(found[name], expected), name
+
+
+def _losses(stage: int, **sections) -> tuple[list[float], list[tuple[str, int]]]:
+    """Of three windows, with a frozen first one and batched images of the harness; and the optimizer's groups."""
+    recipe = _twin(model__depth="3", model__drop_path="0.1")
+    step = build_step(recipe, _config(recipe, stage, "fp32", **sections), 10)
+    groups = [(group["name"], len(group["params"])) for group in step.engine._optimizer.param_groups]
+    return run_windows(step, 0, 3, BATCH), groups
+
+
+def test_a_partitioned_student_trains_as_a_whole_one():
+    """With recomputed blocks and prototypes frozen in the first step; FP32 sums in another order: 1e-5."""
+    whole, _ = run_on_ranks(_losses, 0)[0]
+    for sections in ({}, {"activation_checkpointing": {}}):
+        for losses, groups in run_on_ranks(_losses, 3, **sections):
+            assert losses == pytest.approx(whole, rel=1e-5)
+            assert [name for name, _ in groups] == ["decay", "no_decay", "prototypes"]
+
+
+ZERO = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000}
+LIVE = 100_000
+
+
+def _peak_bytes(run) -> int:
+    """The largest sum of all tensors that `run()` makes, by torch's own allocator."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    records = profiler.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in sorted(records, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    return max(itertools.accumulate(sizes))
+
+
+def _peaks_of_construction() -> tuple[int, int, int]:
+    """(peak while the network is built, while network and engine are built, predicted state) of this rank, bytes."""
+    recipe = _twin()
+    config = _config(recipe, 3, "bf16", zero=dict(ZERO))
+    kept: list[object] = []
+
+    def build() -> None:
+        kept.append(build_network(recipe, config.levers, Placement(config)))
+
+    def build_all() -> None:
+        network = build_network(recipe, config.levers, Placement(config))
+        kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
+
+    head = HeadSizes(**recipe.head.model_dump())
+    sizes, ranks = parameter_sizes(recipe.model.architecture(), 32, head), distributed.world_size()
+    state = state_bytes(sizes, config, ranks, on_gpu=True)
+    state.pop("teacher")
+    held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config)
+    return _peak_bytes(build), _peak_bytes(build_all), held
+
+
+def test_no_rank_holds_the_whole_student_while_it_is_built():
+    """Of P weights, on 2 ranks: P bytes are the bf16 partition, 4 P would be a student as it is drawn."""
+    weights = count_parameters(_twin())
+    for network, with_engine, held in run_on_ranks(_peaks_of_construction):
+        assert network < 1.5 * weights
+        assert with_engine < held + 0.2 * weights
+
+
+def _most_gathered() -> tuple[int, int]:
+    """(elements of whole parameters at any time of two steps, weights) of this rank's student."""
+    recipe = _twin()
+    zero = ZERO | {"stage3_max_live_parameters": LIVE, "stage3_max_reuse_distance": LIVE}
+    step = build_step(recipe, _config(recipe, 3, "bf16", zero=zero, activation_checkpointing={}), 10)
+    network = step.engine._engine.module
+    parameters, most = list(network.parameters()), 0
+
+    def look(*_):
+        nonlocal most
+        most = max(most, sum(p.numel() for p in parameters))
+
+    for module in network.modules():
+        module.register_forward_pre_hook(look)
+    for window in range(2):
+        indices = torch.arange(BATCH // 2) + BATCH * window
+        step.micro_batch(crops(indices, (32, 32, 16, 16)), sample_keys(0, 0, indices))
+    return most, sum(p.ds_numel for p in parameters)
+
+
+def test_no_rank_holds_the_whole_student_in_a_step():
+    """Blocks are recomputed in the backward pass, so that this looks into it too."""
+    for most, weights in run_on_ranks(_most_gathered):
+        assert LIVE / 4 < most < 2 * LIVE < weights / 4
+
+
+def test_the_real_7b_is_built_in_partitions():
+    """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
+
+    Of P weights 2 P / 64 bytes are this rank's, 2 P / 8 its part of the node's second copy; one module's FP32 weights
+    come and go; the engine adds masters and gradients. A whole student would be 4 P as it is drawn, 2 P in bf16.
+    """
+    done = subprocess.run([sys.executable, "-m", "tests.engine.fake_7b"], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    weights, drawn = found["weights"], 3 * found["largest_module_bytes"]
+    partition = 2 * weights / 64 + 2 * weights / 8
+    assert weights == count_parameters(load_recipe("vit7b16", {})) > 6.7e9
+    assert partition < found["network_bytes"] < partition + drawn < weights
+    assert found["engine_bytes"] < 16 * weights / 64 + 2 * weights / 8 + drawn
