@@ -123,7 +123,7 @@ REQUESTS = [
     _asked("SIGUSR2 to rank 1", "kill -USR2", _signal(1, signal.SIGUSR2)),
     _asked("stop file", "touch RUN/stop", _stop_file),
     Kind(
-        "second signal", "SIGTERM twice in one long step", (143, 6), "ended at once by SIGTERM and SIGTERM",
+        "second signal", "SIGTERM twice in one long step", (143, 143), "ended at once by SIGTERM and SIGTERM",
         at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
     ),
     Kind(
