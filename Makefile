@@ -8,7 +8,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train test lint tiers bench-gpu setup clean
+.PHONY: train test test-faults soak lint tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -16,6 +16,14 @@ train: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest
+
+# Two real ranks and every kind of fault; malformed and hostile files. FAULT_TABLE=1 writes docs/reliability.md anew.
+test-faults: setup
+	$(VENV)/bin/python -m $(if $(FAULT_TABLE),tests.faults.table,pytest -m faults)
+
+# Hundreds of kills, every resume, a supervised run with random faults: about an hour.
+soak: setup
+	$(VENV)/bin/python -m pytest -m soak
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy

@@ -12,15 +12,21 @@ from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import Place, draw_in_pieces
 from dino_ds.schedules import Schedules
+from dino_ds.weights.initial import InitialWeights
+from dino_ds.weights.read import find_weights
 
 
 def build_network(recipe: Recipe, levers: Levers, place: Place = lambda module: None) -> DinoNetwork:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
-    Raises ConfigError for batched stochastic depth in compiled blocks.
+    Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
+    not fit.
     """
     network = _build_meta(recipe, levers)
+    if recipe.model.init_from is not None:
+        place = InitialWeights(network, find_weights(recipe.model.init_from), recipe.model.init_from, place)
+        network.started_from = str(place)
     torch.manual_seed(recipe.seed)
     draw_in_pieces(network.backbone, place)
     draw_in_pieces(network.head, place)
@@ -56,7 +62,8 @@ def _build_meta(recipe: Recipe, levers: Levers) -> DinoNetwork:
             packed=levers.packed,
             cls_only_last_block=levers.cls_only_last_block,
         )
-        return DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
+        whole_head = DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
+        return DinoNetwork(backbone, whole_head, freezes_backbone=model.freeze_backbone.value > 0)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
@@ -79,4 +86,5 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         teacher_temp_treads=int(warmup.value) if by_epoch else warmup.in_steps(batch, epoch_steps),
         teacher_temp_tread_steps=epoch_steps if by_epoch else 1,
         freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
+        freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
     )

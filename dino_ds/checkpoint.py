@@ -101,12 +101,12 @@ class Checkpoints:
         assert manifest is not None
         with distributed.together():
             accept(manifest)
-        if problem := _first(_check_my_share(folder, manifest)):
+        if problem := _first(find_damage(folder, manifest)):
             return None, problem
         return manifest, ""
 
-    def tidy(self, step: int | None) -> list[str]:
-        """Rank 0 clears up before training goes on from `step` (None: from nothing); what people should know of it.
+    def tidy(self, step: int) -> list[str]:
+        """Rank 0 clears up before training goes on from `step`; lines for people. Raises OSError.
 
         Half-written folders go. Checkpoints of later steps belong to a course that is not gone on with: they are put
         aside, and go when a new one has come as far.
@@ -118,12 +118,12 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.endswith(".tmp"):
                 path.unlink(missing_ok=True)
-        later = [] if step is None else [s for s in self._steps() if s > step]
+        later = [other for other in self._steps() if other > step]
         for other in later:
             place = self.folder / (_ASIDE + step_name(other))
             shutil.rmtree(place, ignore_errors=True)
             (self.folder / step_name(other)).rename(place)
-        if step is not None and self._pointer() != step_name(step):
+        if step and self._pointer() != step_name(step):
             replace_file(self.folder / "latest", step_name(step) + "\n")
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
@@ -198,8 +198,8 @@ class Checkpoints:
             return None
 
 
-def _check_my_share(folder: Path, manifest: Manifest) -> str:
-    """Reads this rank's share of the files; what is wrong with the first bad one, or nothing."""
+def find_damage(folder: Path, manifest: Manifest) -> str:
+    """Reads this rank's share of the files: what is wrong with the first bad one, or nothing."""
     names = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,17 +40,28 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
-    """A safetensors file of tensors on any device, with `about` in its header, verified by reading it back.
+    """A safetensors file of tensors on any device; as `write_parts`."""
+    return write_parts(path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, lambda n: (tensors[n],), about)
 
+
+def write_parts(
+    path: Path,
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    parts: Callable[[str], Iterable[Tensor]],
+    about: dict[str, str],
+) -> FileRecord:
+    """A safetensors file with `about` in its header, verified by reading it back.
+
+    `kinds`: dtype and shape of every tensor; `parts(name)`: its elements in order, in as many tensors as one likes.
     Raises OSError: the disk is full, can't be written to, or gives other bytes back than it got.
     """
     size = crc = 0
     with path.open("wb", buffering=0) as file:
-        for piece in _content(tensors, about):
+        for piece in _content(kinds, parts, about):
             crc = zlib.crc32(piece, crc)
             written = 0
             while written < len(piece):  # a disk that gets full takes a part
-                written += file.write(piece[written:])
+                written += os.write(file.fileno(), piece[written:])
             size += len(piece)
         os.fsync(file.fileno())
         if hasattr(os, "posix_fadvise"):  # read back what the disk has, not what memory still holds
@@ -89,21 +101,26 @@ def header_of(path: Path) -> dict[str, str]:
         return {}
 
 
-def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[memoryview]:
+def _content(
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    parts: Callable[[str], Iterable[Tensor]],
+    about: dict[str, str],
+) -> Iterator[memoryview]:
     # Wider elements first, so that each tensor begins at a multiple of its element's size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
     header: dict[str, object] = {"__metadata__": about}
     offset = 0
     for name in names:
-        tensor = tensors[name]
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        dtype, shape = kinds[name]
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        flat = tensors[name].detach().reshape(-1).cpu().view(torch.uint8)
-        data = memoryview(flat.numpy().data)
-        for begin in range(0, len(data), _PIECE_BYTES):
-            yield data[begin : begin + _PIECE_BYTES]
+        for part in parts(name):
+            flat = part.detach().reshape(-1).cpu().view(torch.uint8)
+            data = memoryview(flat.numpy().data)
+            for begin in range(0, len(data), _PIECE_BYTES):
+                yield data[begin : begin + _PIECE_BYTES]

@@ -157,8 +157,11 @@ class SavedCheckpoint:
         tensors: dict[str, Tensor] = {}
         for name in sorted(self.manifest.files):
             if name.startswith("whole_"):
-                file = self._file(name)
-                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
+                try:
+                    file = self._file(name)
+                    tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
+                except (OSError, safetensors.SafetensorError) as error:
+                    raise CheckpointError(f"{self.folder / name}: {error}") from None
         return tensors
 
     def _file(self, name: str) -> Any:

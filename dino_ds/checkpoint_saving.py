@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.checkpoint import Checkpoints
-from dino_ds.checkpoint_files import FileRecord, file_bytes, write_tensors
-from dino_ds.checkpoint_manifest import Manifest, rank_file, whole_file
+from dino_ds.checkpoint_manifest import Manifest
+from dino_ds.checkpoint_writing import Files, Flight, HostCopies, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.distributed import Votes
 from dino_ds.errors import StorageError
 
@@ -40,43 +41,27 @@ class SaveCost:
     seconds: float
     bytes: int
 
-
-@dataclass
-class _Flight:
-    """The save that is being written. `manifest` lacks what is known only when all is written."""
-
-    number: int
-    manifest: dict[str, Any]
-    layout: dict[str, Any]
-    bytes: int
-    begun: float
-    stalled: float = 0.0
-    thread: threading.Thread | None = None
-    records: dict[str, FileRecord] = field(default_factory=dict)
-    error: OSError | None = None
-
-    @property
-    def step(self) -> int:
-        return int(self.manifest["step"])
+    def __str__(self) -> str:
+        size = f"{self.bytes / 2**30:.3g} GiB in {self.seconds:.1f} s"
+        return f"{size}, training stood still for {self.stall_seconds:.2f} s"
 
 
 class Saving:
-    """Every rank has one and calls the same methods after the same steps.
+    """Every rank has one and calls the same methods after the same steps; at most one save is being written.
 
     Args: `votes` with "saved" and "save_failed"; `background` False writes from the tensors themselves, while training
-    waits: no second copy in host memory. `finish(folder)` is run by rank 0 with each new checkpoint.
+    waits: no second copy in host memory. `finish(folder)` is run by rank 0, in a thread, with each new checkpoint.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, votes: Votes, background: bool, finish: Callable[[Path], None]
     ) -> None:
-        self._checkpoints, self._votes, self._background, self._finish_one = checkpoints, votes, background, finish
-        self._flight: _Flight | None = None
+        self._checkpoints, self._votes, self._background = checkpoints, votes, background
+        self._flight: Flight | None = None
         self._last: dict[str, Any] | None = None
         self._number = self._failures = 0
-        self._host: dict[str, Tensor] = {}
-        self._chores: threading.Thread | None = None
-        self._chore_error: OSError | None = None
+        self._chores = _Chores(checkpoints, finish)
+        self.copies = HostCopies()
         self.cost: SaveCost | None = None
 
     def save(
@@ -87,73 +72,66 @@ class Saving:
         manifest: dict[str, Any],
         wait: bool,
     ) -> list[str]:
-        """A checkpoint of this rank's `tensors` and of its share of `whole`, which all ranks hold; lines to say.
+        """A checkpoint of this rank's `tensors` and of `whole`, which all ranks hold; lines to say.
 
         `manifest`: fields of Manifest but for layouts and files. With `wait` it is committed on return. Raises
         StorageError on all ranks if that fails, or if it was the third save in a row that failed.
         """
         lines: list[str] = []
         if self._flight is not None and self._flight.manifest != manifest:
-            waited = time.perf_counter()
-            behind = self._flight.step
+            begun, behind = time.perf_counter(), self._flight.step
             lines += self._land(must=False)
-            waited = time.perf_counter() - waited
+            waited = time.perf_counter() - begun
             lines.append(f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}")
         if self._flight is None and self._last != manifest:
-            lines += self._take_off(tensors, layout, whole, manifest, wait)
+            lines += self._take_off(files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
             lines += self._land(must=wait)
+        if wait:
+            lines += self._chores.wait(must=True)
         return lines
 
     def look(self) -> list[str]:
-        """After each applied step: commits a save that all ranks have written; lines to say."""
-        lines = self._chores_done()
-        flight = self._flight
+        """After each applied step: commits a save that all ranks have written; lines to say. Raises StorageError."""
+        lines, flight = self._chores.ended(), self._flight
         if flight is not None:
-            done = self._votes.count("saved") + self._votes.count("save_failed")
-            if done == flight.number * distributed.world_size():
+            written = self._votes.count("saved") + self._votes.count("save_failed")
+            if written == flight.number * distributed.world_size():
                 lines += self._commit(flight, must=False)
         return lines
 
-    def _take_off(
-        self,
-        tensors: Mapping[str, Tensor],
-        layout: dict[str, Any],
-        whole: Mapping[str, Tensor],
-        manifest: dict[str, Any],
-        wait: bool,
-    ) -> list[str]:
-        begun = time.perf_counter()
-        mine = {
-            rank_file(distributed.rank()): dict(tensors),
-            whole_file(distributed.rank()): _my_share(whole),
-        }
-        mine = {name: file for name, file in mine.items() if file or name.startswith("rank_")}
-        size = sum(file_bytes(file) for file in mine.values())
-        step = int(manifest["step"])
-        lines = self._join_chores()
+    def finish(self, must: bool) -> list[str]:
+        """Waits for what is being written, if anything is; lines to say. All ranks must call it.
+
+        Raises StorageError on all ranks if it fails and `must` not.
+        """
+        return self._land(must) + self._chores.wait(must)
+
+    def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
+        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
+        lines: list[str] = []
         total, problem = self._make_room(step, size)
-        if problem:
-            return lines + self._failed(step, problem, must=wait)
+        if problem:  # older checkpoints may be about to go
+            lines += self._chores.wait()
+            total, problem = self._make_room(step, size)
+            if problem:
+                return lines + self._failed(step, problem, must=wait)
         if self._background and not wait:
-            mine = {name: self._copy(name, file) for name, file in mine.items()}
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-        self._number = self._number % _NUMBERS + 1
-        flight = self._flight = _Flight(self._number, manifest, layout, total, begun)
-        flight.thread = threading.Thread(target=self._write, args=(flight, mine), name="save", daemon=True)
-        flight.thread.start()
-        flight.stalled = time.perf_counter() - begun
+            files = self.copies.take(files)
+        number = self._number = self._number % _NUMBERS + 1
+        self._flight = Flight(number, manifest, layout, total, begun)
+        vote = self._votes.cast
+        self._flight.start(
+            self._checkpoints.writing_folder(step), files, lambda good: vote("saved" if good else "save_failed", number)
+        )
         return lines
 
     def _make_room(self, step: int, size: int) -> tuple[int, str]:
         """Rank 0 makes the folder; the bytes of all ranks' files, and why they can't be written, agreed by all."""
-        error = ""
-        free = 0
+        free, error = 0, ""
         try:
             if distributed.rank() == 0:
-                folder = self._checkpoints.begin(step)
-                found = os.statvfs(folder)
+                found = os.statvfs(self._checkpoints.begin(step))
                 free = found.f_bavail * found.f_frsize
         except OSError as problem:
             error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
@@ -162,59 +140,27 @@ class Saving:
         needed = int(total * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
         return total, error or (self._no_space(step, needed, free) if needed > free else "")
 
-    def _no_space(self, step: int, needed: int, free: int) -> str:
-        where = self._checkpoints.folder
-        return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
-
-    def _copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """In host memory that is kept for the next save: page-locked where they come from a GPU."""
-        copies = {}
-        for name, tensor in tensors.items():
-            key = f"{file}/{name}"
-            host = self._host.get(key)
-            if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                self._host[key] = host
-            copies[name] = host.copy_(tensor.detach(), non_blocking=True)
-        return copies
-
-    def _write(self, flight: _Flight, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """The thread: writes and verifies this rank's files, then votes."""
-        folder = self._checkpoints.writing_folder(flight.step)
-        about = {"format": "pt", "run_id": flight.manifest["run_id"], "step": str(flight.step)}
-        vote = "save_failed"
-        try:
-            for name, tensors in files.items():
-                flight.records[name] = write_tensors(folder / name, tensors, about)
-            vote = "saved"
-        except OSError as error:
-            flight.error = error
-        except BaseException as error:  # a defect of ours costs this save, not the run
-            flight.error = OSError(errno.EIO, f"{type(error).__name__}: {error}", str(folder))
-        finally:
-            self._votes.cast(vote, flight.number)
-
     def _land(self, must: bool) -> list[str]:
         """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
         flight = self._flight
         if flight is None:
-            return self._join_chores(together=must)
-        assert flight.thread is not None
+            return []
         begun = time.perf_counter()
-        while True:
-            flight.thread.join(_WAIT_SECONDS)
-            if not any(distributed.gather_objects(flight.thread.is_alive())):
-                break
+        quiet = distributed.rank() != 0 or not sys.stderr.isatty()
+        with tqdm(desc=f"saving step {flight.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
+            while not all(distributed.gather_objects(flight.is_written(_WAIT_SECONDS))):
+                bar.update()
         flight.stalled += time.perf_counter() - begun
-        return self._commit(flight, must) + self._join_chores(together=must)
+        return self._commit(flight, must)
 
-    def _commit(self, flight: _Flight, must: bool) -> list[str]:
+    def _commit(self, flight: Flight, must: bool) -> list[str]:
         begun = time.perf_counter()
         self._flight = None
         self._votes.cast("saved", 0)
         self._votes.cast("save_failed", 0)
-        reason = self._reason(flight) if flight.error else ""
-        answers = distributed.gather_objects((flight.records, flight.layout, reason))
+        flight.is_written(_WAIT_SECONDS)  # it has voted: it is about to end
+        mine = self._reason(flight, flight.error) if flight.error else ""
+        answers = distributed.gather_objects((flight.records, flight.layout, mine))
         reason = next((f"{why} (rank {rank})" for rank, (*_, why) in enumerate(answers) if why), "")
         folder: Path | None = None
         if not reason and distributed.rank() == 0:
@@ -223,26 +169,26 @@ class Saving:
             try:
                 folder = self._checkpoints.commit(manifest)
             except OSError as error:
-                flight.error = error
-                reason = self._reason(flight)
+                reason = self._reason(flight, error)
         reason = distributed.gather_objects(reason)[0]
         if reason:
             return self._failed(flight.step, reason, must)
         self._failures, self._last = 0, flight.manifest
         if folder is not None:
-            self._chores = threading.Thread(target=self._do_chores, args=(folder, flight.step), daemon=True)
-            self._chores.start()
+            self._chores.start(folder, flight.step)
         now = time.perf_counter()
         self.cost = SaveCost(flight.stalled + now - begun, now - flight.begun, flight.bytes)
-        return [f"save     step {flight.step}: {_described(self.cost)}"]
+        return [f"save     step {flight.step}: {self.cost}"]
 
-    def _reason(self, flight: _Flight) -> str:
-        error = flight.error
-        assert error is not None
+    def _reason(self, flight: Flight, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             found = os.statvfs(self._checkpoints.folder)
             return self._no_space(flight.step, flight.bytes, found.f_bavail * found.f_frsize)
         return f"cannot save step {flight.step}: {error.strerror}: {error.filename or self._checkpoints.folder}"
+
+    def _no_space(self, step: int, needed: int, free: int) -> str:
+        where = self._checkpoints.folder
+        return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
 
     def _failed(self, step: int, reason: str, must: bool) -> list[str]:
         """Nothing of the save stays; on all ranks the same line or error."""
@@ -251,47 +197,48 @@ class Saving:
         self._failures += 1
         if must:
             raise StorageError(reason)
-        if self._failures >= FAILED_SAVES_IN_A_ROW:
-            raise StorageError(f"{reason}; {self._failures} saves in a row have failed")
         limit = FAILED_SAVES_IN_A_ROW
+        if self._failures >= limit:
+            raise StorageError(f"{reason}; {limit} saves in a row have failed")
         return [f"warning  {reason}; training goes on ({self._failures} failed in a row, {limit} stop the run)"]
 
-    def _do_chores(self, folder: Path, step: int) -> None:
+
+class _Chores:
+    """What rank 0 does after a commit, in a thread: older checkpoints go, and `finish` is run. One after the other."""
+
+    def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
+        self._checkpoints, self._finish = checkpoints, finish
+        self._thread: threading.Thread | None = None
+        self._error: OSError | None = None
+
+    def start(self, folder: Path, step: int) -> None:
+        args = (folder, step, self._thread)
+        self._thread = threading.Thread(target=self._do, args=args, name="after save", daemon=True)
+        self._thread.start()
+
+    def _do(self, folder: Path, step: int, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         try:
             self._checkpoints.rotate(step)
-            self._finish_one(folder)
-        except OSError as error:
-            self._chore_error = error
+            self._finish(folder)
+        except Exception as error:
+            self._error = as_os_error(error, folder)
 
-    def _join_chores(self, together: bool = False) -> list[str]:
-        """Wait for rank 0's work after a commit; `together` makes its failure an error of all ranks."""
-        if self._chores is not None:
-            self._chores.join()
-        lines = self._chores_done()
-        if together:
+    def ended(self) -> list[str]:
+        """Lines to say, once it has."""
+        if self._thread is None or self._thread.is_alive():
+            return []
+        error, self._thread, self._error = self._error, None, None
+        return [] if error is None else [f"warning  after a save: {error.strerror}: {error.filename}"]
+
+    def wait(self, must: bool = False) -> list[str]:
+        """Until it has ended; `must` makes its failure a StorageError of all ranks, which then all call it."""
+        if self._thread is not None:
+            self._thread.join()
+        lines = self.ended()
+        if must:
             with distributed.together():
                 if lines:
                     raise StorageError(lines[0].removeprefix("warning  "))
         return lines
-
-    def _chores_done(self) -> list[str]:
-        if self._chores is None or self._chores.is_alive():
-            return []
-        error, self._chores, self._chore_error = self._chore_error, None, None
-        return [] if error is None else [f"warning  after a save: {error.strerror}: {error.filename}"]
-
-
-def _my_share(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor goes to one rank, large ones first, so that all ranks write about as much."""
-    loads = [0] * distributed.world_size()
-    mine = {}
-    for name in sorted(whole, key=lambda name: (-whole[name].numel(), name)):
-        to = loads.index(min(loads))
-        loads[to] += whole[name].numel()
-        if to == distributed.rank():
-            mine[name] = whole[name]
-    return mine
-
-
-def _described(cost: SaveCost) -> str:
-    return f"{cost.bytes / 2**30:.3g} GiB in {cost.seconds:.1f} s, training stood still for {cost.stall_seconds:.2f} s"

@@ -5,6 +5,8 @@ Help and checks import neither torch nor deepspeed.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import importlib
 import os
 import socket
@@ -18,20 +20,21 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.config import load_recipe
 from dino_ds.ds_config import find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.errors import ConfigError, UserError
+from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
+from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
 
-INTERRUPTED = 130
 # Launchers stop all ranks when one ends: rank 0 must have spoken before.
 _SECONDS_FOR_RANK_0 = 3.0
+_SECONDS_TO_LEAVE = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command. Exits with the code of a UserError after printing it; 130 after Ctrl-C."""
+    """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(words):
         print(help_text(words))
@@ -45,13 +48,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        _say_error(str(error))
-        sys.exit(error.exit_code)
+        _say_error(str(error), error.said_by_me, debug=debug)
+        _exit(error.exit_code)
     except KeyboardInterrupt:
         if debug:
             traceback.print_exc()
         _say_error("interrupted", pause=False)
-        sys.exit(INTERRUPTED)
+        _exit(INTERRUPTED)
+    except SystemExit as stop:
+        _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
+    except Exception as error:
+        _say_bug(error, words, debug)
+        _exit(1)
 
 
 def _dispatch(words: list[str]) -> None:
@@ -68,6 +76,8 @@ def _dispatch(words: list[str]) -> None:
     if command is TRAIN:
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
+        # Before the slow imports: a second job should not take half a minute to end.
+        RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
     def call(**given: Any) -> None:
         _call(command, {**files, **given})
@@ -127,6 +137,8 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 
 
 def _call(command: Command, values: dict[str, Any]) -> None:
+    # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.loads_torch:
         check_torchvision()
     module, _, function = command.runs.partition(":")
@@ -134,15 +146,57 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     if "dino_ds.engine" in sys.modules:
         from dino_ds.engine import leave
 
+        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)
         leave()
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _say_error(message: str, pause: bool = True) -> None:
-    """Rank 0 speaks; on other nodes the first rank, with its host's name."""
+def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
+    """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    host = f"{socket.gethostname()}: " if rank else ""
-    if local_rank == 0:
-        for line in message.splitlines():
+    host = f"{socket.gethostname()}: " if rank and said_by_me is None else ""
+    if local_rank == 0 if said_by_me is None else said_by_me:
+        for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
-    elif pause:
+    elif pause and said_by_me is None:
         time.sleep(_SECONDS_FOR_RANK_0)
+
+
+def _say_bug(error: Exception, words: list[str], debug: bool) -> None:
+    """What no part of the program has foreseen: one line, and where the traceback is."""
+    rank = int(os.environ.get("RANK", 0))
+    first_line = next(iter(str(error).splitlines()), "")
+    where = "--debug shows the traceback"
+    run_dir = _run_dir_of(words)
+    if debug:
+        traceback.print_exc()
+        where = "the traceback is above"
+    elif run_dir is not None:
+        path = run_dir / f"error-{rank}.txt"
+        with contextlib.suppress(OSError):
+            path.write_text(traceback.format_exc())
+            where = f"the traceback is in {path}"
+    # Not only rank 0: the others' errors may be its cause, and each is another one.
+    prefix = f"rank {rank}: " if "RANK" in os.environ else ""
+    print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
+
+
+def _run_dir_of(words: list[str]) -> Path | None:
+    """The run folder of a `train` command line, where it has come to hold a run."""
+    found = find_command(words)
+    if found is None or found[0] is not TRAIN:
+        return None
+    with contextlib.suppress(UserError):
+        path = Path(_collect(found[0], parse_flags(*found))[0]["run_dir"])
+        return path if (path / "config.yaml").exists() else None
+    return None
+
+
+def _exit(code: int) -> None:
+    """Also where a group of processes that has lost a rank can't be left: the interpreter would wait for it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -16,8 +16,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dino_ds.errors import ConfigError
-from dino_ds.names import RECIPE_HOMES, did_you_mean, ds_home, missing_file
-from dino_ds.recipe import Length, Recipe, Section
+from dino_ds.lengths import Length
+from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file
+from dino_ds.recipe import Recipe, Section
+from dino_ds.text_file import is_file, read_text
 
 __all__ = [
     "Length", "Option", "Recipe", "change_recipe", "dump_recipe", "load_recipe", "recipe_names", "recipe_options",
@@ -132,7 +134,7 @@ def _find_recipe(config: str) -> str:
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
     if config.endswith((".yaml", ".yml")) or "/" in config:
-        if not Path(config).is_file():
+        if not is_file(config):
             raise ConfigError(missing_file(config, (".yaml", ".yml")))
         return config
     if config not in recipe_names():
@@ -146,12 +148,18 @@ def _find_recipe(config: str) -> str:
 
 class _Loader(yaml.SafeLoader):
     """Leaves scalars as text for the schema to convert (YAML 1.1 reads `no` as False and 1e-4 as text), refuses
-    duplicate keys (YAML keeps the last)."""
+    duplicate keys (YAML keeps the last) and aliases (200 bytes of them stand for gigabytes)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
         first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, f"*{event.anchor}: aliases are not taken", event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -174,13 +182,17 @@ _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.o
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
+    text = read_text(path, "YAML")
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
+        content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+    except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -202,7 +214,7 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, problems: list[str
             continue  # a section whose lines are all commented out
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, problems)
-        else:
+        elif len(problems) < MOST_PROBLEMS:
             problems.append(f"{path}: {name}: {unknown_key(name)}")
 
 

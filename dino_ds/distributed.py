@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -131,6 +132,28 @@ class Votes:
         if event is not None:
             event.synchronize()
         return float(host[list(self._mine).index(name)])
+
+
+def announce(word: str) -> None:
+    """Let every rank know `word`, for `announced`. No collective: the store of the process group keeps it."""
+    if world_size() > 1:
+        _store().set(word, "1")
+
+
+def announced(word: str) -> bool:
+    """Whether any rank has announced `word`; asks rank 0's store."""
+    return world_size() > 1 and bool(_store().check([word]))
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def set_timeouts(seconds: float) -> None:
+    """No operation of any process group waits longer; DeepSpeed makes groups that forget what the first was given."""
+    set_one = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    for group in list(dist.distributed_c10d._world.pg_map):
+        set_one(timedelta(seconds=seconds), group)
 
 
 def barrier() -> None:

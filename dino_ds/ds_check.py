@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from dino_ds.ds_schema import REFUSED, SECTIONS, STRICT_SECTIONS, Key, key_names
-from dino_ds.names import did_you_mean, recipe_home
+from dino_ds.names import MOST_PROBLEMS, did_you_mean, recipe_home
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
 
 
 def problems_of(config: dict[str, Any]) -> list[Problem]:
     """Everything that is wrong with `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
-    problems = list(_check_section(config, ""))
+    problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
     if not problems:
         problems += _check_stages(config)
         problems += _check_combinations(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from dino_ds.ds_check import offloads_optimizer, problems_of, wrong_key
 from dino_ds.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
+from dino_ds.text_file import is_file, read_text
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 # At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
@@ -63,7 +65,7 @@ def find_ds_config(path: str) -> str:
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
     for candidate in (Path(path), CHECKOUT / path):
-        if candidate.is_file():
+        if is_file(str(candidate)):
             return str(candidate)
     in_checkout = not Path(path).parent.is_dir() and (CHECKOUT / path).parent.is_dir()
     raise ConfigError(missing_file(str(CHECKOUT / path) if in_checkout else path, (".json", ".hjson")))
@@ -138,15 +140,16 @@ def resolve_ds_config(
 
 def _read(path: str) -> dict[str, Any]:
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        twice = [key for key in dict.fromkeys(keys) if keys.count(key) > 1]
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
         if twice:
             raise ConfigError(f"{path}: {', '.join(twice)} is set twice")
         return dict(pairs)
 
     try:
-        config = hjson.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=refuse_duplicates)
-    except (OSError, UnicodeDecodeError, hjson.HjsonDecodeError) as error:
+        config = hjson.loads(read_text(path, "JSON"), object_pairs_hook=refuse_duplicates)
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999
         raise ConfigError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")

@@ -9,11 +9,14 @@ from pathlib import Path
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `content` beside `path`, put it on the disk, then into place. Raises OSError."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    put_in_place(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        put_in_place(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def put_in_place(temporary: Path, path: Path) -> None:

@@ -150,6 +150,11 @@ class Engine:
         self._stage0_norm: float | None = None
 
     @property
+    def started_from(self) -> str:
+        """The weights that the student was given, for people; empty where they were drawn."""
+        return str(self._engine.module.started_from)
+
+    @property
     def device(self) -> torch.device:
         return self._engine.device
 
@@ -168,6 +173,9 @@ class Engine:
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._engine.module.freeze_prototypes(frozen)
+
+    def freeze_backbone(self, frozen: bool) -> None:
+        self._engine.module.freeze_backbone(frozen)
 
     def step(self) -> Progress:
         """After every micro-batch. On all ranks the answer is the same.
@@ -242,10 +250,11 @@ class Engine:
         """
         parameters = put_back(saved, self._flats(), self._shapes, self._optimizer)
         for name in _COUNTERS:
-            setattr(self._engine, name, parameters.counters[name])
+            setattr(self._engine, name, parameters.counters.get(name, 0))
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
         if self.config.dynamic_loss_scale:
-            vars(self._optimizer.loss_scaler).update(parameters.loss_scaler)
+            known = {name: value for name, value in parameters.loss_scaler.items() if name in _SCALER}
+            vars(self._optimizer.loss_scaler).update(known)
 
     def _scaler_state(self) -> dict[str, float] | None:
         """Of fp16's dynamic loss scaler: what moves; its settings are the ds config's."""

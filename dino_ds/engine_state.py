@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from dino_ds import distributed
 from dino_ds.engine_masters import Names, group_names, master_shards, refresh_weights, sharded_masters_of
 from dino_ds.masters import FlatMasters, PartitionedMasters
-from dino_ds.saved_state import MASTER, MOMENTS, EngineState, Piece, SavedParameters, SavedState, Shapes, even_shares
+from dino_ds.saved_state import (
+    MASTER,
+    MOMENTS,
+    EngineState,
+    Piece,
+    SavedParameters,
+    SavedState,
+    Shapes,
+    even_shares,
+    layout_of,
+)
 
 
 @dataclass(frozen=True)
@@ -91,12 +101,9 @@ def take_out(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str,
         tensors[f"{flat.name}.{MASTER}"] = flat.master.detach().view(-1)
         if steps[flat.name]:
             tensors.update({f"{flat.name}.{key}": flat.adam[key].view(-1) for key in MOMENTS})
-    layout: dict[str, Any] = {
-        "flats": [{"name": f.name, "step": steps[f.name], "pieces": [list(p) for p in f.pieces]} for f in flats]
-    }
-    if distributed.rank() == 0:
-        layout.update(shapes={name: list(shape) for name, shape in shapes.items()}, **common)
-    return EngineState(tensors, layout)
+    shared = {"shapes": {name: list(shape) for name, shape in shapes.items()}, **common}
+    listed = [(flat.name, steps[flat.name], flat.pieces) for flat in flats]
+    return EngineState(tensors, layout_of(listed, shared if distributed.rank() == 0 else None))
 
 
 def _steps(flats: list[Flat]) -> list[int]:

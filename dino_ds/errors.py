@@ -1,10 +1,32 @@
-"""The one error family for mistakes a user can mend: printed as one line, without a traceback."""
+"""The one error family for mistakes a user can mend: printed as one line, without a traceback. And all exit codes."""
+
+from __future__ import annotations
+
+EXIT_CODES = {
+    0: "done",
+    1: "a bug of dino_ds: please report it, with the traceback",
+    2: "usage, configuration or data",
+    3: "checkpoint missing, damaged or of another run",
+    4: "numbers went wrong: NaN, infinite, loss scale at its minimum",
+    5: "disk full or not writable",
+    6: "a rank hangs or is gone",
+    75: "stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGUSR2, RUN/stop) and saved: go on with --resume",
+    130: "interrupted by Ctrl-C, other commands than train",
+}
+STOPPED = 75
+INTERRUPTED = 130
+
+_MOST_LINES, _MOST_CHARACTERS = 10, 400
 
 
 class UserError(Exception):
-    """What was given, what is allowed, what to do. `exit_code` is what the process ends with."""
+    """What was given, what is allowed, what to do. `exit_code` is what the process ends with.
+
+    `said_by_me`: whether this rank is the one that says it; None: rank 0 does.
+    """
 
     exit_code = 2
+    said_by_me: bool | None = None
 
 
 class ConfigError(UserError):
@@ -37,3 +59,18 @@ class PeerError(UserError):
     """A rank hangs or is gone (exit code 6)."""
 
     exit_code = 6
+
+
+def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
+    """The lines of an error as a terminal may show them: printable, of bounded length, at most ten unless
+    `all_of_them` are wanted. What it quotes comes from files and may hold anything."""
+    lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
+    lines = [line if len(line) <= _MOST_CHARACTERS else _shortened(line) for line in lines]
+    if all_of_them or len(lines) <= _MOST_LINES:
+        return lines
+    return [*lines[: _MOST_LINES - 1], f"and {len(lines) - _MOST_LINES + 1} problems more; --debug shows all"]
+
+
+def _shortened(line: str) -> str:
+    half = _MOST_CHARACTERS // 2
+    return f"{line[:half]} ... {line[-half:]}"

@@ -155,13 +155,12 @@ def _keep_lines_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that was being written when the process ended
-        if record.get("step", 0) <= step:
-            kept.append(line)
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # most often the line that was being written when the process ended
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(line + "\n" for line in kept))
     os.replace(temporary, path)

@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+MOST_PROBLEMS = 100
+"""Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
 # What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it.
 DS_HOMES: dict[str, str] = {
     "micro_batch": "train_micro_batch_size_per_gpu",

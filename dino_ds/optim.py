@@ -10,16 +10,21 @@ from typing import Any
 
 from torch import nn
 
+from dino_ds.models.network import DinoNetwork
 from dino_ds.schedules import Knobs
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
+BACKBONE = "backbone_"
+"""Before the first two, of the backbone's own groups in a network whose backbone is frozen for a while."""
 
 
-def parameter_groups(network: nn.Module) -> list[dict[str, Any]]:
+def parameter_groups(network: DinoNetwork) -> list[dict[str, Any]]:
     """AdamW's parameter groups, found later by their "name"; empty ones are left out, as DeepSpeed would drop them."""
-    groups: dict[str, list[nn.Parameter]] = {DECAY: [], NO_DECAY: [], PROTOTYPES: []}
+    names = [DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY]
+    groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
     for name, parameter in network.named_parameters():
-        groups[_group_of(name, parameter)].append(parameter)
+        own = network.freezes_backbone and name.startswith("backbone.")
+        groups[(BACKBONE if own else "") + _group_of(name, parameter)].append(parameter)
     return [{"params": params, "name": name} for name, params in groups.items() if params]
 
 
@@ -32,10 +37,16 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
 
 
 def group_settings(knobs: Knobs) -> dict[str, dict[str, float]]:
-    """lr and weight_decay of each group in this step."""
-    frozen = 0.0 if knobs.prototypes_frozen else 1.0
+    """lr and weight_decay of each group in this step; a frozen group has none of either."""
+
+    def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
+        moves = 0.0 if frozen else 1.0
+        return {"lr": knobs.lr * moves, "weight_decay": weight_decay * moves}
+
     return {
-        DECAY: {"lr": knobs.lr, "weight_decay": knobs.weight_decay},
-        NO_DECAY: {"lr": knobs.lr, "weight_decay": 0.0},
-        PROTOTYPES: {"lr": knobs.lr * frozen, "weight_decay": knobs.weight_decay * frozen},
+        DECAY: settings(False, knobs.weight_decay),
+        NO_DECAY: settings(False, 0.0),
+        PROTOTYPES: settings(knobs.prototypes_frozen, knobs.weight_decay),
+        BACKBONE + DECAY: settings(knobs.backbone_frozen, knobs.weight_decay),
+        BACKBONE + NO_DECAY: settings(knobs.backbone_frozen, 0.0),
     }

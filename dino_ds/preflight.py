@@ -13,7 +13,7 @@ from dino_ds.launching.hostfile import read_hostfile
 # RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE by those who start ranks without setting them.
 _RANK_VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 
 
@@ -35,7 +35,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
         environment.setdefault("MASTER_PORT", "29500")
         for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), names, strict=True):
             if theirs in environment:
-                environment[ours] = environment[theirs]
+                environment[ours] = environment[theirs].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
         return
 
 

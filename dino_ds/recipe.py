@@ -7,10 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,49 +17,15 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     field_validator,
     model_validator,
 )
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import ConfigError
+from dino_ds.lengths import Length
 from dino_ds.names import did_you_mean, nearest
-
-UNITS = ("steps", "epochs", "images")
-
-
-@dataclass(frozen=True)
-class Length:
-    """A duration: optimizer steps, epochs (passes over the data) or images."""
-
-    value: float
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
-
-    @staticmethod
-    def parse(text: object) -> Length:
-        """From "30 epochs", "30epochs", "1e6 images"; a bare number is steps. Raises ConfigError."""
-        if isinstance(text, Length):
-            return text
-        match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
-        units = {name: unit for unit in UNITS for name in (unit, unit[:-1])} | {"": "steps"}
-        try:
-            value = float(match[1]) if match else math.nan
-        except ValueError:
-            value = math.nan
-        unit = units.get(match[2].lower()) if match else None
-        if unit is None or not math.isfinite(value):
-            raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
-        return Length(value, unit)
-
-    def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
-        """Optimizer steps, rounded up, >= 0."""
-        # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
-        value = Fraction(repr(self.value))
-        per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
-        return math.ceil(value * per_unit[self.unit])
 
 
 def _parse_length(value: object) -> Length:
@@ -90,6 +53,9 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
 
 
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+SaveEvery = Annotated[
+    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
+]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -130,7 +96,7 @@ class DataSection(Section):
     augment: Literal["device", "worker"] = _field(
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
     )
-    max_pixels: Count = _field(178956970, "pixels of an image beyond which it is skipped as a decompression bomb")
+    max_pixels: Count = _field(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
@@ -170,6 +136,12 @@ class ModelSection(Section):
     drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
     stochastic_depth: Literal["per_image", "batched"] = _field(
         "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
+    init_from: str | None = _field(
+        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
+    )
+    freeze_backbone: LengthField = _field(
+        Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
     )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
         "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
@@ -244,8 +216,9 @@ class Recipe(Section):
     seed: CountOrZero = _field(0, "seed of weights, data order and augmentation")
     length: LengthField = _field(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = _field(10, "steps between lines of metrics")
-    save_every: LengthField = _field(
-        Length(1, "epochs"), "how often a checkpoint is written; 0 steps = only at the end"
+    save_every: SaveEvery = _field("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
+    expected_hours_between_failures: Positive = _field(
+        24.0, "of the whole job; save_every auto weighs saves against it"
     )
     keep_checkpoints: Count = _field(3, "newest checkpoints that are kept")
     keep_every: LengthField = _field(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")
@@ -253,6 +226,7 @@ class Recipe(Section):
         True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
     )
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
+    hang_seconds: CountOrZero = _field(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()

@@ -15,7 +15,7 @@ from dino_ds.checkpoint import Checkpoints, Choice
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint_saving import SaveCost, Saving
-from dino_ds.config import Recipe
+from dino_ds.config import Recipe, change_recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
@@ -55,12 +55,16 @@ class Run:
         folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
-        self.step = build_step(recipe, config, self.epoch_steps)
+        # Weights of a checkpoint take the place of others, whose file may be gone.
+        begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
+        self.step = build_step(begins, config, self.epoch_steps)
         self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
         self.notes = choice.notes
+        if self.step.engine.started_from:
+            self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
             self.notes += folder.notes_on(choice.saved.manifest)
@@ -81,7 +85,7 @@ class Run:
         self.folder.write()
         with distributed.together():
             try:
-                self.notes += self._checkpoints.tidy(self.step.applied_steps if self.folder.resume else None)
+                self.notes += self._checkpoints.tidy(self.step.applied_steps)
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run can't be gone on with") from None
 
@@ -114,6 +118,11 @@ class Run:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
         return len(self.source) if self.position.epoch else self.position.samples
 
+    def steps_between_saves(self) -> int | None:
+        """By the recipe; 0: none but the last; None: by what a save costs."""
+        every = self.recipe.save_every
+        return None if every == "auto" else every.in_steps(self.recipe.data.global_batch, self.epoch_steps)
+
     def save(self, wait: bool) -> str | None:
         """A checkpoint, and the teacher as one file that timm reads; lines to say. All ranks must call it.
 
@@ -140,6 +149,13 @@ class Run:
         """
         return _text(self._saving.look())
 
+    def finish_save(self, must: bool = False) -> str | None:
+        """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them.
+
+        Raises StorageError on all ranks if it fails and `must` not.
+        """
+        return _text(self._saving.finish(must))
+
     def save_cost(self) -> SaveCost | None:
         """What the last checkpoint of this process took; None before the first."""
         return self._saving.cost
@@ -161,9 +177,9 @@ class Run:
             self.step.engine.load_state(saved)
             self.step.objective.center.load(whole.pop("center"))
             self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
-            self.position = Position(**state["position"])
+            self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
             self.skipped_steps = int(state["skipped_steps"])
-            self.bad_images = set(state["bad_images"])
+            self.bad_images = {str(name) for name in state["bad_images"]}
             if self.watch and state["knn"]:
                 self.watch.load_state_dict(state["knn"])
         except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
@@ -176,8 +192,11 @@ class Run:
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         path = self.folder.path / "teacher.safetensors"
         temporary = path.with_name(path.name + ".tmp")
-        write_tensors(temporary, backbone, {"format": "pt"})
-        put_in_place(temporary, path)
+        try:
+            write_tensors(temporary, backbone, {"format": "pt"})
+            put_in_place(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
         about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
 
@@ -208,6 +227,8 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         max_pixels=data.max_pixels,
         channels=channels,
         device=where,
+        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        patience=recipe.hang_seconds / 3 or None,
     )
     return Feed(loader, where)
 

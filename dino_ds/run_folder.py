@@ -27,10 +27,12 @@ from dino_ds.names import did_you_mean
 _FREE = (
     "log_every",
     "save_every",
+    "expected_hours_between_failures",
     "keep_checkpoints",
     "keep_every",
     "save_in_background",
     "max_bad_steps",
+    "hang_seconds",
     "eval.every",
     "eval.root",
     "data.workers",
@@ -155,6 +157,8 @@ class RunFolder:
         """What is different from the run that saved a checkpoint, in lines for people."""
         old, new = saved.model_dump(), self.description()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
+        other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
+        notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
@@ -194,7 +198,7 @@ def _read_run_id(path: Path) -> str | None:
     """The id that checkpoints of this folder have; None where no file says it."""
     try:
         found = json.loads((path / "environment.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 

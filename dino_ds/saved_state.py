@@ -62,6 +62,12 @@ class _Place(NamedTuple):
     offset: int
 
 
+def layout_of(flats: Iterable[tuple[str, int, Iterable[Piece]]], shared: dict[str, Any] | None) -> dict[str, Any]:
+    """One rank's: (name, step, pieces) of its flat tensors; `shared` by all ranks, given for rank 0."""
+    listed = [{"name": name, "step": step, "pieces": [list(p) for p in pieces]} for name, step, pieces in flats]
+    return {"flats": listed, **(shared or {})}
+
+
 class SavedParameters:
     """A saved state by parameter, whoever saved it. Raises CheckpointError where elements are missing or double."""
 
@@ -70,14 +76,15 @@ class SavedParameters:
         self._places: dict[str, list[_Place]] = {}
         self._steps: dict[str, int] = {}
         try:
-            common = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
-            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in common["shapes"].items()}
-            self.counters: dict[str, int] = {name: int(count) for name, count in common["counters"].items()}
-            self.loss_scaler: dict[str, float] = dict(common["loss_scaler"] or {})
+            shared = self.shared = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shared["shapes"].items()}
+            self.counters: dict[str, int] = {name: int(count) for name, count in shared["counters"].items()}
+            self.loss_scaler: dict[str, float] = dict(shared["loss_scaler"] or {})
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:
                     for name, start, stop, offset in flat["pieces"]:
-                        self._places.setdefault(name, []).append(_Place(start, stop, rank, flat["name"], offset))
+                        place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
+                        self._places.setdefault(name, []).append(place)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
                             raise CheckpointError(f"the checkpoint has two Adam step counts for {name}: it is damaged")
             self._check_whole()

@@ -44,6 +44,8 @@ class Knobs:
     teacher_temp: float
     prototypes_frozen: bool
     release_prototypes: bool
+    backbone_frozen: bool
+    release_backbone: bool
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Schedules:
     teacher_temp_treads: int
     teacher_temp_tread_steps: int
     freeze_steps: int
+    freeze_backbone_steps: int = 0
 
     def at(self, step: int) -> Knobs:
         """The knobs after `step` applied optimizer steps."""
@@ -79,4 +82,6 @@ class Schedules:
             ),
             prototypes_frozen=step < self.freeze_steps,
             release_prototypes=0 < self.freeze_steps == step,
+            backbone_frozen=step < self.freeze_backbone_steps,
+            release_backbone=0 < self.freeze_backbone_steps == step,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from dino_ds.distributed import Votes, sum_across_ranks
 from dino_ds.engine import Engine, Progress
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
-from dino_ds.optim import PROTOTYPES, group_settings
+from dino_ds.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Knobs, Schedules
 from dino_ds.teacher import Teacher
@@ -88,6 +88,10 @@ class DinoStep:
         self.knobs = self.schedules.at(self.applied_steps)
         self.engine.set_groups(group_settings(self.knobs))
         self.engine.freeze_prototypes(self.knobs.prototypes_frozen)
+        self.engine.freeze_backbone(self.knobs.backbone_frozen)
+        # The reference gives a frozen layer no gradient at all, so its Adam state begins here.
         if self.knobs.release_prototypes:
-            # The reference gives the frozen layer no gradient at all, so its Adam state begins here.
             self.engine.reset_optimizer_state(PROTOTYPES)
+        if self.knobs.release_backbone:
+            for name in (DECAY, NO_DECAY):
+                self.engine.reset_optimizer_state(BACKBONE + name)

@@ -1,56 +1,104 @@
-"""Who may ask a run to stop at its next step: signals, and the death of the launcher."""
+"""Who may ask a run to stop at its next step: signals, and what its watcher has seen (RUN/stop, a launcher's end)."""
 
 from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
 
-import psutil
+from dino_ds.distributed import announce, announced
+from dino_ds.errors import STOPPED
+from dino_ds.health.beat import Beat
 
-from dino_ds.step import DinoStep
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED_SECONDS = 2.0
+"""A second signal within so long is the first one, forwarded: a terminal sends Ctrl-C to launcher and ranks alike."""
 
 
 class StopRequests:
-    """SIGINT and SIGTERM ask for a stop; a second SIGINT ends at once.
+    """The first signal asks for a stop, a second one ends the process at once; used as a `with` block.
 
-    SIGTERM to the `deepspeed` command reaches no rank: it ends, and its children go on without it. So a rank
-    whose launcher has lost its own parent asks for a stop too.
+    Before `ready` there is nothing to save, and the first one ends the process. `nothing_to_save` (who has asked) and
+    `at_once` (exit code, message) are called before such ends. All of this is done in a thread that the handler in C
+    wakes: it works while the main thread waits in a collective.
     """
 
-    def __init__(self, step: DinoStep) -> None:
-        self.name = ""
-        self._step = step
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
-        self._launcher = _node_launcher()
-        self._launcher_parent = self._launcher.ppid() if self._launcher else 0
+    def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
+        self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
+        self._signal = ""
+        self._first_at = 0.0
+        self._ready: Callable[[], None] | None = None
+        self._over = False
+        self._name = f"dino_ds stop {next(_numbers)}"
 
-    def _ask(self, number: int, _frame: Any) -> None:
-        if number == signal.SIGINT and self.name == "SIGINT":
-            raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
-        self._step.votes.cast("stop")
+    def __enter__(self) -> StopRequests:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._thread = threading.Thread(target=self._listen, name="dino_ds signals", daemon=True)
+        self._thread.start()
+        return self
 
-    def look(self) -> None:
-        """Once per step: is the launcher still there?"""
-        if self._launcher is None or self._step.votes.cast_by_me("stop"):
-            return
-        try:
-            orphaned = self._launcher.ppid() != self._launcher_parent
-        except psutil.Error:
-            orphaned = True
-        if orphaned:
-            self.name = "the end of the launcher"
-            self._step.votes.cast("stop")
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def ready(self, ask: Callable[[], None]) -> None:
+        """From now on there is something to save: the first wish calls `ask`, from any thread."""
+        self._ready = ask
+
+    def finish(self) -> None:
+        """Everything is saved: what comes now, such as a launcher's SIGTERM to rank after rank, changes nothing."""
+        self._over = True
+
+    @property
+    def why(self) -> str:
+        """Who has asked this rank: "SIGTERM", "the stop file", "the end of the launcher", or "" for nobody."""
+        return self._signal or self._beat.wished
+
+    def heard(self) -> bool:
+        """Whether any rank was asked, for work in which ranks do not vote; it asks rank 0's store, 0.1 ms."""
+        if self.why:
+            announce(self._name)
+        return bool(self.why) or announced(self._name)
+
+    def _listen(self) -> None:
+        while data := os.read(self._read, 64):
+            for number in data:
+                if number in SIGNALS and not self._over:
+                    self._hear(signal.Signals(number).name, number)
+
+    def _hear(self, name: str, number: int) -> None:
+        now = time.monotonic()
+        if not self._signal:
+            self._signal, self._first_at = name, now
+            if self._ready is not None:
+                self._ready()
+            else:
+                self._nothing_to_save(name)
+                _leave(STOPPED)
+        elif now - self._first_at > FORWARDED_SECONDS:
+            self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
+            _leave(128 + number)
 
 
-def _node_launcher() -> psutil.Process | None:
-    """DeepSpeed's launcher on this node, where a `deepspeed` command has started it."""
-    try:
-        parent = psutil.Process(os.getppid())
-        runner = parent.parent()
-        started = runner is not None and any("deepspeed" in word for word in runner.cmdline())
-        return parent if started and "deepspeed.launcher.launch" in parent.cmdline() else None
-    except psutil.Error:
-        return None
+_numbers = iter(range(sys.maxsize))
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """Python's part of a handler: what there is to do, the thread does."""
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Several machines over ssh and pdsh, through DeepSpeed's launcher. Every machine needs this checkout at the same path,
-# the same environment, and the images at the same path. The hostfile has one line a machine: HOST slots=GPUS
-HOSTFILE=hostfile
-DATA=/images
-RECIPE=vits16
+# Several machines over ssh and pdsh, through DeepSpeed's launcher; started on one of them. Each needs this checkout, its
+# environment and the images at the same paths, a disk for RUN that all share, and ssh to it without a password.
+HOSTFILE=hostfile                     # a line a machine: NAME slots=GPUS
+DATA=/images                          # any folder tree of images
+RUN=/shared/runs/mine                 # on a disk that all machines share
+RECIPE=vits16                         # dino_ds/recipes, or your YAML file
 DS_CONFIG=ds_configs/zero2_bf16.json
 
 cd "$(dirname "$0")/.." || exit 1
-exec deepspeed --hostfile "$HOSTFILE" dino_ds/train.py \
-    --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" "$@"
+exec dino-ds launch --hostfile "$HOSTFILE" --max_restarts 3 -- \
+    --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@"

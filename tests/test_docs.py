@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from dino_ds.options.flags import parse_flags
 REPOSITORY = Path(__file__).parent.parent
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 PAGES.append(REPOSITORY / "ds_configs/README.md")
-SCRIPTS = sorted((REPOSITORY / "launch").glob("*.sh"))
 
 
 _CALLS = "|".join(name for name in COMMANDS)
@@ -58,19 +56,6 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_launch_scripts_are_shell_and_name_files_that_exist(script):
-    subprocess.run(["sh", "-n", str(script)], check=True)
-    text = script.read_text()
-    settings = dict(re.findall(r"^([A-Z_]+)=(\S+)", text, re.M))
-    assert (REPOSITORY / settings["DS_CONFIG"]).is_file()
-    load_recipe(settings["RECIPE"], {})
-    call = text.replace("\\\n", " ").split("train.py")[1].replace('"$@"', "")
-    for name, value in settings.items():
-        call = call.replace(f'"${name}"', value)
-    parse_flags(TRAIN, shlex.split(call))
 
 
 def test_the_tree_in_the_readme_is_the_tree():

@@ -109,5 +109,8 @@ class PlainEngine:
     def freeze_prototypes(self, frozen: bool) -> None:
         self._network.freeze_prototypes(frozen)
 
+    def freeze_backbone(self, frozen: bool) -> None:
+        self._network.freeze_backbone(frozen)
+
     def masters(self) -> list[WholeMasters]:
         return [WholeMasters(list(self._network.named_parameters()))]

@@ -20,8 +20,8 @@ from dino_ds.data.images import UnreadableImage, to_rgb
 if TYPE_CHECKING:
     from dino_ds.data.sources import Source
 
-MAX_PIXELS = 178956970
-"""Of an image where the recipe doesn't say: Pillow's own limit."""
+MAX_PIXELS = 50_000_000
+"""Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION = 0x0112
 _UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
@@ -100,7 +100,7 @@ class EncodedImage:
                 array = _decode_jpeg(self._data, *image.size, shrink)
                 if array is not None:
                     return array if self._upright is None else np.ascontiguousarray(self._upright(array))
-            return np.array(to_rgb(ImageOps.exif_transpose(image)))
+            return np.array(to_rgb(image if self._upright is None else ImageOps.exif_transpose(image)))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:

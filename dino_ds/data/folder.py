@@ -36,8 +36,8 @@ class ImageFolder(ListedImages):
     """
 
     def __init__(self, root: str) -> None:
-        folder = Path(root).expanduser()
-        if not folder.is_dir():
+        folder = Path(os.path.expanduser(root))
+        if not os.path.isdir(folder):
             raise DataError(_describe_missing(folder))
         self._root = str(folder)
         real = os.path.realpath(folder)
@@ -181,14 +181,14 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 
 def _describe_missing(root: Path) -> str:
-    if root.exists():
+    if os.path.exists(root):
         return f"{root} is neither a folder nor a file; --data.root wants a folder of images"
     parent = root.parent
-    names = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if parent.is_dir() else []
+    names = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if os.path.isdir(parent) else []
     near = difflib.get_close_matches(root.name, names, n=1)
     if near:
         return f"{root} does not exist. Did you mean {parent / near[0]}?"
-    existing = next((folder for folder in root.parents if folder.is_dir()), Path("/"))
+    existing = next((folder for folder in root.parents if os.path.isdir(folder)), Path("/"))
     return f"{root} does not exist ({existing} does); give --data.root your images"
 
 

@@ -27,7 +27,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     if mode.startswith("I"):
         # Pillow's own conversion clips at 255, which turns a 16-bit grey image white.
-        grey = np.clip(np.asarray(image).astype(np.int64) >> 8, 0, 255)
+        grey = np.clip(np.asarray(image) >> 8, 0, 255)
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if mode == "F":
         values = np.nan_to_num(np.asarray(image, dtype=np.float32), nan=0.0, posinf=255.0, neginf=0.0)

@@ -214,7 +214,7 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
     for path in _newest_first(folder, stem):
         try:
             listing = Listing(path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # of another version, or damaged: it will be replaced
         if is_current(listing):
             with suppress(OSError):  # another user's cache, read-only here

@@ -6,7 +6,8 @@ the work out. So a run may be resumed, or repeated on other hardware, on the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,18 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import end_after_a_death, main_module_left_out, stop_workers, worker_options
+from dino_ds.data.workers import (
+    end_after_a_death,
+    end_after_a_hang,
+    main_module_left_out,
+    stop_workers,
+    timed_out,
+    worker_options,
+)
 from dino_ds.errors import DataError
+
+_LOOK_SECONDS = 2
+"""Who waits for a batch looks so often at what else has happened."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,22 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
         self._per_epoch = steps_per_epoch(images, global_batch) * global_batch
         self._start = start
 
+    def advance(self) -> None:
+        """One batch has been used: an iterator that begins after this goes on behind it."""
+        self._start = self._first().advance(self._chunk, self._per_epoch)
+
+    @property
+    def where(self) -> str:
+        """The place of the next batch, for people."""
+        position = self._first()
+        return f"epoch {position.epoch}, image {position.samples}"
+
+    def _first(self) -> Position:
+        start = self._start
+        return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
+
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        position, permuted, order = self._start, -1, torch.empty(0)
-        if position.samples + self._chunk > self._per_epoch:
-            position = Position(position.epoch + 1, 0)
+        position, permuted, order = self._first(), -1, torch.empty(0)
         while True:
             if position.epoch != permuted:
                 order, permuted = _permutation(self._images, self._seed, position.epoch), position.epoch
@@ -62,37 +85,88 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
             position = position.advance(self._chunk, self._per_epoch)
 
 
+class NoBatchYet(Exception):
+    """The next batch has not come, and who waits for it was told to give up. It may be asked for again."""
+
+
 class Loader:
-    """An endless iterator of Batch. `workers` as for `worker_options`."""
+    """An endless iterator of Batch. `workers` as for `worker_options`.
+
+    Where a loader process dies, or none gives a batch for `patience` seconds (None: for ever), all of them are started
+    again at the same batch, once; `notes` says so.
+    """
 
     def __init__(
-        self, dataset: MultiCropDataset, source: Source, sampler: ResumableSampler, workers: int | None
+        self,
+        dataset: MultiCropDataset,
+        source: Source,
+        sampler: ResumableSampler,
+        workers: int | None,
+        patience: float | None = None,
     ) -> None:
+        self._dataset, self._source, self._sampler = dataset, source, sampler
+        self._options = worker_options(workers)
+        self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
+        self._patience = patience
+        self._restarted = False
+        self.notes: list[str] = []
+        self._start()
+
+    def _start(self) -> None:
         loader: DataLoader[Batch | DataError] = DataLoader(
-            dataset, batch_sampler=sampler, collate_fn=_as_it_is, **worker_options(workers)
+            self._dataset, batch_sampler=self._sampler, collate_fn=_as_it_is, **self._options
         )
-        with main_module_left_out(unless_defines=source):
+        with main_module_left_out(unless_defines=self._source):
             self._batches: Iterator[Batch | DataError] | None = iter(loader)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Raises DataError where too many images in a row are unreadable, or a loader process has died."""
-        if self._batches is None:
-            raise StopIteration
-        try:
-            batch = next(self._batches)
-        except (RuntimeError, EOFError, OSError) as error:
-            obituary = end_after_a_death(self._batches)
-            if obituary is None:
-                raise
-            self.close()
-            raise DataError(obituary) from error
+        return self.next_unless(_never)
+
+    def next_unless(self, give_up: Callable[[], bool]) -> Batch:
+        """The next batch; `give_up` is asked every few seconds without one.
+
+        Raises NoBatchYet where it says yes; DataError where too many images in a row are unreadable, or where a loader
+        process has died or hung again after a restart.
+        """
+        begin = time.monotonic()
+        while True:
+            if self._batches is None:
+                raise StopIteration
+            try:
+                batch = next(self._batches)
+                break
+            except (RuntimeError, EOFError, OSError) as error:
+                waited = time.monotonic() - begin
+                if not timed_out(error):
+                    obituary = end_after_a_death(self._batches)
+                    if obituary is None:
+                        raise
+                elif give_up():
+                    raise NoBatchYet from None
+                elif self._patience is None or waited < self._patience:
+                    continue
+                else:
+                    obituary = end_after_a_hang(self._batches, waited)
+                self._start_again(obituary, error)
+                begin = time.monotonic()
         if isinstance(batch, DataError):
             self.close()
             raise batch
+        self._sampler.advance()
         return batch
+
+    def _start_again(self, obituary: str, error: Exception) -> None:
+        self.close()
+        if self._restarted:
+            raise DataError(
+                f"{obituary}, after a restart; what the run has saved is intact, --resume goes on from there"
+            ) from error
+        self._restarted = True
+        self.notes.append(f"{obituary}; the loader was started again at {self._sampler.where}")
+        self._start()
 
     def close(self) -> None:
         """Stop the workers; what they have prefetched is dropped."""
@@ -115,6 +189,7 @@ def build_loader(
     max_pixels: int | None = None,
     channels: int = 3,
     device: torch.device | None = None,
+    patience: float | None = None,
 ) -> Loader:
     """This rank's micro-batches from `start` on. workers None = automatic; the rest as for MultiCropDataset, device
     None = the CPU.
@@ -126,7 +201,7 @@ def build_loader(
     dataset = MultiCropDataset(
         source, multicrop, seed, augment=augment, max_pixels=max_pixels, channels=channels, device=where
     )
-    return Loader(dataset, source, sampler, workers)
+    return Loader(dataset, source, sampler, workers, patience)
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
@@ -143,6 +218,10 @@ def _permutation(images: int, seed: int, epoch: int) -> Tensor:
     """(images,) int64, the order of an epoch, the same on all ranks."""
     generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
     return torch.randperm(images, generator=generator)
+
+
+def _never() -> bool:
+    return False
 
 
 def _as_it_is(batch: Any) -> Any:

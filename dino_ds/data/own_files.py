@@ -17,7 +17,7 @@ from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import DataError
 
-_MAX_FILES = 1_000_000
+_MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
 
 
@@ -42,6 +42,8 @@ def expand(pattern: str) -> list[str]:
 
     Raises DataError where a name without a * does not exist, a * finds nothing, or the braces make too many.
     """
+    if pattern.count("{") > _MAX_BRACES:
+        raise DataError(f"data.root has {pattern.count('{')} braces, {_MAX_BRACES} are allowed: give fewer")
     found: dict[str, None] = {}
     missing: list[str] = []
     for number, path in enumerate(_braces(pattern)):
@@ -50,10 +52,13 @@ def expand(pattern: str) -> list[str]:
         matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
         if not matches or not os.path.isfile(matches[0]):
             missing.append(path)
+            if len(missing) >= _MAX_MISSING:
+                break
         found.update(dict.fromkeys(matches))
     if missing:
+        most = "at least " if len(missing) >= _MAX_MISSING else ""
         raise DataError(
-            f"data.root {pattern}: {len(missing)} of its files are not there, such as {printable(missing[0])}; "
+            f"data.root {pattern}: {most}{len(missing)} of its files are not there, such as {printable(missing[0])}; "
             "mend the pattern or fetch them"
         )
     return list(found)

@@ -123,11 +123,26 @@ def index_beside(shards: Sequence[str]) -> tuple[Listing | None, str | None]:
         names = list(listing.texts("shards"))
         if names != [os.path.basename(shard) for shard in shards]:
             return None, None  # some of its shards were asked for
+        if not _columns_agree(listing):
+            return None, f"{path} contradicts itself; the shards were indexed anew"
         if shards_are_current(listing, folder):
             return listing, None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, f"{path} is damaged or of another version; the shards were indexed anew"
     return None, f"{path} is of other shards than those that lie there now; they were indexed anew"
+
+
+def _columns_agree(listing: Listing) -> bool:
+    """Whether every image has a shard, a place and a class that there is: an index may come from anywhere."""
+    arrays, images = listing.arrays, len(listing.texts("names"))
+    columns = [arrays[name] for name in ("shard", "offset", "size")]
+    ranges = [(arrays["shard"], 0, len(listing.texts("shards")))]
+    if "labels" in arrays:
+        columns.append(arrays["labels"])
+        ranges.append((arrays["labels"], -1, len(listing.texts("classes"))))
+    return all(len(column) == images for column in columns) and all(
+        images == 0 or (first <= int(column.min()) and int(column.max()) < end) for column, first, end in ranges
+    )
 
 
 def _find_members(path: str) -> _Members:

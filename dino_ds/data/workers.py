@@ -83,13 +83,30 @@ def end_after_a_death(batches: object) -> str | None:
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
     if dead is None:
         return None
-    for worker in workers:
-        worker.kill()  # they may wait for a lock that the dead one held, and they ignore SIGTERM
+    _kill(workers)
     signals = {-number: number.name for number in signal.Signals}
     name = signals.get(dead.exitcode, "")
     how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
     hint = _HINTS.get(name, "")
-    return f"loader process {dead.pid} {how}; what the run has saved is intact, --resume goes on from there{hint}"
+    return f"loader process {dead.pid} {how}{hint}"
+
+
+def end_after_a_hang(batches: object, seconds: float) -> str:
+    """Ends all processes of a torch DataLoader's iterator, which have given nothing for so long; says which."""
+    workers = list(getattr(batches, "_workers", []))
+    pids = ", ".join(str(worker.pid) for worker in workers)
+    _kill(workers)
+    return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
+
+
+def timed_out(error: Exception) -> bool:
+    """Whether a torch DataLoader only says that no batch has come yet; it may be asked again."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+
+
+def _kill(workers: list[Any]) -> None:
+    for worker in workers:
+        worker.kill()  # they may wait for a lock that a dead one held, and they ignore SIGTERM
 
 
 def stop_workers(batches: object) -> None:

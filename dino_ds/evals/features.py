@@ -34,35 +34,42 @@ def extract_features(
     transform: Callable[[Image.Image], Tensor],
     device: torch.device,
     workers: int | None,
-) -> tuple[Tensor, Tensor, list[str]]:
+    give_up: Callable[[], bool] = lambda: False,
+) -> tuple[Tensor, Tensor, list[str]] | None:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (len(indices), d) and labels, on `device`.
 
     Every rank must call it; every rank gets all rows, in an order that depends on the number of ranks. Unreadable
-    images are left out; the texts that name them are returned too. Raises DataError where a rank has no image at all.
+    images are left out; the texts that name them are returned too. `give_up` is asked after each batch: None, on all
+    ranks, where it has said yes on one. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=_collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
-    features, labels, bad = [], [], list[str]()
+    features, labels, bad, gave_up = [], [], list[str](), False
     try:
         for images, targets, unreadable in batches:
             bad += unreadable
             if len(images):
                 features.append(describe(images.to(device)))
                 labels.append(targets.to(device))
+            gave_up = give_up()
+            if gave_up:
+                break
     finally:
         stop_workers(batches)
     # Agreed before the first collective of features: a rank that left would be waited for.
-    found = distributed.gather_objects((sum(map(len, features)), bad))
-    rows = [images for images, _ in found]
+    found = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
+    if any(gave_up for _, _, gave_up in found):
+        return None
+    rows = [images for images, _, _ in found]
     if not all(rows):
         raise DataError(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, or "
             "raise eval.bank_images and eval.test_images"
         )
     whole = [distributed.concatenate_across_ranks(torch.cat(parts)) for parts in (features, labels)]
-    return whole[0], whole[1], [text for _, texts in found for text in texts]
+    return whole[0], whole[1], [text for _, texts, _ in found for text in texts]
 
 
 def raw_pixels(images: Tensor) -> Tensor:

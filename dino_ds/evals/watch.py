@@ -14,7 +14,7 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import DataError
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracy
+from dino_ds.evals.knn import knn_accuracies
 from dino_ds.teacher import Teacher
 
 
@@ -85,21 +85,35 @@ class KnnWatch:
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
-    def evaluate(self, teacher: Teacher, step: int, device: torch.device) -> dict[str, float]:
-        """All ranks must call it. At step 0 the teacher is the untrained network."""
-        self.latest = self._accuracy(teacher.features, device)
-        if self.raw is None:
-            self.raw = self._accuracy(raw_pixels, device)
-        if step == 0:
-            self.untrained = self.latest
-        return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+    def evaluate(
+        self, teacher: Teacher, step: int, device: torch.device, give_up: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """All ranks must call it. At step 0 the teacher is the untrained network.
 
-    def _accuracy(self, describe: Callable[[Tensor], Tensor], device: torch.device) -> float:
-        bank = extract_features(describe, self._bank, self._bank_indices, self._crop, device, self._workers)
-        test = extract_features(describe, self._test, self._test_indices, self._crop, device, self._workers)
-        for text in (*bank[2], *test[2]):
-            self._unreadable.setdefault(text, False)
-        return knn_accuracy(*bank[:2], *test[:2], self._k, self._temperature)
+        `give_up` is asked every batch; where it has said yes on any rank nothing is evaluated: None, on all ranks.
+        """
+        latest = self._accuracy(teacher.features, device, give_up)
+        raw = self._accuracy(raw_pixels, device, give_up) if latest is not None and self.raw is None else self.raw
+        if latest is None or raw is None:
+            return None
+        self.latest, self.raw = latest, raw
+        if step == 0:
+            self.untrained = latest
+        return {"knn_top1": latest, "knn_raw_pixels": raw, "knn_chance": self.chance}
+
+    def _accuracy(
+        self, describe: Callable[[Tensor], Tensor], device: torch.device, give_up: Callable[[], bool]
+    ) -> float | None:
+        parts = []
+        for source, indices in ((self._bank, self._bank_indices), (self._test, self._test_indices)):
+            found = extract_features(describe, source, indices, self._crop, device, self._workers, give_up)
+            if found is None:
+                return None
+            for text in found[2]:
+                self._unreadable.setdefault(text, False)
+            parts.append(found[:2])
+        bank, test = parts
+        return knn_accuracies(*bank, *test, [self._k], self._temperature)[self._k]
 
     def new_unreadable(self) -> list[str]:
         """Texts that name images left out of the evaluation, each said once; the same on all ranks."""

@@ -54,6 +54,11 @@ class LaunchPlan:
         return bool(self.hosts) and not self.no_ssh
 
     @property
+    def elastic(self) -> bool:
+        """The number of machines may change while it runs: torchrun itself starts the ranks anew then."""
+        return self.nodes[0] < self.nodes[1]
+
+    @property
     def world_sizes(self) -> tuple[int, ...]:
         """Ranks in all; several for an elastic run."""
         if self.hosts:
@@ -98,8 +103,11 @@ def _torchrun(plan: LaunchPlan) -> list[str]:
             "--rdzv_backend=c10d",
             f"--rdzv_endpoint={plan.master_addr}:{plan.master_port}",
             "--rdzv_id=dino_ds",
-            f"--max_restarts={plan.max_restarts}",
         ]
+    if plan.elastic:
+        # A machine that joins later waits for an address that torch writes down in the first round only, if shared.
+        command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]
+        command += [f"--max_restarts={plan.max_restarts}", "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"]
     return [*command, str(plan.script), *plan.words]
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean
+from dino_ds.text_file import read_text
 
 MAX_SLOTS = 1024
-_MAX_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
 _LINE = re.compile(rf"(?P<name>{_NAME.pattern})[ \t]+slots=(?P<slots>[0-9]{{1,4}})[ \t]*(#.*)?", re.ASCII)
 
@@ -29,13 +29,7 @@ class Host:
 
 def read_hostfile(path: Path | str) -> tuple[Host, ...]:
     """The machines in the order of the file. Raises ConfigError that names the line."""
-    try:
-        if Path(path).stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"hostfile {path} is larger than 1 MiB: it must hold one line a machine")
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = "is no text" if isinstance(error, ValueError) else f"can't be read: {error.strerror}"
-        raise ConfigError(f"hostfile {path} {reason}; give the right --hostfile") from None
+    text = read_text(str(path), "a hostfile, one line a machine")
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()

@@ -69,9 +69,11 @@ def run(
     if not skip_checks:
         _check(plan, train)
     print(f"command  {shown(command)}", flush=True)
-    if not dry_run:
-        restarts = 0 if plan.nodes[1] > 1 else plan.max_restarts  # an elastic run is restarted by torchrun
-        sys.exit(supervise(command, Path(train["run_dir"]), restarts))
+    if dry_run:
+        return
+    if plan.elastic:
+        os.execvp(command[0], command)
+    sys.exit(supervise(command, Path(train["run_dir"]), plan.max_restarts))
 
 
 def build_plan(

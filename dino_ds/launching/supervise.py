@@ -1,10 +1,136 @@
-"""Stand-in until the supervisor is merged."""
+"""Runs a launcher to its true end, and starts it again after a failure: nobody need watch.
+
+Signals reach every rank at once, nothing outlives it, and the exit code is the training's, whatever DeepSpeed's
+launcher makes of it.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import ctypes
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from dino_ds.errors import ConfigError, UserError
+from dino_ds.health.lock import RunLock
+from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
+from dino_ds.launching.guard import Guard
+from dino_ds.launching.records import append_record, last_checkpoint_step
+from dino_ds.launching.restarts import DEADLY, FINAL, BackOff, Deaths, resumed
 
-def supervise(argv: list[str], run_dir: Path, max_restarts: int) -> int:
-    return subprocess.call(argv)
+_CHILD_SUBREAPER = 36
+_LOCK_SECONDS = 120.0
+"""For the lock of a run folder whose holder, on another machine, has gone."""
+
+
+def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
+    """Run `argv` (DeepSpeed's launcher, torchrun, or train.py itself) and up to `max_restarts` times again.
+
+    Returns the exit code (dino_ds.errors): 0 only if every rank has finished. SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and
+    SIGHUP make all ranks save and stop; a second signal ends everything at once. To be called by the main thread.
+
+    Started again, with `--resume auto`: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what
+    a person must mend (2, 3), and bad numbers (4): the same images, weights and arithmetic would give them again.
+    """
+    with StopSignals() as signals, Guard() as guard, _adopted_orphans():
+        words, restarts, failed_at = list(argv), 0, 0.0
+        back_off, deaths = BackOff(last_checkpoint_step(run_dir)), Deaths()
+        while True:
+            tell = partial(_record_start, run_dir, restarts, failed_at)
+            outcome = Attempt(words, run_dir, signals, guard, tell).run()
+            failed_at = outcome.failed_at
+            if outcome.message and not outcome.said:
+                _say(f"error: {outcome.message}")
+            if signals.count or outcome.code in FINAL or max_restarts == 0:
+                return outcome.code
+            place = outcome.place
+            if deaths.add(place.step if place and place.working else None):
+                _say(f"error: {_name_images(run_dir, place.step if place else 0)}")
+                return LOST
+            if restarts == max_restarts:
+                _say(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
+                return outcome.code
+            restarts += 1
+            wait = back_off.wait(outcome.code, last_checkpoint_step(run_dir))
+            _announce(run_dir, restarts, max_restarts, outcome, wait)
+            if not _wait(wait, run_dir, signals):
+                return STOPPED
+            words = resumed(argv)
+
+
+def _announce(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome, wait: float) -> None:
+    """One line on the console, one in RUN/restarts.jsonl."""
+    checkpoint, place = last_checkpoint_step(run_dir), outcome.place
+    begin = "the beginning" if checkpoint is None else f"step {checkpoint}"
+    _say(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
+    record = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "restart": restarts,
+        "code": outcome.code,
+        "rank": outcome.rank,
+        "step": place.step if place else None,
+        "checkpoint": checkpoint,
+        "seconds_to_end": round(outcome.seconds, 2),
+        "wait": round(wait, 2),
+        "message": outcome.message,
+    }
+    append_record(run_dir / "restarts.jsonl", record)
+
+
+def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
+    """The first new step after a restart: how long training has stood still."""
+    if restart:
+        seconds = round(time.monotonic() - failed_at, 1)
+        append_record(run_dir / "restarts.jsonl", {"restart": restart, "restart_seconds": seconds})
+
+
+def _name_images(run_dir: Path, done: int) -> str:
+    """What to say of a step that has ended the run again and again; its images go into a file."""
+    # The data need torch, which takes seconds to load.
+    from dino_ds.launching.poison import write_step_images
+
+    what = f"step {done + 1} has ended the run {DEADLY} times in a row"
+    try:
+        return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
+    except (UserError, OSError) as error:
+        return f"{what}; its images can't be named ({error})"
+
+
+def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
+    """Until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
+
+    False where a signal came.
+    """
+    begin = time.monotonic()
+    while not signals.count:
+        waited = time.monotonic() - begin
+        if waited >= seconds and (waited > _LOCK_SECONDS or _is_free(run_dir)):
+            return True
+        time.sleep(0.1 if waited < seconds else 1.0)
+    return False
+
+
+def _is_free(run_dir: Path) -> bool:
+    try:
+        RunLock(run_dir).check_free(0)
+    except ConfigError:
+        return False
+    return True
+
+
+@contextmanager
+def _adopted_orphans() -> Iterator[None]:
+    """What loses its parent becomes a child of this process (Linux), where it can be waited for."""
+    c = ctypes.CDLL(None, use_errno=True)
+    c.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        c.prctl(_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _say(text: str) -> None:
+    print(f"dino_ds: {text}", file=sys.stderr, flush=True)

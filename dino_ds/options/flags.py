@@ -84,6 +84,9 @@ def _pairs(command: Command, words: list[str], switches: set[str], problems: lis
     """(flag without dashes, value) from `--key value`, `--key=value` and switches."""
     while words:
         word = words.pop(0)
+        if not _is_flag(word) and command.bare:
+            yield command.bare, word
+            continue
         if not _is_flag(word):
             problems.append(f"unexpected word {word!r}: options are written --key value")
             continue

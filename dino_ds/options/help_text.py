@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config import recipe_names, recipe_options
 from dino_ds.ds_schema import REFUSED, SECTIONS
+from dino_ds.errors import EXIT_CODES
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, Flag, find_command
 
 _EXAMPLES = """\
@@ -44,16 +45,17 @@ def help_text(words: list[str]) -> str:
 
 def _overview() -> str:
     rows = [(name, "", command.summary) for name, command in COMMANDS.items()]
-    return "\n".join(
-        ["usage: dino-ds COMMAND [--option value ...]", "", *_rows(rows), "", "dino-ds COMMAND --help", ""]
-    )
+    codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
+    usage = ["usage: dino-ds COMMAND [--option value ...]", "", *_rows(rows), "", "dino-ds COMMAND --help", ""]
+    return "\n".join([*usage, "exit codes", *_rows(codes), ""])
 
 
 def _command_page(command: Command) -> str:
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""
-    parts = [f"usage: dino-ds {command.name}{ds}{recipe}{train}"]
+    bare = f" {command.bare.upper()}" if command.bare else ""
+    parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}{train}"]
     if command is TRAIN:
         parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
     parts += ["", command.summary, ""]

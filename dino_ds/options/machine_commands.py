@@ -19,7 +19,14 @@ LAUNCH = Command(
         Flag("node_rank", "int", None, "with --no_ssh: this machine's line in the hostfile, from 0", "none", zero=True),
         Flag("master_addr", "text", None, "where the ranks meet", shown="the first machine"),
         Flag("master_port", "int", None, "port of that machine", shown="29500; on one machine a free one"),
-        Flag("max_restarts", "int", 0, "start again after a failure, so many times", zero=True),
+        Flag(
+            "max_restarts",
+            "int",
+            0,
+            "start again after a death, a hang, a bug or a full disk, at most N times, from the last checkpoint; only "
+            "here: train has no such flag, a rank can't start its peers",
+            zero=True,
+        ),
         Flag("skip_checks", "switch", False, "do not look at the machines first"),
         Flag("dry_run", "switch", False, "check, show the command, and start nothing"),
     ),

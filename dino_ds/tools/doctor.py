@@ -56,11 +56,9 @@ def _looks(recipe: Recipe, config: DsConfig, run_dir: Path, quick: bool) -> list
     from dino_ds.tools.doctor_speed import measure_data, measure_sums
     from dino_ds.tools.doctor_system import look_at_system
 
-    zero = config.raw["zero_optimization"]
-    to_nvme = any(zero.get(key, {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param"))
     looks: list[Look] = [
         lambda: look_at_gpus(config, recipe),
-        lambda: look_at_compilers(config.levers.compile, to_nvme),
+        lambda: look_at_compilers(config),
         lambda: look_at_system(recipe, run_dir),
         look_at_network,
     ]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from dino_ds.ds_config import DsConfig
 from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
 
 _SHOWN = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
@@ -86,18 +87,29 @@ def _imports() -> list[Finding]:
     return found
 
 
-def look_at_compilers(compiles: bool, aio: bool) -> list[Finding]:
-    """compiles, aio: whether the ds config compiles blocks, and writes to NVMe."""
+def look_at_compilers(config: DsConfig) -> list[Finding]:
+    """For the blocks of torch.compile, and for the operators of DeepSpeed that the ds config needs."""
     here = {name: shutil.which(name) for name in ("g++", "nvcc", "ninja")}
     text = ", ".join(f"{name} {path or 'absent'}" for name, path in here.items())
     found = [fine("compilers", text)]
-    if compiles and not here["g++"]:
+    if config.levers.compile and not here["g++"]:
         found = [failure("compilers", text, "dino_ds.compile needs a compiler: apt-get install g++")]
-    return [*found, *_ops(aio)]
+    return [*found, *_ops(config)]
 
 
-def _ops(aio: bool) -> Iterator[Finding]:
-    """DeepSpeed's operators: dino_ds trains with torch's AdamW and needs none of them, but for offload to NVMe."""
+def _needed_ops(config: DsConfig) -> dict[str, str]:
+    """Operator -> how it comes to be built. Most configs need none: AdamW is torch's."""
+    zero, needed = config.raw["zero_optimization"], dict[str, str]()
+    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    if any(section.get("device") == "nvme" for section in sections):
+        needed["async_io"] = "offload to NVMe needs it: apt-get install libaio-dev g++ ninja-build"
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
+        needed["quantizer"] = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
+    return needed
+
+
+def _ops(config: DsConfig) -> Iterator[Finding]:
+    """DeepSpeed's operators: which are built, can be built, and are needed."""
     from deepspeed.git_version_info import installed_ops
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
@@ -107,11 +119,10 @@ def _ops(aio: bool) -> Iterator[Finding]:
     text = f"built: {', '.join(built) or 'none'}; can be built: {', '.join(able) or 'none'}"
     lacking = [name for name, good in fits.items() if not good]
     text += f"; lacking: {', '.join(lacking)}" if lacking else ""
-    if aio and not fits.get("async_io"):
-        remedy = "offload to NVMe needs async_io: apt-get install libaio-dev g++ ninja-build"
-        yield failure("ops", text, remedy)
-    else:
-        yield fine("ops", f"{text} (AdamW is torch's: none is needed but async_io, to offload to NVMe)")
+    needed = _needed_ops(config)
+    yield fine("ops", f"{text}; needed: {', '.join(needed) or 'none'}")
+    for name in needed.keys() - {name for name, good in fits.items() if good}:
+        yield failure("ops", f"{name} can't be built", needed[name])
 
 
 def _compatible(builder: object) -> bool:

@@ -11,12 +11,15 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from dino_ds.data.decode import MAX_PIXELS
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
 
+_MAX_PIXELS = 178956970
+"""Pillow's own limit: shrinking is how images come below the recipe's."""
+_MOST_PARTS = 64
+"""Folders deeper than this can't be made everywhere."""
 _ENDINGS = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "PPM": ".ppm"}
 
 
@@ -34,7 +37,7 @@ def member_of(source: Source, index: int) -> str:
     parts = [part for part in text.replace("\0", "?").split("/") if part not in ("", ".", "..")]
     if not parts:
         return str(index)
-    return "/".join([*parts[:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
+    return "/".join([*parts[-_MOST_PARTS:-1], f"_{parts[-1]}" if parts[-1].startswith(".") else parts[-1]])
 
 
 def names_digest(source: Source) -> str:
@@ -78,8 +81,8 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise UnreadableImage(name, f"{width} x {height} pixels are more than {MAX_PIXELS}")
+            if width * height > _MAX_PIXELS:
+                raise UnreadableImage(name, f"{width} x {height} pixels are more than {_MAX_PIXELS}")
             factor = side / min(width, height)
             if factor >= 1:
                 return data, False

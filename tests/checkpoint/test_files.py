@@ -76,6 +76,6 @@ def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):
             patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError("no")))
             with pytest.raises(OSError, match="no"):
                 replace_file(path, "new")
-        assert path.read_text() == "old"
+        assert path.read_text() == "old" and os.listdir(tmp_path) == ["latest"]
     replace_file(path, "new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["latest"]

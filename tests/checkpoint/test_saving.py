@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds import checkpoint_saving, distributed
+from dino_ds import checkpoint_saving, checkpoint_writing, distributed
 from dino_ds.checkpoint_files import write_tensors
 from dino_ds.errors import StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of
@@ -30,7 +30,7 @@ def gate(monkeypatch):
         gate.wait(60)
         return write_tensors(*args)
 
-    monkeypatch.setattr(checkpoint_saving, "write_tensors", write)
+    monkeypatch.setattr(checkpoint_writing, "write_tensors", write)
     return gate
 
 
@@ -57,14 +57,14 @@ def test_what_is_saved_is_of_the_step_it_was_asked_at(tmp_path, gate):
 
 def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_path):
     run = SmallRun(tmp_path, background=False).train(3).save()
-    assert folders(tmp_path) == ["latest", "step_00000003"] and not run.saving._host
+    assert folders(tmp_path) == ["latest", "step_00000003"] and not run.saving.copies.bytes
     run = SmallRun(tmp_path / "two").train(3).save()
-    assert run.saving._host
+    assert run.saving.copies.bytes > 2 * 5000 * 4
 
 
 def test_waiting_copies_nothing_either(tmp_path):
     run = SmallRun(tmp_path).train(3).save(wait=True)
-    assert is_that_of(run.choose().saved, 3) and not run.saving._host
+    assert is_that_of(run.choose().saved, 3) and not run.saving.copies.bytes
 
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate):
@@ -104,6 +104,19 @@ def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
     assert "teacher.safetensors" in run.said[1] and run.said[1].startswith("warning")
 
 
+def test_the_work_after_a_commit_stops_nobody_and_goes_in_order(tmp_path, gate):
+    """A slow removal of older checkpoints: the next saves do not wait for it."""
+    done, slow = [], threading.Event()
+    run = SmallRun(tmp_path, finish=lambda folder: (slow.wait(60), done.append(folder.name)))
+    gate.set()
+    for step in (1, 2, 3):
+        run.train(step - run.step).save()
+    assert len(folders(tmp_path)) >= 3 and done == []
+    slow.set()
+    run.save(wait=True)
+    assert done == ["step_00000001", "step_00000002", "step_00000003"]
+
+
 class TestRotation:
     def test_the_last_ones_and_every_mth_stay(self, tmp_path):
         run = SmallRun(tmp_path, keep=2, keep_every=4)
@@ -123,7 +136,7 @@ class TestRotation:
 
     def test_a_failed_save_removes_nothing(self, tmp_path, monkeypatch):
         run = SmallRun(tmp_path, keep=1).train().save(wait=True).train()
-        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
         run.save()
         run.train(200)
         time.sleep(0.2)
@@ -169,7 +182,7 @@ def _full(path, tensors, about):
 class TestFullDisk:
     def test_two_failures_are_lines_and_the_third_ends_the_run(self, tmp_path, monkeypatch):
         run = SmallRun(tmp_path, background=False).train().save()
-        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
         run.train().save().train().save().train()
         with pytest.raises(StorageError, match=r"step 4: .* MB needed, .* MB free in .*3 saves in a row have failed"):
             run.save()
@@ -182,12 +195,12 @@ class TestFullDisk:
             run.train()
             with monkeypatch.context() as patch:
                 if i % 3:
-                    patch.setattr(checkpoint_saving, "write_tensors", _full)
+                    patch.setattr(checkpoint_writing, "write_tensors", _full)
                 run.save()
         assert sum("warning" in line for line in run.said) == 5
 
     def test_a_save_that_must_be_is_an_error_at_once(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(checkpoint_saving, "write_tensors", _full)
+        monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
         with pytest.raises(StorageError, match="cannot save step 1"):
             SmallRun(tmp_path).train().save(wait=True)
         assert folders(tmp_path) == []
@@ -240,16 +253,16 @@ class TestFullDisk:
 
 def _fails_on(rank: int, run_dir: Path) -> list[str]:
     run = SmallRun(run_dir).train().save(wait=True)
-    write = checkpoint_saving.write_tensors
+    write = checkpoint_writing.write_tensors
     if distributed.rank() == rank:
-        checkpoint_saving.write_tensors = _full
+        checkpoint_writing.write_tensors = _full
     try:
         run.train().save()
         while len(run.said) < 2:
             run.train()
             time.sleep(0.01)
     finally:
-        checkpoint_saving.write_tensors = write
+        checkpoint_writing.write_tensors = write
     run.train(2).save(wait=True)
     return run.said
 
@@ -266,13 +279,13 @@ def test_the_failure_of_one_rank_is_that_of_all(tmp_path, rank):
 
 def _slow_rank_1(run_dir: Path) -> list[int]:
     """Rank 1 writes for longer than training's next steps take; sums of older saves come in between."""
-    write = checkpoint_saving.write_tensors
+    write = checkpoint_writing.write_tensors
 
     def slow(*args):
         time.sleep(0.3 * distributed.rank())
         return write(*args)
 
-    checkpoint_saving.write_tensors = slow
+    checkpoint_writing.write_tensors = slow
     run, commits = SmallRun(run_dir), []
     try:
         for _ in range(3):
@@ -283,7 +296,7 @@ def _slow_rank_1(run_dir: Path) -> list[int]:
             commits.append(run.step)
             run.said.clear()
     finally:
-        checkpoint_saving.write_tensors = write
+        checkpoint_writing.write_tensors = write
     return commits
 
 

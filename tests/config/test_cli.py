@@ -165,7 +165,8 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
-            "no recipe is named 'vits17': there are cifar10, quickstart, vitb16, vitl16, vits16, vitti16; "
+            "no recipe is named 'vits17': there are cifar10, quickstart, vit1b14, vit3b14, vit7b16, vitb16, vitg14, "
+            "vith14, vitl16, vits16, vitti16; "
             "a file of your own ends in .yaml. Did you mean vits16?",
         ),
         (["--ds_config", "ds_configs/zero2_fp61.json"], None),
@@ -240,10 +241,22 @@ def test_exit_codes_debug_and_ctrl_c(calls, capsys, monkeypatch: pytest.MonkeyPa
             assert ("Traceback" in err) == bool(debug)
 
 
-def test_a_bug_keeps_its_traceback(calls, monkeypatch: pytest.MonkeyPatch):
+def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeypatch, capsys, tmp_path):
+    """Exit code 1. With --debug, or where there is no run folder yet, it is not written down."""
     monkeypatch.setattr(sys.modules["dino_ds.train"], "train", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["train", "--config", "quickstart"])
+    folder = tmp_path / "run"
+    folder.mkdir()
+    argv = ["train", "--config", "quickstart", "--run_dir", str(folder)]
+    for written, flags, traceback in ((False, [], False), (True, [], False), (True, ["--debug"], True)):
+        if written:
+            (folder / "config.yaml").touch()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main([*argv, *flags])
+        lines = capsys.readouterr().err.splitlines()
+        assert exit_.value.code == 1
+        assert lines[-1].startswith("dino_ds: error: ZeroDivisionError: division by zero (")
+        assert (len(lines) > 1) == traceback
+    assert "ZeroDivisionError" in (folder / "error-0.txt").read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(

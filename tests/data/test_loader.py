@@ -8,16 +8,19 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from dino_ds.data import loader as loader_module
 from dino_ds.data import workers as workers_module
 from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views, batch_bytes
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import (
+    NoBatchYet,
     Position,
     ResumableSampler,
     build_loader,
@@ -309,19 +312,59 @@ def test_a_source_that_raises_something_else_is_named_in_one_line(workers):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGBUS])
-def test_a_killed_worker_is_named(fatal):
-    """torch would hang or print a traceback; the other worker goes on, and ends with the loader."""
+def _workers_of_this_process():
     import psutil
 
-    loader = build_loader(Noise(200), CROPS, 0, GLOBAL, GLOBAL, 0, 1, 2, START)
-    next(loader)
-    workers = [p for p in psutil.Process().children(recursive=True) if p.parent().pid != os.getpid()]
-    os.kill(workers[0].pid, fatal)
-    with pytest.raises(DataError, match=f"loader process {workers[0].pid} was killed by {fatal.name}; ") as caught:
+    return [p for p in psutil.Process().children(recursive=True) if p.parent().pid != os.getpid()]
+
+
+def test_a_killed_worker_is_named_and_started_again_once():
+    """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error."""
+    import psutil
+
+    everything = [
+        b.indices.tolist() for b in itertools.islice(build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 0, START), 60)
+    ]
+    loader = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 2, START)
+    seen = [next(loader).indices.tolist()]
+    first = _workers_of_this_process()
+    os.kill(first[0].pid, signal.SIGKILL)
+    seen += [next(loader).indices.tolist() for _ in range(39)]
+    assert seen == everything
+    assert len(loader.notes) == 1
+    assert f"loader process {first[0].pid} was killed by SIGKILL" in loader.notes[0]
+    assert "started again at epoch 0, image " in loader.notes[0]
+    second = _workers_of_this_process()
+    os.kill(second[0].pid, signal.SIGBUS)
+    with pytest.raises(DataError, match=f"loader process {second[0].pid} was killed by SIGBUS") as caught:
         list(itertools.islice(loader, 1000))
     assert "\n" not in str(caught.value) and "--resume" in str(caught.value)
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs([*first, *second], timeout=10)
+    assert alive == []
+
+
+class Stuck(Noise):
+    """Its second image never comes, as from a disk that does not answer."""
+
+    def load(self, index):
+        if index == 1:
+            time.sleep(1000)
+        return super().load(index)
+
+
+def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
+    """Who waits may also give up before."""
+    import psutil
+
+    monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.2)
+    loader = build_loader(Stuck(8), CROPS, 0, 8, 8, 0, 1, 1, START, patience=2.0)
+    with pytest.raises(NoBatchYet):
+        loader.next_unless(lambda: True)
+    first = _workers_of_this_process()
+    with pytest.raises(DataError, match=r"loader processes \d+ gave no batch for \d s.*after a restart"):
+        next(loader)
+    assert len(loader.notes) == 1
+    _, alive = psutil.wait_procs(first, timeout=10)
     assert alive == []
 
 

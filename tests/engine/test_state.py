@@ -22,6 +22,7 @@ BATCH, SAVED_AT, RELEASED_AT = 8, 3, 2
 FP16 = {"initial_scale_power": 7, "loss_scale_window": 2}
 ROUND_ROBIN, ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
 SUB_GROUPS = {"sub_group_size": 3000, "stage3_param_persistence_threshold": 10}
+HPZ = {"zero_hpz_partition_size": 2}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
 
@@ -181,7 +182,7 @@ CHANGES = [
     (Setup(2), Setup(2, world=1)),
     (Setup(2), Setup(2, accumulation=2)),
     (Setup(2), Setup(2, zero=OFFLOAD)),
-    (Setup(2), Setup(3, world=1, accumulation=4, zero=SUB_GROUPS | OFFLOAD)),
+    (Setup(2), Setup(3, world=1, accumulation=2, zero=SUB_GROUPS | OFFLOAD)),
 ]
 
 
@@ -196,7 +197,7 @@ EXACT = [
     (Setup(0, world=1), Setup(3)),
     (Setup(0, world=1), Setup(2, world=2, accumulation=2)),
     (Setup(3), Setup(0, world=1, accumulation=4)),
-    (Setup(3), Setup(3, world=4, accumulation=2, zero=SUB_GROUPS | OFFLOAD)),
+    (Setup(3), Setup(3, world=4)),
     (Setup(1), Setup(1, world=4)),
     (Setup(3), Setup(3, zero=OFFLOAD)),
     (Setup(1, zero=OFFLOAD), Setup(1)),
@@ -225,7 +226,7 @@ PRECISIONS = [
     (Setup(3, "bf16"), BF16_OPTIMIZER),
     (BF16_OPTIMIZER, Setup(0, world=1)),
     (Setup(3, "fp16", zero=SUB_GROUPS | OFFLOAD), Setup(1, "bf16", world=1, accumulation=4)),
-    (Setup(1, "bf16", world=1), Setup(3, "fp16", world=4, zero=OFFLOAD_ALL)),
+    (Setup(1, "bf16", world=1), Setup(3, "fp16", world=2, accumulation=2, zero=OFFLOAD_ALL)),
 ]
 
 
@@ -240,7 +241,7 @@ def test_another_precision(old, new):
     assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
 
 
-@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2)), (Setup(2), Setup(2))], ids=str)
+@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2))], ids=str)
 @pytest.mark.parametrize("windows", [0, 1, RELEASED_AT])
 def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(windows, old, new):
     """Their Adam state starts at the release, whether that lies before the save, after it, or just there."""
@@ -248,10 +249,34 @@ def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(win
     counts = by_parameter(saved)[1]
     assert set(counts.values()) == ({windows} if windows < RELEASED_AT else {0, windows})
     _, new_losses, new_end = resume(new, saved, more=3)
-    assert new_losses == pytest.approx(losses, rel=0 if old == new else 1e-5)
+    assert new_losses == pytest.approx(losses, rel=1e-5)
     after = by_parameter(new_end)[1]
     assert after == by_parameter(ended)[1]
     assert after["head.prototypes.weight"] == windows + 3 - RELEASED_AT
+
+
+def _go_back(setup, saved, more):
+    """Load into an engine that has trained on: Adam's state is there, and under ZeRO 3 some parameters are whole."""
+    step = _build(setup)
+    run_windows(step, 7, 2, BATCH)
+    step.engine.load_state(saved)
+    step.objective.center.load(saved.whole["center"])
+    step.teacher.load_state_dict(saved.whole["teacher"])
+    step.restore(saved.whole["applied_steps"])
+    loaded = _take(step)
+    return loaded, run_windows(step, saved.layouts[0]["counters"]["global_steps"], more, BATCH), _take(step)
+
+
+USED = [(Setup(0), SAVED_AT), (Setup(2, "fp16"), SAVED_AT), (Setup(3), 0), (Setup(3, zero=SUB_GROUPS | HPZ), SAVED_AT)]
+
+
+@pytest.mark.parametrize(("setup", "windows"), USED, ids=str)
+def test_an_engine_in_use_goes_back_to_a_state(setup, windows):
+    saved, losses, ended = straight(setup, 2, windows)
+    loaded, new_losses, new_end = zip(*run_on_ranks(_go_back, setup, saved, 2), strict=True)
+    assert_same(saved, _gathered(loaded))
+    assert new_losses[0] == losses
+    assert_same(ended, _gathered(new_end))
 
 
 def _state_of_torch():
@@ -300,6 +325,27 @@ def test_another_network_is_refused(stage):
             "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
         )
         assert untouched
+
+
+def test_what_differs_is_named():
+    saved, _, _ = straight(Setup(2))
+    parameters = SavedParameters(saved)
+    parameters.check_fits(parameters.shapes)
+    first, *_ = parameters.shapes
+    with pytest.raises(CheckpointError, match=r"in 2 tensors, first backbone\.new absent vs \[3\]"):
+        parameters.check_fits({"backbone.new": (3,)} | {n: s for n, s in parameters.shapes.items() if n != first})
+
+
+def test_large_parameters_are_read_in_parts(monkeypatch):
+    saved, _, _ = straight(Setup(2))
+    values, _ = by_parameter(saved)
+    monkeypatch.setattr("dino_ds.saved_state._READ_ELEMENTS", 7)
+    parameters = SavedParameters(saved)
+    for (kind, name), whole in values.items():
+        parts = list(parameters.read(kind, name, 3, len(whole) - 2))
+        assert max(len(part) for _, part in parts) <= 7
+        assert torch.equal(torch.cat([part for _, part in parts]), whole[3:-2])
+        assert [first for first, _ in parts] == list(itertools.accumulate((len(p) for _, p in parts[:-1]), initial=3))
 
 
 def test_damaged_layouts_are_refused():

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracy
+from dino_ds.evals.knn import knn_accuracies, nearest
 from tests.ranks import run_on_ranks
 
 
@@ -36,14 +37,26 @@ def test_equals_the_definition():
     bank, queries = torch.randn(60, 5, generator=generator), torch.randn(30, 5, generator=generator)
     bank_labels = torch.randint(0, 4, (60,), generator=generator)
     query_labels = torch.randint(0, 4, (30,), generator=generator)
-    for k in (1, 7, 60, 500):
-        ours = knn_accuracy(bank, bank_labels, queries, query_labels, k, 0.07)
-        assert ours == _slow_knn(bank, bank_labels, queries, query_labels, k, 0.07)
+    ours = knn_accuracies(bank, bank_labels, queries, query_labels, (1, 7, 60, 500), 0.07)
+    for k, accuracy in ours.items():
+        assert accuracy == _slow_knn(bank, bank_labels, queries, query_labels, k, 0.07)
+
+
+def test_blocks_find_the_same_neighbours(monkeypatch):
+    """Blocks of 7 x 4 with a ragged end, and fewer rows in a block than neighbours are wanted."""
+    generator = torch.Generator().manual_seed(1)
+    bank, queries = torch.randn(30, 5, generator=generator), torch.randn(11, 5, generator=generator)
+    whole = nearest(queries, bank, 6)
+    monkeypatch.setattr(knn_module, "_BANK_ROWS", 4)
+    monkeypatch.setattr(knn_module, "_QUERY_ROWS", 7)
+    for ours, theirs in zip(nearest(queries, bank, 6), whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_lengths_do_not_matter():
     bank, labels = torch.eye(3), torch.arange(3)
-    assert knn_accuracy(bank * torch.tensor([[1.0], [50.0], [0.01]]), labels, 7 * bank, labels, 1, 0.07) == 100.0
+    scaled = bank * torch.tensor([[1.0], [50.0], [0.01]])
+    assert knn_accuracies(scaled, labels, 7 * bank, labels, [1], 0.07) == {1: 100.0}
 
 
 def test_spread_indices():

@@ -77,7 +77,8 @@ def test_torchrun_and_its_elastic_form():
     args = parse_args(command[3:])
     assert (args.nproc_per_node, args.training_script_args) == ("4", list(WORDS))
     plan = _plan(launcher="torchrun", ranks=4, nodes="1:3", master_addr="w1", max_restarts=5)
-    args = parse_args(build_command(plan)[3:])
+    command = build_command(plan)
+    args = parse_args(command[command.index("torch.distributed.run") + 1 :])
     assert (args.nnodes, args.rdzv_endpoint, args.max_restarts) == ("1:3", "w1:29500", 5)
     assert plan.world_sizes == (4, 8, 12)
 

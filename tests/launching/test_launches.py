@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -57,12 +60,12 @@ def _train_words(images, run, *more):
     return ["--ds_config", DS, "--data.root", images, "--run_dir", run, "--max_steps", STEPS, *options, *more]
 
 
-def _start(command, env):
+def _start(command, env, log=None):
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=REPOSITORY,
         env=env,
-        stdout=subprocess.PIPE,
+        stdout=log.open("w") if log else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -82,6 +85,25 @@ def _finish(*processes):
                 os.killpg(process.pid, signal.SIGKILL)
                 print(process.communicate()[0][-3000:])
     return ended
+
+
+def _kill(process):
+    """With all that it has started, as when a machine is lost."""
+    if process is None or process.poll() is not None:
+        return
+    lost = psutil.Process(process.pid)
+    for each in (lost, *lost.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
+
+
+def _wait_for(run, process, condition, name="log.txt"):
+    """Until a file of the run is as wanted."""
+    end = time.monotonic() + _SECONDS
+    while not ((run / name).exists() and condition((run / name).read_text())):
+        assert process.poll() is None and time.monotonic() < end, name
+        time.sleep(0.1)
 
 
 def _assert_same(run, expected):
@@ -115,6 +137,33 @@ def test_torchrun_on_two_machines(images, expected, tmp_path):
     ended = _finish(*(_start(dino_ds(*words), environment()) for _ in (0, 1)))
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
     _assert_same(run, expected)
+
+
+def test_elastic_goes_on_with_fewer_and_with_more_machines(images, tmp_path):
+    """Two machines; one is lost, and comes back. The same samples, losses to 1e-5 of two ranks that nobody disturbs."""
+    run, straight, back = tmp_path / "run", tmp_path / "straight", None
+    changes = {"length": "100000 steps", "save_every": "4 steps"}
+    assert run_on_ranks(train_tiny, images, straight, Path(DS).name, 16, changes=changes) == [None, None]
+    common = ["launch", "--launcher", "torchrun", "--nodes", "1:2", "--ranks", 1, "--master_addr", "127.0.0.1"]
+    common += ["--master_port", find_free_port(), "--max_restarts", 9, "--skip_checks", "--"]
+    options = [part for name, value in {**TINY, **changes}.items() for part in (f"--{name}", value)]
+    words = [*common, "--ds_config", DS, "--data.root", images, "--run_dir", run, "--resume", "auto", *options]
+    # How soon a lost machine is missed, and how long others are waited for.
+    env = environment(PET_RDZV_CONF="last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5")
+    stays, goes = (_start(dino_ds(*words), env, log) for log in (tmp_path / "stays.log", tmp_path / "goes.log"))
+    try:
+        _wait_for(run, stays, lambda text: text.count('"loss"') >= 6, "metrics.jsonl")
+        _kill(goes)
+        _wait_for(run, stays, lambda text: "resumed from ZeRO 2 fp32 on 2 ranks" in text)
+        back = _start(dino_ds(*words), env, tmp_path / "back.log")
+        _wait_for(run, stays, lambda text: "under ZeRO 2 fp32 on 2 ranks" in text)
+    finally:
+        for process in (stays, back):
+            _kill(process)
+    steps = [step for step, _ in losses_of(run)]
+    assert steps == list(range(1, len(steps) + 1))
+    expected = [loss for _, loss in losses_of(straight)]
+    assert [loss for _, loss in losses_of(run)[:16]] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")

@@ -7,6 +7,7 @@ import os
 import signal
 import tarfile
 import threading
+import time
 
 import pytest
 
@@ -96,9 +97,15 @@ def test_empty_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def _kill_after_a_step(run):
+    while not (run / "metrics.jsonl").exists() or not losses_of(run):
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _stopped_by(root, run, rank_to_signal):
     if int(os.environ["RANK"]) == rank_to_signal:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Thread(target=_kill_after_a_step, args=(run,)).start()
     changes = {"length": "4000 steps", "log_every": "1"}
     return train_tiny(root, run, "zero1_fp32.json", changes=changes)
 

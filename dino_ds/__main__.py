@@ -1,0 +1,5 @@
+"""`python -m dino_ds`: as `dino-ds`; launchers start it on several processes."""
+
+from dino_ds.cli import main
+
+main()

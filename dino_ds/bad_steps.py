@@ -1,0 +1,78 @@
+"""Steps that were skipped because a number was not finite: whose images, how many in a row, and when that is enough."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from dino_ds import distributed
+from dino_ds.errors import NumericError
+from dino_ds.health.files import append_line
+from dino_ds.metrics import RunLog
+from dino_ds.run import Run
+from dino_ds.step import MicroStep
+
+_FILE = "bad_batches.jsonl"
+
+
+class BadSteps:
+    """Counts bad steps in a row. An fp16 overflow alone is none: it is part of finding the loss scale."""
+
+    def __init__(self, run: Run, log: RunLog) -> None:
+        self._run, self._log = run, log
+        self._in_a_row = 0
+
+    def reset(self) -> None:
+        """A step was applied."""
+        self._in_a_row = 0
+
+    def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
+        """After a skipped step, with what this rank has trained on; every rank calls it.
+
+        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows.
+        """
+        run, step = self._run, self._run.step
+        run.skipped_steps += 1
+        mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
+        all_mine = [name for _, names in window for name in names]
+        found = distributed.gather_objects((mine, all_mine))
+        ranks = [rank for rank, (names, _) in enumerate(found) if names]
+        if not ranks and run.config.dynamic_loss_scale:
+            self._log.say(
+                f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
+            )
+            return
+        self._in_a_row += 1
+        self._write_down({rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}, bool(ranks))
+        culprits = [name for names, _ in found for name in names]
+        what = f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
+        if culprits and len(found) > 1:
+            what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+        what = f"{what}, after step {step.applied_steps}"
+        limit = run.recipe.max_bad_steps
+        self._log.say(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)")
+        if self._in_a_row >= limit:
+            raise NumericError(
+                f"{what}, {limit} times in a row; checkpoints in {run.folder.path} are from before. Look at the images "
+                f"in {run.folder.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
+            )
+
+    def _write_down(self, names: dict[int, list[str]], loss: bool) -> None:
+        """A line for each rank whose loss was not finite, or for all where only the gradient was."""
+        if distributed.rank() != 0:
+            return
+        for rank, images in names.items():
+            record = {
+                "step": self._run.step.applied_steps,
+                "in_a_row": self._in_a_row,
+                "rank": rank,
+                "what": "loss" if loss else "gradient",
+                "images": images,
+            }
+            append_line(self._run.folder.path / _FILE, json.dumps(record))
+
+
+def _shorten(names: list[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,61 @@
+"""Image retrieval: rank a database by cosine for each query; mean average precision.
+
+Source: revisited Oxford and Paris (arXiv 1803.11285), `compute_map` of filipradenovic/revisitop, as
+facebookresearch/dino `eval_image_retrieval.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.no_grad()
+def rank_database(queries: Tensor, database: Tensor) -> Tensor:
+    """Features (q, d) and (m, d) of any length -> indices of the database (q, m), nearest first."""
+    similarity = F.normalize(queries.float(), dim=-1) @ F.normalize(database.float(), dim=-1).T
+    return similarity.argsort(dim=1, descending=True, stable=True)
+
+
+def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Iterable[int] = ()) -> float:
+    """Of one query, in [0, 1]: the area under the precision-recall curve by trapezia, junk images passed over.
+
+    NaN where there is nothing to find.
+    """
+    wanted, ignored = set(positive), set(junk)
+    if not wanted:
+        return float("nan")
+    found, seen, total = 0, 0, 0.0
+    for index in ranking:
+        if index in ignored:
+            continue
+        if index in wanted:
+            before = found / seen if seen else 1.0
+            found += 1
+            total += (before + found / (seen + 1)) / 2
+            if found == len(wanted):
+                break
+        seen += 1
+    return total / len(wanted)
+
+
+def mean_average_precision(ranking: Tensor, positives: Sequence[Iterable[int]], junk: Sequence[Iterable[int]]) -> float:
+    """Over the queries that have something to find, in percent; ranking (q, m). NaN where none has."""
+    values = [
+        average_precision(row, wanted, ignored)
+        for row, wanted, ignored in zip(ranking.tolist(), positives, junk, strict=True)
+    ]
+    known = [value for value in values if value == value]
+    return 100.0 * sum(known) / len(known) if known else float("nan")
+
+
+def class_retrieval(features: Tensor, labels: Tensor) -> float:
+    """Mean average precision in percent where every image asks for the others of its class. (n, d), (n,)."""
+    ranking = rank_database(features, features)
+    members = {int(label): set((labels == label).nonzero().flatten().tolist()) for label in labels.unique()}
+    own = [{i} for i in range(len(labels))]
+    wanted = [members[int(label)] - {i} for i, label in enumerate(labels)]
+    return mean_average_precision(ranking, wanted, own)

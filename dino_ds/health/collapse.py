@@ -1,0 +1,55 @@
+"""The alarm for a teacher that has collapsed: a run may go on for weeks with a falling loss and learn nothing."""
+
+from __future__ import annotations
+
+import math
+
+NEAR = 0.02
+"""As a part of ln K: entropy so near to 0 or ln K is at that end."""
+NO_KL = 0.01
+"""As a part of ln K: a KL below it is a student that gives every image what the teacher gives."""
+WINDOWS = 10
+"""So many lines of metrics in a row: single batches come near either end."""
+_HINTS = {
+    "one prototype": "the targets are too sharp for the centre to keep up: raise objective.teacher_temp, lower "
+    "objective.center_momentum or optimizer.lr",
+    "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
+}
+
+
+class CollapseAlarm:
+    """`look` at each line of metrics; it says a collapse once, and again only after a recovery. It never stops a run.
+
+    Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
+    -> 0 without centring (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the end
+    of the learning rate's warm-up a uniform teacher is only one that has not begun.
+    """
+
+    def __init__(self, prototypes: int, warmup_steps: int) -> None:
+        self._most = math.log(prototypes)
+        self._warmup_steps = warmup_steps
+        self._windows, self._kind = 0, ""
+        self.on = False
+
+    def look(self, step: int, entropy: float, kl: float) -> str:
+        """The teacher's entropy and the KL in nats, means since the last line -> what to tell people, or ""."""
+        kind = self._kind_of(step, entropy, kl)
+        self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
+        self._kind = kind
+        if not kind and self.on:
+            self.on = False
+            return f"collapse after step {step}: over; entropy {entropy:.3f}, KL {kl:.3f}"
+        if self.on or self._windows < WINDOWS:
+            return ""
+        self.on = True
+        return (
+            f"collapse after step {step}: the teacher gives every image the same target ({kind}; entropy "
+            f"{entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, for {WINDOWS} lines; DINO, figure 7); {_HINTS[kind]}"
+        )
+
+    def _kind_of(self, step: int, entropy: float, kl: float) -> str:
+        if not abs(kl) < NO_KL * self._most:
+            return ""
+        if entropy < NEAR * self._most:
+            return "one prototype"
+        return "uniform" if entropy > (1 - NEAR) * self._most and step > self._warmup_steps else ""

@@ -1,0 +1,117 @@
+"""Which failure was the first, and who says it: one rank, once. The others end with its exit code, in silence."""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dino_ds.errors import STOPPED, PeerError, UserError
+from dino_ds.health.beat import Beat
+from dino_ds.health.files import append_line
+from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
+
+_CAUSE_SECONDS = 3.0
+"""For the rank that failed first, or its watcher, to write down why. Peers notice within milliseconds."""
+_CONNECTION = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
+    r"process group|store",
+    re.IGNORECASE,
+)
+
+
+class Failures:
+    """Of one rank of one run. `listed`: whether RUN/heartbeats is there, so that ranks can tell each other."""
+
+    def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
+        self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
+        self._heartbeats = Heartbeats(run_dir)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """What ends the block is told to the watcher and the other ranks; what follows from another rank's end
+        becomes that rank's error.
+
+        Raises PeerError, with the exit code of the cause, instead of an error of the connection.
+        """
+        try:
+            yield
+        except SystemExit as stop:
+            self._beat.end("stopped" if stop.code == STOPPED else "error", int(stop.code or 0), "")
+            raise
+        except UserError as error:
+            self._tell(error)
+            raise
+        except Exception as error:
+            if self._world_size > 1 and is_connection_error(error):
+                raise self._peer_error(error) from error
+            first_line = next(iter(str(error).splitlines()), "")
+            self._claim(1, f"{type(error).__name__}: {first_line}", "error")
+            raise
+        except BaseException as error:
+            self._beat.end("error", 1, type(error).__name__)
+            raise
+        else:
+            self._beat.end("done", 0, "")
+
+    def stopped_early(self, why: str) -> None:
+        """This rank ends at a signal before the first step: the others need not ask what has become of it."""
+        self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
+
+    def ended_at_once(self, code: int, message: str) -> None:
+        """This rank ends with `code` in a moment; it says why."""
+        if self._claim(code, message, "error") is not False:
+            print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
+
+    def _tell(self, error: UserError) -> None:
+        claimed = self._claim(error.exit_code, str(error), "error")
+        first = self._heartbeats.first_failure()
+        # Without a place to write to, or for an error that all ranks raise together, rank 0 speaks.
+        if claimed is not None and first is not None and self._world_size > 1:
+            error.said_by_me = claimed
+
+    def _claim(self, code: int, message: str, kind: str) -> bool | None:
+        """Whether this rank failed first; None where ranks can't tell each other yet."""
+        beat = self._beat
+        self._beat.end("stopped" if kind == "stopped" else "error", code, message)
+        if not beat.listed:
+            return None
+        failure = Failure(self._rank, socket.gethostname(), beat.step, kind, code, message)
+        claimed = self._heartbeats.claim(failure)
+        if claimed and (self._run_dir / "log.txt").exists():
+            append_line(self._run_dir / "log.txt", f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
+        return claimed
+
+    def _peer_error(self, error: Exception) -> PeerError:
+        failure = self._wait_for_cause()
+        if failure is not None and failure.rank != self._rank:
+            peer = PeerError(failure.message)
+            peer.exit_code, peer.said_by_me = failure.code, False
+            self._beat.end("stopped" if failure.code == STOPPED else "error", failure.code, failure.message)
+            return peer
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        gone = [str(beat.rank) for beat in self._heartbeats.read() if beat.ended == "error" and beat.rank != self._rank]
+        who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
+        step, where = self._beat.step, self._beat.where
+        peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
+        claimed = self._claim(peer.exit_code, str(peer), "error")
+        peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
+        return peer
+
+    def _wait_for_cause(self) -> Failure | None:
+        if self._beat.listed:
+            return self._heartbeats.wait_for_failure(_CAUSE_SECONDS)
+        time.sleep(1.0)  # the rank that failed may be about to say why
+        return None
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an error tells of gloo, NCCL or the store losing a rank, not of a mistake in this one."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    return isinstance(error, RuntimeError) and _CONNECTION.search(str(error)) is not None

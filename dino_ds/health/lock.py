@@ -1,0 +1,176 @@
+"""RUN/lock: one run writes into a folder at a time. Its age is the time since its holder's watcher touched it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dino_ds.errors import ConfigError
+from dino_ds.health.files import create_exclusively
+from dino_ds.health.processes import alive, find_process, machine
+
+STALE_SECONDS = 60.0
+"""A lock of another machine that was not touched for so long is nobody's."""
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock. `machine` and `ticks` (see `processes`) tell a later process of the same pid from it."""
+
+    host: str
+    pid: int
+    started: float
+    machine: str
+    ticks: int
+
+
+class RunLock:
+    """The lock of one run folder, as held by process `pid` (this one unless a watcher asks for its rank)."""
+
+    def __init__(self, run_dir: Path, pid: int | None = None) -> None:
+        self._run_dir, self._path = run_dir, run_dir / "lock"
+        self._pid = os.getpid() if pid is None else pid
+        self._made: list[Path] = []
+
+    def acquire(self) -> str:
+        """Take the lock; a note for people where it was somebody's who is gone, else "".
+
+        Makes the folder where there is none. Raises ConfigError where a living run holds it, or the folder can't be
+        made or written to. Of several that try at the same moment exactly one succeeds.
+        """
+        process = find_process(self._pid)
+        mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), process.ticks if process else 0)
+        note = ""
+        try:
+            self._make_folder()
+            for _ in range(_TRIES):
+                if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
+                    return note
+                note = self._remove_stale() or note
+        except OSError as error:
+            self.release()
+            raise ConfigError(
+                f"run folder {self._run_dir} can't be written to: {error.strerror or error}; mend --run_dir"
+            ) from None
+        raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
+
+    def check_free(self, rank: int) -> None:
+        """Raises ConfigError where a living run holds the folder. Before the slow imports; takes nothing.
+
+        A rank > 0 judges its own machine only: of another one rank 0 may know that the holder is gone.
+        """
+        found, holder = self._read(), self.holder()
+        if found is None or (rank and holder is not None and holder.machine != machine()):
+            return
+        if problem := self._in_use(found):
+            raise ConfigError(problem)
+
+    def holder(self) -> Holder | None:
+        try:
+            return Holder(**json.loads(self._read() or ""))
+        except (ValueError, TypeError):
+            return None
+
+    def refresh(self) -> bool:
+        """Touch the lock, for its holder's watcher. False where another run has it now."""
+        holder = self.holder()
+        if holder is None or not self._is_mine(holder):
+            return holder is None  # a disk that fails to answer is no other run
+        with contextlib.suppress(OSError):
+            os.utime(self._path)
+        return True
+
+    @property
+    def guards_a_run(self) -> bool:
+        """Whether there is a run in the folder, to which more belongs than the lock."""
+        return (self._run_dir / "config.yaml").exists() or (self._run_dir / "checkpoints").exists()
+
+    def release(self) -> None:
+        """Give the lock back, if it is ours, and remove the folders made for it that are still empty."""
+        holder = self.holder()
+        with contextlib.suppress(OSError):
+            if holder is not None and self._is_mine(holder):
+                self._path.unlink()
+            for folder in reversed(self._made):
+                folder.rmdir()
+
+    def _is_mine(self, holder: Holder) -> bool:
+        return holder.pid == self._pid and holder.machine == machine() and holder.host == socket.gethostname()
+
+    def _make_folder(self) -> None:
+        for folder in (*reversed(self._run_dir.absolute().parents), self._run_dir.absolute()):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                self._made.append(folder)
+
+    def _read(self) -> str | None:
+        try:
+            return self._path.read_text()
+        except OSError:
+            return None
+
+    def _in_use(self, text: str) -> str:
+        """Why the lock with this text can't be taken; "" where its holder is gone."""
+        age = self._age()
+        try:
+            holder = Holder(**json.loads(text))
+        except (ValueError, TypeError):
+            # Perhaps its writer has not come to the end yet.
+            return f"{self._run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
+        if holder.machine and holder.machine == machine():
+            living = alive(holder.pid, holder.ticks)
+        else:
+            living = age < STALE_SECONDS
+        if not living:
+            return ""
+        return (
+            f"{self._run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {max(age, 0):.0f} s ago): "
+            "stop that run, or give another --run_dir"
+        )
+
+    def _age(self) -> float:
+        """Seconds since the lock was touched, by the clock of the disk, which several machines share."""
+        try:
+            touched = self._path.stat().st_mtime
+        except OSError:
+            return 0.0
+        probe = self._path.with_name(f".clock.{socket.gethostname()}.{os.getpid()}")
+        try:
+            probe.touch()
+            now = probe.stat().st_mtime
+            probe.unlink()
+        except OSError:
+            now = time.time()
+        return now - touched
+
+    def _remove_stale(self) -> str:
+        """Take away the lock of a holder that is gone; what to say of it. Raises ConfigError if it lives."""
+        text = self._read()
+        if text is None:
+            return ""
+        if problem := self._in_use(text):
+            raise ConfigError(problem)
+        aside = self._path.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return ""
+        taken = aside.read_text()
+        if taken != text:
+            # Somebody was faster, and this is the lock that he has made since: it goes back.
+            with contextlib.suppress(OSError):
+                os.link(aside, self._path)
+        aside.unlink()
+        if taken != text:
+            return ""
+        try:
+            holder = Holder(**json.loads(text))
+            return f"{self._path} of pid {holder.pid} on {holder.host}, which is gone, was taken over"
+        except (ValueError, TypeError):
+            return f"{self._path}, which could not be read, was taken over"

@@ -1,0 +1,105 @@
+"""What /proc says of processes: who they are, whether they live, how they ended."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_LAUNCHERS = ("deepspeed", "torchrun", "dino-ds", "ds")
+_SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "su", "sudo", "sshd", "screen", "tmux: server")
+_LAUNCHER_MODULES = (
+    "deepspeed.launcher.launch",
+    "deepspeed.launcher.runner",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "dino_ds",
+    "dino_ds.cli",
+)
+
+
+@dataclass(frozen=True)
+class Process:
+    """`ticks`: its start in ticks since the machine's; with the pid it names one process for ever."""
+
+    pid: int
+    parent: int
+    state: str
+    ticks: int
+
+
+def find_process(pid: int) -> Process | None:
+    """None where there is none, or no /proc."""
+    try:
+        # The name, in brackets, may hold spaces and brackets.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Process(pid, int(fields[1]), fields[0], int(fields[19]))
+
+
+def alive(pid: int, ticks: int) -> bool:
+    """Whether the process that started at `ticks` still runs; a zombie does not, nor does a later one of that pid."""
+    found = find_process(pid)
+    return found is not None and found.ticks == ticks and found.state not in "ZX"
+
+
+def machine() -> str:
+    """Which processes a pid may mean: this start of this machine's kernel and the container's pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def death_of(pid: int) -> str:
+    """How a process that is ending ended: "by SIGKILL", "with code 1", or "" where it is too late to tell."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
+    except (OSError, ValueError, IndexError):
+        return ""
+    number = status & 0x7F
+    if number:
+        try:
+            return f"by {signal.Signals(number).name}"
+        except ValueError:
+            return f"by signal {number}"
+    return f"with code {status >> 8}"
+
+
+def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:
+    """Who has started a process, nearest first, and is not to be outlived by it.
+
+    Launchers by name and, of a rank (the environment has RANK), whatever its parent is but a shell: that may end and
+    leave its jobs behind.
+    """
+    found: list[Process] = []
+    process = find_process(pid)
+    while process is not None and process.parent > 1:
+        process = find_process(process.parent)
+        if process is None:
+            break
+        if not _is_launcher(process.pid) and (found or not of_a_rank or _is_shell(process.pid)):
+            break
+        found.append(process)
+    return found
+
+
+def _is_shell(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip() in _SHELLS
+    except OSError:
+        return True
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return False
+    names = {os.path.basename(word) for word in words[:3]}
+    modules = {module for flag, module in itertools.pairwise(words) if flag == "-m"}
+    return bool(names & set(_LAUNCHERS)) or bool(modules & set(_LAUNCHER_MODULES))

@@ -1,0 +1,167 @@
+"""RUN/heartbeats: where every rank is, how it ended, and which failure was the first.
+
+Written by the watchers, read by them, by the ranks that lost a peer and by whoever supervises the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dino_ds.health.files import create_exclusively
+
+SILENT_SECONDS = 15.0
+"""Without a heartbeat for so long a rank counts as gone, with its host or its watcher."""
+_FIRST_FAILURE = "first_failure.json"
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One rank as its watcher last saw it.
+
+    `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
+    SIGSTOP or a debugger. `ended`: "", done, stopped or error, then `code` and `message` say more.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    started: float
+    time: float
+    step: int
+    phase: str
+    where: str
+    moves: int
+    seconds_since_progress: float
+    stopped: bool = False
+    ended: str = ""
+    code: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run first: every other rank's end follows from it. `kind`: error, died or hang."""
+
+    rank: int
+    host: str
+    step: int
+    kind: str
+    code: int
+    message: str
+
+
+class Heartbeats:
+    """The files of RUN/heartbeats. Reading and writing never raise for what a dying run leaves behind."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "heartbeats"
+        self._first = self.folder / _FIRST_FAILURE
+
+    def prepare(self) -> None:
+        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        """Nothing is left of it, also where a watcher writes at this moment."""
+        for _ in range(5):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not self.folder.exists():
+                return
+            time.sleep(0.05)
+
+    def path(self, rank: int) -> Path:
+        return self.folder / f"rank_{rank:05d}.json"
+
+    def publish(self, heartbeat: Heartbeat) -> None:
+        """Old text or new text, never half of it; nothing where there is no folder."""
+        with contextlib.suppress(OSError):
+            temporary = self.path(heartbeat.rank).with_suffix(".tmp")
+            temporary.write_text(json.dumps(asdict(heartbeat)) + "\n")
+            os.replace(temporary, self.path(heartbeat.rank))
+
+    def read(self) -> list[Heartbeat]:
+        """Every rank's last heartbeat, in rank order."""
+        found = []
+        for path in sorted(self.folder.glob("rank_*.json")):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                found.append(Heartbeat(**json.loads(path.read_text())))
+        return found
+
+    def age(self, rank: int) -> float | None:
+        """Seconds between this rank's heartbeat and the newest of all, by the disk's clock; None for none."""
+        times = {}
+        for path in self.folder.glob("rank_*.json"):
+            with contextlib.suppress(OSError):
+                times[path] = path.stat().st_mtime
+        own = times.get(self.path(rank))
+        return None if own is None else max(times.values()) - own
+
+    def claim(self, failure: Failure) -> bool:
+        """Whether `failure` is the first of this run: then it is written down, whole, and this rank says it."""
+        try:
+            return create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
+        except OSError:
+            return False
+
+    def first_failure(self) -> Failure | None:
+        try:
+            return Failure(**json.loads(self._first.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def wait_for_failure(self, seconds: float) -> Failure | None:
+        """The first failure, if it is written within `seconds`: its rank may be slower than its peers."""
+        end = time.monotonic() + seconds
+        while (failure := self.first_failure()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return failure
+
+    def behind(self, world_size: int) -> list[Heartbeat | int]:
+        """Who holds up the others: silent ranks (as numbers, where there is no heartbeat at all), else stopped ones,
+        else those with the fewest moves; [] where all are at the same place."""
+        by_rank = {beat.rank: beat for beat in self.read()}
+        ages = {rank: self.age(rank) for rank in range(world_size)}
+        silent = [r for r, age in ages.items() if age is None or (age > SILENT_SECONDS and not by_rank[r].ended)]
+        if silent:
+            return [by_rank.get(rank, rank) for rank in silent]
+        beats = list(by_rank.values())
+        stopped = [beat for beat in beats if beat.stopped]
+        if stopped:
+            return list[Heartbeat | int](stopped)
+        running = [beat for beat in beats if not beat.ended]
+        fewest = min((beat.moves for beat in running), default=0)
+        late = [beat for beat in running if beat.moves == fewest]
+        return list[Heartbeat | int](late) if len(late) < len(running) else []
+
+
+def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:
+    """The line for people: which ranks hold the run up, since when, where they are."""
+    if not behind:
+        who, at = "any rank", own
+    else:
+        names = [str(b if isinstance(b, int) else b.rank) for b in behind[:8]]
+        who = f"rank{'s' if len(behind) > 1 else ''} {', '.join(names)}{' ...' if len(behind) > 8 else ''}"
+        first = behind[0]
+        at = own if isinstance(first, int) else first
+    where = at.where if at.where == at.phase else f"{at.phase}: {at.where}"
+    state = ", stopped by a signal or debugger" if at.stopped else ""
+    host = f" on {at.host}" if behind and at.host != own.host else ""
+    return f"no progress on {who}{host} for {seconds:.0f} s (step {at.step}, {where}{state}); stacks in {stacks}"
+
+
+def last_checkpoint(run_dir: Path) -> str:
+    """ "last complete checkpoint: step 500 in RUN/checkpoints", or that there is none."""
+    folder = run_dir / "checkpoints"
+    try:
+        digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
+        return f"last complete checkpoint: step {int(digits)} in {folder}"
+    except (OSError, ValueError):
+        return "there is no checkpoint yet"

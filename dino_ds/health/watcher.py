@@ -1,0 +1,295 @@
+"""The watcher: a process beside each rank that sees hangs, deaths and wishes to stop, whoever holds the GIL.
+
+python -m dino_ds.health.watcher, started by dino_ds.health.watchdog; the standard library only. It reads its rank's
+progress from shared memory, publishes it every `PUBLISH_SECONDS`, and ends with its rank: its standard input breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dino_ds.health.beat import Beat
+from dino_ds.health.files import append_line
+from dino_ds.health.lock import RunLock
+from dino_ds.health.processes import alive, death_of, find_process, launchers_above
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang, last_checkpoint
+
+PUBLISH_SECONDS = 2.0
+_TICK_SECONDS = 0.5
+_DISK_SECONDS = 5.0
+"""Longer than this no look at files holds the watcher up: a dead disk is a common reason of a hang."""
+PATIENCE = 3
+"""Start-up, the first step, saving and evaluating may take so many times `hang_seconds`."""
+_GRACE_SECONDS = 4.0
+"""For a rank to end by itself after another one has failed."""
+_LONE_SECONDS = 5.0
+"""Without its launcher a rank may go on for so long between two signs of life, or twice its longest so far."""
+STACKS_SIGNAL = signal.SIGQUIT
+END_SIGNAL = signal.SIGABRT
+PEER_LOST = 6
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a watcher is told on its command line, as JSON. descriptor: of the beat; stacks: of the file for them."""
+
+    rank: int
+    world_size: int
+    pid: int
+    run_dir: str
+    hang_seconds: float
+    started: float
+    descriptor: int
+    stacks: int
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def limit_of(beat: Beat, hang_seconds: float) -> float:
+    """Seconds without progress that are too long where the rank is."""
+    patient = not beat.warm or beat.phase in ("start", "save", "evaluate")
+    return hang_seconds * (PATIENCE if patient else 1)
+
+
+class Watcher:
+    """One rank's watcher; `run` returns when the rank has ended."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders, self._run_dir = orders, Path(orders.run_dir)
+        self._beat = Beat(orders.descriptor)
+        self._heartbeats = Heartbeats(self._run_dir)
+        self._lock = RunLock(self._run_dir, orders.pid)
+        self._process = find_process(orders.pid)
+        self._launchers = launchers_above(orders.pid, "RANK" in os.environ)
+        self._disk = _Disk()
+        self._moves, self._idle, self._slowest = -1, 0.0, 0.0
+        self._doomed_at: float | None = None
+        self._failure: Failure | None = None
+        self._taken_over = ""
+
+    def run(self) -> None:
+        last = published = time.monotonic() - PUBLISH_SECONDS
+        while not self._rank_is_gone(_TICK_SECONDS):
+            now = time.monotonic()
+            # A frozen machine freezes the watcher too: what it slept through does not count.
+            self._count(min(now - last, 4 * _TICK_SECONDS))
+            last = now
+            if self._beat.ended:
+                continue
+            if now - published >= PUBLISH_SECONDS:
+                published = now
+                self._disk.look(self._publish_and_read)
+            if self._taken_over:
+                self._say(self._taken_over)
+                self._last_words("error", PEER_LOST, self._taken_over)
+                self._end_rank()
+                continue
+            self._look_at_launchers(now)
+            if self._failure is not None or self._doomed_at is not None:
+                self._follow(now)
+            elif self._orders.hang_seconds and self._idle > limit_of(self._beat, self._orders.hang_seconds):
+                self._report_hang()
+        self._after_the_end()
+
+    def _rank_is_gone(self, seconds: float) -> bool:
+        """Whether it ends within so many seconds. Its end of the pipe may live on in a child that it has forked."""
+        if select.select([sys.stdin], [], [], seconds)[0] or self._beat.left:
+            return True
+        process = self._process
+        return process is not None and not alive(process.pid, process.ticks)
+
+    def _count(self, seconds: float) -> None:
+        beat = self._beat
+        if beat.moves != self._moves:
+            if beat.warm and beat.phase in ("data", "step"):
+                self._slowest = max(self._slowest, self._idle)
+            self._moves, self._idle = beat.moves, 0.0
+        else:
+            self._idle += seconds
+
+    def _publish_and_read(self) -> None:
+        if not self._beat.listed:
+            return
+        self._heartbeats.publish(self._heartbeat())
+        self._failure = self._failure or self._heartbeats.first_failure()
+        if self._orders.rank:
+            return
+        if not self._lock.refresh():
+            other = self._lock.holder()
+            whom = f"pid {other.pid} on {other.host}" if other else "another run"
+            self._taken_over = f"{self._run_dir} was taken over by {whom} while this one was frozen: it ends unsaved"
+        if (self._run_dir / "stop").exists():
+            self._beat.wish("the stop file")
+
+    def _heartbeat(self) -> Heartbeat:
+        orders, beat = self._orders, self._beat
+        process = find_process(orders.pid)
+        code, message = beat.last_word
+        return Heartbeat(
+            orders.rank,
+            socket.gethostname(),
+            orders.pid,
+            orders.started,
+            time.time(),
+            beat.step,
+            beat.phase,
+            beat.where,
+            beat.moves,
+            round(self._idle, 1),
+            process is not None and process.state in "Tt",
+            beat.ended,
+            code,
+            message,
+        )
+
+    def _look_at_launchers(self, now: float) -> None:
+        """A rank without its launcher saves and ends; one that does not get that far is ended."""
+        if self._doomed_at is not None or all(alive(p.pid, p.ticks) for p in self._launchers):
+            return
+        self._beat.wish("the end of the launcher")
+        if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
+            self._doomed_at = now
+            message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"
+            self._fail("launcher", message)
+            self._last_words("error", PEER_LOST, message)
+
+    def _follow(self, now: float) -> None:
+        """Another rank has failed: this one ends by itself, or is ended."""
+        if self._doomed_at is None:
+            self._doomed_at = now + _GRACE_SECONDS
+        if now < self._doomed_at:
+            return
+        if self._failure is not None and self._failure.kind == "hang":
+            self._write_stacks()
+        message = self._failure.message if self._failure else "the launcher is gone"
+        self._last_words("error", PEER_LOST, message)
+        self._end_rank()
+
+    def _report_hang(self) -> None:
+        seconds, orders = self._idle, self._orders
+        stacks = self._write_stacks()
+        own = self._heartbeat()
+        behind: list[Heartbeat | int] = []
+        if self._beat.listed:
+            # The others come to this point at about the same time: their heartbeats must be newer than that.
+            self._disk.look(lambda: self._heartbeats.publish(own))
+            time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
+            self._disk.look(lambda: behind.extend(self._heartbeats.behind(orders.world_size)))
+        if self._beat.moves != own.moves:
+            return  # it goes on after all
+        message = f"{describe_hang(behind, own, seconds, stacks)}; {last_checkpoint(self._run_dir)}"
+        self._fail("hang", message)
+        self._last_words("error", PEER_LOST, message)
+        self._end_rank()
+
+    def _write_stacks(self) -> Path:
+        """The rank's stacks, appended to RUN/hang-STEP.txt, or the state of a process that gives none."""
+        orders = self._orders
+        place = self._run_dir / f"hang-{self._beat.step}.txt"
+        before = os.fstat(orders.stacks).st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(orders.pid, STACKS_SIGNAL)
+        end = time.monotonic() + 2.0
+        size = before
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            previous, size = size, os.fstat(orders.stacks).st_size
+            if before < size == previous:
+                break
+        text = os.pread(orders.stacks, size - before, before).decode(errors="replace")
+        process = find_process(orders.pid)
+        state = f"it gave no stacks; its state is {process.state if process else 'gone'} (T: stopped, D: in the kernel)"
+        where = f"step {self._beat.step}, {self._beat.phase}, {self._beat.where}"
+        head = f"rank {orders.rank}, {socket.gethostname()}, pid {orders.pid}: {where}"
+        self._disk.look(lambda: append_line(place, f"== {head}\n{text or state}\n"))
+        return place
+
+    def _fail(self, kind: str, message: str) -> None:
+        """Say what has happened, unless another rank has failed before, or its watcher has said the same."""
+        orders = self._orders
+        failure = Failure(orders.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
+        if not self._beat.listed or self._heartbeats.claim(failure):
+            self._say(message)
+            if self._beat.listed:
+                append_line(self._run_dir / "log.txt", f"error    {message}")
+
+    def _say(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
+
+    def _last_words(self, how: str, code: int, message: str) -> None:
+        self._beat.end(how, code, message)
+
+    def _end_rank(self) -> None:
+        """Exit code 6 (see `dino_ds.health.watchdog`), also of a stopped process; else SIGKILL."""
+        for number in (END_SIGNAL, signal.SIGCONT):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._orders.pid, number)
+        if not self._rank_is_gone(3.0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._orders.pid, signal.SIGKILL)
+            self._rank_is_gone(3.0)
+
+    def _after_the_end(self) -> None:
+        beat, orders = self._beat, self._orders
+        if not beat.ended:
+            how = death_of(orders.pid)
+            hint = ": often the system, out of memory" if how in ("", "by SIGKILL") else ""
+            message = (
+                f"rank {orders.rank} died {how or 'without a word'}{hint}, at step {beat.step} ({beat.where}); "
+                f"{last_checkpoint(self._run_dir)}"
+            )
+            if beat.listed:
+                self._disk.look(lambda: self._fail("died", message))
+            beat.end("error", PEER_LOST, message)
+        if beat.listed:
+            self._disk.look(lambda: self._heartbeats.publish(self._heartbeat()))
+        if orders.rank == 0:
+            if not self._lock.guards_a_run and self._heartbeats.folder.exists():
+                time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason of this end
+                self._disk.look(self._heartbeats.remove)
+            self._disk.look(self._lock.release)
+
+
+class _Disk:
+    """Looks at files from a thread: one that never comes back must not blind the watcher."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+
+    def look(self, work: Callable[[], object]) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
+
+        def quietly() -> None:
+            with contextlib.suppress(OSError):
+                work()
+
+        self._thread = threading.Thread(target=quietly, daemon=True)
+        self._thread.start()
+        self._thread.join(_DISK_SECONDS)
+
+
+def main() -> None:
+    # They are meant for the rank, which decides; the watcher ends with it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    Watcher(Orders(**json.loads(sys.argv[1]))).run()
+    sys.stderr.flush()
+    os._exit(0)  # a look at a dead disk may still be waiting
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""One start of a run's launcher, from its first process to the end of its last one, and what became of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dino_ds.errors import PeerError
+from dino_ds.health.records import last_checkpoint
+from dino_ds.launching.guard import Guard, end_all
+from dino_ds.launching.ranks import End, LocalRanks
+from dino_ds.launching.records import Place, StartRecords, last_checkpoint_step
+
+STOPPED = 75
+LOST = PeerError.exit_code
+_TICK_SECONDS = 0.2
+_AFTER_A_FAILURE_SECONDS = 10.0
+"""For the other ranks to notice it, say so and end; with the launcher alone some wait for ever."""
+_AFTER_AN_END_SECONDS = 600.0
+"""For the others, where one rank has ended well: rank 0 may still be writing."""
+_WITHOUT_LAUNCHER_SECONDS = 60.0
+_LAST_WORDS_SECONDS = 5.0
+"""For watchers and loader processes, after the last rank."""
+_OTHER_MACHINES_SECONDS = 15.0
+"""For the last heartbeat of a rank that ends elsewhere at about the same time."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a start. `message`: one line for people, "" where all is well; `said`: they have read it already.
+
+    failed_at: time.monotonic() of the first failure; seconds: from there until no process was left.
+    """
+
+    code: int
+    message: str = ""
+    said: bool = False
+    rank: int | None = None
+    place: Place | None = None
+    failed_at: float = 0.0
+    seconds: float = 0.0
+
+
+class StopSignals:
+    """SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP while the `with` block runs: how many came, and which was first."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.count = 0
+
+    def __enter__(self) -> StopSignals:
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        self._before = {number: signal.signal(number, self._note) for number in wanted}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: object) -> None:
+        self.first = self.first or number
+        self.count += 1
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self.first).name if self.first else ""
+
+    @property
+    def for_ranks(self) -> int:
+        """What the ranks are sent: a terminal's end is a stop like any other."""
+        return signal.SIGTERM if self.first in (None, signal.SIGHUP) else int(self.first or 0)
+
+
+class Attempt:
+    """Runs `argv` in a session of its own; `run` returns when nothing of it is left on this machine.
+
+    on_first_step is called when a step is done that no checkpoint held before.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        run_dir: Path,
+        signals: StopSignals,
+        guard: Guard,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run_dir, self._signals, self._guard = run_dir, signals, guard
+        self._on_first_step: Callable[[], None] | None = on_first_step
+        self._records = StartRecords(run_dir)
+        self._root = subprocess.Popen(
+            list(argv), env=guard.environment, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._ranks = LocalRanks(self._root, is_launcher(argv))
+        self._start_step = last_checkpoint_step(run_dir) or 0
+        self._told: set[int] = set()
+        self._killed = self._launcher_lost = False
+        self._deadline: float | None = None
+        self._failed_at: float | None = None
+
+    def run(self) -> Outcome:
+        looked = 0.0
+        while self._ranks.alive or self._ranks.launcher_alive:
+            for end in self._ranks.look(_TICK_SECONDS):
+                self._take_notice(end)
+            self._pass_signals_on()
+            if self._deadline is not None and time.monotonic() > self._deadline:
+                self._kill()
+            if self._on_first_step and time.monotonic() - looked > 1.0:
+                looked = time.monotonic()
+                self._look_for_first_step()
+        end_all(self._guard.mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
+        self._ranks.close()
+        until = time.monotonic() + _OTHER_MACHINES_SECONDS
+        while None in self._codes().values() and self._elsewhere() and time.monotonic() < until:
+            time.sleep(_TICK_SECONDS)
+        return self._judge()
+
+    def _take_notice(self, end: End) -> None:
+        bad = end.signal != 0 or end.code not in (0, STOPPED)
+        if bad and self._failed_at is None:
+            self._failed_at = time.monotonic()
+        if end.rank is not None:
+            self._end_within(_AFTER_A_FAILURE_SECONDS if bad else _AFTER_AN_END_SECONDS)
+        elif (end.signal or not self._ranks.launcher_alive) and self._ranks.alive and not self._launcher_lost:
+            self._launcher_lost = True
+            self._ask_to_stop(signal.SIGTERM)
+            self._end_within(_WITHOUT_LAUNCHER_SECONDS)
+
+    def _end_within(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self._deadline = end if self._deadline is None else min(self._deadline, end)
+
+    def _pass_signals_on(self) -> None:
+        """The first one lets all ranks save, a second one ends everything."""
+        if self._signals.count > 1:
+            self._kill()
+        elif self._signals.count:
+            self._ask_to_stop(self._signals.for_ranks)
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Every rank of this machine is told once; DeepSpeed's launcher would tell one after another, and end them."""
+        if self._ranks.alive:
+            for rank in self._ranks.alive.keys() - self._told:
+                self._told.add(rank)
+                self._ranks.send(rank, number)
+        elif not self._told and self._root.poll() is None:
+            self._told.add(-1)
+            if self._records.beats():
+                (self._run_dir / "stop").touch()  # the ranks are on other machines, where they look for it
+            else:
+                self._root.terminate()  # nothing to save yet
+                self._end_within(_LAST_WORDS_SECONDS)
+
+    def _kill(self) -> None:
+        self._killed = True
+        end_all(self._guard.mark, 0.0)
+
+    def _look_for_first_step(self) -> None:
+        if self._on_first_step and any(beat.step > self._start_step for beat in self._records.beats().values()):
+            self._on_first_step()
+            self._on_first_step = None
+
+    def _judge(self) -> Outcome:
+        """The true end: by what every rank has said and how it died, whatever the launcher makes of it."""
+        codes, now = self._codes(), time.monotonic()
+        failed_at = self._failed_at or now
+
+        def outcome(code: int, message: str = "", said: bool = False, rank: int | None = None) -> Outcome:
+            return Outcome(code, message, said, rank, self._records.place(rank), failed_at, now - failed_at)
+
+        if self._signals.count > 1:
+            return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
+        if codes and all(code == 0 for code in codes.values()):
+            return outcome(0)
+        # Ranks save together; a launcher that sees the first one go may end the others on their way out.
+        good = {0, STOPPED, -signal.SIGTERM}
+        if self._signals.count and set(codes.values()) <= good | {-self._signals.for_ranks}:
+            return outcome(STOPPED)
+        if STOPPED in codes.values() and set(codes.values()) <= good:
+            lost = f"the launcher was ended; its ranks have stopped; {self._checkpoint}"
+            return outcome(LOST, lost) if self._launcher_lost else outcome(STOPPED)
+        if failure := self._records.first_failure():
+            return outcome(failure.code or LOST, failure.message, True, failure.rank)
+        return outcome(*self._guess(codes))
+
+    def _codes(self) -> dict[int, int | None]:
+        """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known.
+
+        A rank of another machine counts if it has a heartbeat here: else that machine has a supervisor of its own.
+        """
+        beats, ends = self._records.beats(), {end.rank: end for end in self._ranks.ends if end.rank is not None}
+        codes: dict[int, int | None] = {}
+        for rank in sorted(ends.keys() | beats.keys()):
+            end, beat = ends.get(rank), beats.get(rank)
+            if end is not None and end.status is not None:
+                codes[rank] = -end.signal if end.signal else end.code
+                if end.code == 0 and beat is not None and beat.ended != "done":
+                    codes[rank] = None
+            else:
+                codes[rank] = beat.code if beat is not None and beat.ended else None
+        return codes
+
+    def _elsewhere(self) -> bool:
+        """Whether ranks run on other machines too."""
+        return bool(self._records.beats().keys() - {end.rank for end in self._ranks.ends})
+
+    def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
+        """Of a failure that no rank has written down: code, message, said, rank."""
+        for end in self._ranks.ends:
+            who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)
+            where = f"at step {place.step}" if place and place.working else "while starting"
+            if end.signal:
+                why = " (often: out of memory)" if end.signal == signal.SIGKILL else ""
+                name = signal.Signals(end.signal).name
+                return LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
+            if end.rank is not None and end.code:
+                return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
+        code = self._root.returncode
+        if not codes:
+            text = f"the launcher ended with code {code}, and no rank was seen"
+            return code if code > 0 else LOST, text, False, None
+        rank = next(rank for rank, found in codes.items() if found != 0)
+        text = f"rank {rank} has not finished, though the launcher ended with code {code}; {self._checkpoint}"
+        return LOST, text, False, rank
+
+    @property
+    def _checkpoint(self) -> str:
+        return last_checkpoint(self._run_dir)
+
+
+def is_launcher(argv: Sequence[str]) -> bool:
+    """Whether the command starts ranks; else it is one."""
+    names = {Path(word).name for word in argv[:4]}
+    return bool(names & {"deepspeed", "ds", "torchrun", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}) or (
+        "torch.distributed.run" in names
+    )

@@ -1,0 +1,83 @@
+"""Nothing outlives a supervisor, also where it is killed: a small process that waits for its end.
+
+Run as a script, with nothing but the standard library: python guard.py NAME=VALUE. Every process of the run carries
+that variable in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+_GRACE_SECONDS = 4.0
+"""For ranks, which see that their launcher is gone, to save and end by themselves."""
+
+
+class Guard:
+    """Used as a `with` block around the run; `environment` is what its processes must carry."""
+
+    def __init__(self) -> None:
+        self._name, self._value = "DINO_DS_SUPERVISOR", f"{os.getpid()}.{time.time_ns()}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, self._name: self._value}
+
+    @property
+    def mark(self) -> str:
+        return f"{self._name}={self._value}"
+
+    def __enter__(self) -> Guard:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, self.mark],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # not in the group that a terminal or killpg ends
+        )
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(b"the end")
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def marked_processes(mark: str) -> Iterator[int]:
+    """Living processes, but this one, with `mark` (NAME=VALUE) in the environment they were started with."""
+    wanted = mark.encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if pid != os.getpid():
+            with contextlib.suppress(OSError):  # another user's, or gone
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    yield pid
+
+
+def end_all(mark: str, grace_seconds: float) -> None:
+    """Wait so long for the marked processes to end, then end them; returns when there are none."""
+    end = time.monotonic() + grace_seconds
+    while remaining := list(marked_processes(mark)):
+        if time.monotonic() > end:
+            for pid in remaining:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if not sys.stdin.buffer.read():
+        end_all(sys.argv[1], _GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

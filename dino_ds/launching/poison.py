@@ -1,0 +1,55 @@
+"""The images of one optimizer step, by name: computed from recipe, seed and position, as the loader does it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dino_ds.checkpoint_manifest import read_manifest, step_name
+from dino_ds.config import load_recipe
+from dino_ds.data.loader import Position, ResumableSampler, steps_per_epoch
+from dino_ds.data.sources import build_source
+from dino_ds.launching.records import last_checkpoint_step
+
+
+def write_step_images(run_dir: Path, done: int) -> Path:
+    """RUN/poison-STEP.txt: the global batch of the step after `done`. Raises UserError if it can't be known."""
+    recipe = load_recipe(str(run_dir / "config.yaml"), {})
+    data = recipe.data
+    source = build_source(data.source, data.root, "train", download=False)
+    per_epoch = steps_per_epoch(len(source), data.global_batch) * data.global_batch
+    step, state = _saved_state(run_dir)
+    position = Position(**state["position"])
+    # A skipped step uses its images up as well.
+    for _ in range(done - step + _skipped_steps(run_dir, done) - state["skipped_steps"]):
+        position = position.advance(data.global_batch, per_epoch)
+    sampler = ResumableSampler(len(source), recipe.seed, data.global_batch, data.global_batch, 0, 1, position)
+    images = next(iter(sampler))
+    path = run_dir / f"poison-{done + 1}.txt"
+    head = f"# step {done + 1}, epoch {images[0][0]}: the {len(images)} images of its global batch, in order"
+    note = "# loader processes (data.workers) may have been reading images of the steps after it"
+    path.write_text("\n".join([head, note, *(source.name(index) for _, index in images)]) + "\n")
+    return path
+
+
+def _saved_state(run_dir: Path) -> tuple[int, dict[str, Any]]:
+    """The last checkpoint's step, position and counters."""
+    step = last_checkpoint_step(run_dir)
+    if step is None:
+        return 0, {"position": {}, "skipped_steps": 0}
+    return step, read_manifest(run_dir / "checkpoints" / step_name(step)).state
+
+
+def _skipped_steps(run_dir: Path, done: int) -> int:
+    """As of the last line of metrics that is not after step `done`."""
+    skipped = 0
+    path = run_dir / "metrics.jsonl"
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # it was being written
+        if line.get("step", 0) <= done:
+            skipped = line.get("skipped_steps", skipped)
+    return skipped

@@ -1,0 +1,76 @@
+"""What the files of a run folder say about one start of it, and not about an earlier one."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats
+
+_WORKING = ("data", "step")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run was: `step` optimizer steps were done; `working`: on the next one, not starting, saving or so."""
+
+    step: int
+    working: bool
+
+
+class StartRecords:
+    """Heartbeats and the first failure, as far as they are newer than this object."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._heartbeats = run_dir, Heartbeats(run_dir)
+        self._old = self._versions()
+
+    def beats(self) -> dict[int, Heartbeat]:
+        """Rank -> its last heartbeat."""
+        versions = self._versions()
+        new = [beat for beat in self._heartbeats.read() if self._is_new(self._heartbeats.path(beat.rank), versions)]
+        return {beat.rank: beat for beat in new}
+
+    def first_failure(self) -> Failure | None:
+        """Written by the rank, or the watcher of the rank, that failed first."""
+        path = self._run_dir / "heartbeats" / "first_failure.json"
+        return self._heartbeats.first_failure() if self._is_new(path, self._versions()) else None
+
+    def place(self, rank: int | None) -> Place | None:
+        """Where this rank, or the run, is or was; None before its first heartbeat."""
+        beats = self.beats()
+        own = beats.get(rank) if rank is not None else None
+        beat = own or max(beats.values(), key=lambda beat: beat.step, default=None)
+        return None if beat is None else Place(beat.step, beat.phase in _WORKING)
+
+    def _is_new(self, path: Path, versions: dict[Path, tuple[int, int]]) -> bool:
+        return path in versions and versions[path] != self._old.get(path)
+
+    def _versions(self) -> dict[Path, tuple[int, int]]:
+        """By the disk's own clock and numbers: machines disagree about the time."""
+        found = {}
+        for path in (self._run_dir / "heartbeats").glob("*.json"):
+            try:
+                stat = path.stat()
+            except OSError:
+                continue
+            found[path] = (stat.st_ino, stat.st_mtime_ns)
+        return found
+
+
+def last_checkpoint_step(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint."""
+    try:
+        found = re.fullmatch(r"step_(\d{8})", (run_dir / "checkpoints" / "latest").read_text().strip())
+    except (OSError, ValueError):
+        return None
+    return int(found[1]) if found else None
+
+
+def append_record(path: Path, record: dict[str, object]) -> None:
+    """One line of JSON; nothing where the run folder was never made."""
+    if path.parent.is_dir():
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,225 @@
+"""The loop: micro-batch after micro-batch, and what happens between optimizer steps."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.bad_steps import BadSteps
+from dino_ds.data.feed import Feed, Views
+from dino_ds.data.loader import NoBatchYet
+from dino_ds.engine import Progress
+from dino_ds.errors import STOPPED, NumericError
+from dino_ds.health.beat import Beat
+from dino_ds.intervals import SaveClock
+from dino_ds.metrics import RunLog
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.reports import Reports
+from dino_ds.run import Run
+from dino_ds.step import MicroStep
+from dino_ds.stop import StopRequests
+
+
+class Loop:
+    """One run from where it stands to `last_step`; `beat` is told where it is, `stop` asks it to end early."""
+
+    def __init__(
+        self, run: Run, log: RunLog, last_step: int, predicted_gib: float, beat: Beat, stop: StopRequests
+    ) -> None:
+        self._run, self._log, self._last_step = run, log, last_step
+        self._beat, self._stop = beat, stop
+        self._reports = Reports(run, log, last_step, predicted_gib)
+        self._bad_steps = BadSteps(run, log)
+        self._clock = self._reports.clock
+        self._saves = SaveClock(
+            run.steps_between_saves(),
+            run.step.applied_steps,
+            run.epoch_steps,
+            run.recipe.expected_hours_between_failures,
+        )
+        self._window: list[tuple[MicroStep, list[str]]] = []
+        self._window_start = run.position
+        self._saved_step = run.step.applied_steps
+        self._gave_up_waiting = False
+
+    def run(self) -> None:
+        """Raises SystemExit(75) after a stop on request, with everything saved."""
+        run, step = self._run, self._run.step
+        self._stop.ready(lambda: step.votes.cast("stop"))
+        if step.applied_steps == 0:
+            self._evaluate()
+        with closing(run.build_feed()) as feed:
+            self._clock.read()
+            try:
+                while step.applied_steps < self._last_step:
+                    self._micro_batch(feed)
+            except NumericError:  # of all ranks
+                self._say_save(run.finish_save())
+                raise
+        self._beat.enter("end", step.applied_steps)
+        self._finish()
+
+    def _micro_batch(self, feed: Feed) -> None:
+        batch = self._next(feed)
+        self._beat.enter("step", self._run.step.applied_steps)
+        out = self._train(batch) if batch else self._spoil_window()
+        if out.progress is Progress.SKIPPED:
+            self._after_skip()
+        elif out.progress is Progress.STEPPED:
+            assert batch is not None  # a spoilt window is never applied
+            self._after_step(out, batch)
+
+    def _next(self, feed: Feed) -> Views | None:
+        """The next micro-batch; None where a stop was asked for and it does not come."""
+        self._beat.enter("data", self._run.step.applied_steps)
+        if self._gave_up_waiting:
+            return None
+        with self._clock.waiting():
+            try:
+                batch = feed.next_unless(self._stop.heard)
+            except NoBatchYet:
+                self._gave_up_waiting = True
+                return None
+        self._reports.loaded(batch.bad, feed.take_notes())
+        return batch
+
+    def _train(self, batch: Views) -> MicroStep:
+        run = self._run
+        out = run.step.micro_batch(batch.views, sample_keys(run.recipe.seed, batch.epoch, batch.indices))
+        self._window.append((out, batch.names))
+        run.advance()
+        return out
+
+    def _spoil_window(self) -> MicroStep:
+        """A micro-batch of NaN: all ranks skip this window, moving nothing, and then agree on the stop.
+
+        Without it the others would wait for this rank's gradient until its data come.
+        """
+        run, crops = self._run, self._run.recipe.crops
+        sizes = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
+        micro, channels, device = run.config.micro_batch, run.recipe.model.in_chans, run.step.engine.device
+        views: list[Tensor] = [torch.full((micro, channels, s, s), torch.nan, device=device) for s in sizes]
+        indices = torch.zeros(micro, dtype=torch.long, device=device)
+        return run.step.micro_batch(views, sample_keys(run.recipe.seed, 0, indices))
+
+    def _after_step(self, out: MicroStep, batch: Views) -> None:
+        run, done = self._run, self._run.step.applied_steps
+        for micro, _ in self._window:
+            self._reports.meter.add(micro.loss, micro.teacher_entropy)
+        self._begin_window()
+        self._bad_steps.reset()
+        self._clock.step()
+        self._look_for_wishes()
+        self._say_save(run.look_at_save())
+        self._settle_interval()
+        self._log.progress(done)
+        last = done == self._last_step
+        if last or done % run.recipe.log_every == 0:
+            self._reports.write(out)
+        elif done == 1:
+            self._reports.collect_bad_images()  # rubbish is noticed at once
+        stop = run.step.votes.count("stop") > 0 and not last
+        evaluate = run.watch is not None and (last or run.watch.due(done)) and not stop
+        if evaluate:
+            stop = not self._evaluate() and not last
+        if evaluate or done == 1:
+            self._log.picture("crops", run.crops.picture(batch.views), done)
+        if self._saves.due(done) or last or stop:
+            self._save(wait=last or stop)
+        if stop:
+            self._end_early()
+
+    def _after_skip(self) -> None:
+        run = self._run
+        window, self._window = self._window, []
+        stops = distributed.gather_objects(bool(self._stop.why) or self._gave_up_waiting)
+        gave_up = distributed.gather_objects(self._gave_up_waiting)
+        self._begin_window(again=any(gave_up))
+        if not any(gave_up):
+            self._bad_steps.report(window)
+        if any(stops):
+            if run.step.applied_steps > self._saved_step:
+                self._save(wait=True)
+            else:
+                self._say_save(run.finish_save(must=True))
+            self._end_early()
+
+    def _begin_window(self, again: bool = False) -> None:
+        """A window ends. again: its images were not used, the next run begins with them."""
+        self._beat.first_step_done()
+        self._window = []
+        if again:
+            self._run.position = self._window_start
+        self._window_start = self._run.position
+
+    def _look_for_wishes(self) -> None:
+        """What this rank's watcher has seen: RUN/stop, or the end of the launcher."""
+        votes = self._run.step.votes
+        if self._beat.wished and not votes.cast_by_me("stop"):
+            votes.cast("stop")
+
+    def _save(self, wait: bool) -> None:
+        self._beat.enter("save", self._run.step.applied_steps)
+        with self._clock.paused():
+            self._reports.collect_bad_images()
+            self._say_save(self._run.save(wait))
+        self._saved_step = self._run.step.applied_steps
+
+    def _settle_interval(self) -> None:
+        cost = self._run.save_cost()
+        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+            self._log.say(f"saves    {line}")
+
+    def _say_save(self, lines: str | None) -> None:
+        if lines is not None:
+            self._log.say(lines)
+
+    def _end_early(self) -> None:
+        """Raises SystemExit(75)."""
+        done, said = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
+        self._beat.enter("end", done)
+        self._stop.finish()
+        who = [f"{why} (rank {rank})" if len(said) > 1 else why for rank, why in enumerate(said) if why]
+        by = who[0] if len(set(filter(None, said))) > 1 or said.count("") else next(filter(None, said), "")
+        saved = f"saved step {done}" if self._saved_step == done else "nothing to save"
+        self._log.say(
+            f"stopped  by {by} at step {done}; {saved if done else 'nothing to save'}. "
+            "To continue: the same command with --resume"
+        )
+        self._forget_stop_file()
+        raise SystemExit(STOPPED)
+
+    def _forget_stop_file(self) -> None:
+        """It was obeyed: the next start of this run goes on."""
+        if distributed.rank() == 0:
+            (self._run.folder.path / "stop").unlink(missing_ok=True)
+
+    def _evaluate(self) -> bool:
+        """False where a stop was asked for before the end."""
+        run, done = self._run, self._run.step.applied_steps
+        if run.watch is None:
+            return True
+        self._beat.enter("evaluate", done)
+        with self._clock.paused():
+            found = run.watch.evaluate(run.step.teacher, done, run.step.engine.device, self._stop.heard)
+        if found is None:
+            if done == 0:
+                self._end_early()
+            return False
+        self._log.write({"step": done, **found})
+        for name in run.watch.new_unreadable():
+            self._log.say(f"unreadable image left out of the evaluation: {name}")
+        self._log.say(f"k-NN     at step {done}: {run.watch.verdict()}")
+        return True
+
+    def _finish(self) -> None:
+        run, path = self._run, self._run.folder.path
+        self._forget_stop_file()
+        self._log.say(f"done     step {run.step.applied_steps}; the run is in {path}")
+        self._log.say(f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it")
+        if run.watch and run.watch.latest is not None:
+            self._log.say(f"k-NN     {run.watch.verdict()}")

@@ -1,0 +1,66 @@
+"""The commands about a trained model: how good its features are, what it sees, and its weights elsewhere."""
+
+from __future__ import annotations
+
+from dino_ds.options.command import JSON as _JSON
+from dino_ds.options.command import Command, Flag
+
+_MODEL = Flag("model", "text", None, "a run folder, a file of weights, a Hugging Face folder or a timm name", "none")
+
+MODELS = (
+    Command(
+        "eval",
+        "k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features",
+        "dino_ds.tools.evaluate:run",
+        (
+            _MODEL,
+            Flag("evals", "text", "knn", "knn, linear, ridge, few-shot, retrieval, statistics; several with commas"),
+            Flag("source", "text", None, "as data.source of a recipe", shown="the run's, else folder"),
+            Flag("root", "text", None, "labelled training images, as data.root", shown="the run's"),
+            Flag("test_root", "text", None, "labelled test images", shown="the run's eval.root, or the source's own"),
+            Flag("size", "int", None, "pixels of a side, a multiple of the patch size", shown="the model's"),
+            Flag("k", "text", "10,20,100,200", "numbers of neighbours"),
+            Flag("temperature", "number", 0.07, "weights of the neighbours: exp(similarity / temperature)"),
+            Flag("images", "int", None, "images of each set, at most", shown="all"),
+            Flag("workers", "int", None, "data loading processes per rank", shown="by the cores", zero=True),
+            Flag("out", "text", None, "JSON file for the results", shown="RUN/evaluations.json of a run"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+        bare="model",
+    ),
+    Command(
+        "pictures",
+        "what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves",
+        "dino_ds.tools.pictures:run",
+        (
+            _MODEL,
+            Flag("source", "text", None, "as data.source of a recipe", shown="the run's, else folder"),
+            Flag("root", "text", None, "images, as data.root", shown="the run's"),
+            Flag("out", "text", None, "folder for the PNG files", shown="RUN/pictures"),
+            Flag("images", "int", 6, "images whose patches are shown"),
+            Flag("bank", "int", 500, "images of the map, among which neighbours are sought"),
+            Flag("size", "int", None, "pixels of their sides", shown="the model's, 16 patches at least"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+        bare="model",
+    ),
+    Command(
+        "export",
+        "the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form",
+        "dino_ds.tools.export:run",
+        (
+            _MODEL,
+            Flag("format", "text", None, "safetensors, timm, hf, dino, onnx or torchscript", shown="none"),
+            Flag("out", "text", None, "file or folder to write", shown="beside the weights"),
+            Flag("heads", "int", None, "attention heads, of a file that does not say it", shown="as usual"),
+            _JSON,
+        ),
+        takes_recipe=False,
+        takes_ds=False,
+        bare="model",
+    ),
+)

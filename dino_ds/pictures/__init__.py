@@ -1,0 +1,1 @@
+"""What a backbone has learned, to look at."""

@@ -1,0 +1,105 @@
+"""What a run says of itself every `log_every` steps: metrics, progress, unreadable images, alarms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dino_ds import distributed
+from dino_ds.data.bad_images import allowed_bad_images
+from dino_ds.engine import memory_gib
+from dino_ds.errors import DataError
+from dino_ds.health.collapse import CollapseAlarm
+from dino_ds.metrics import Clock, Meter, RunLog
+from dino_ds.run import Run
+from dino_ds.step import MicroStep
+from dino_ds.throughput import HostReader, ThroughputWatch
+
+
+class Reports:
+    """`meter` and `clock` are fed by the loop; every rank calls everything."""
+
+    def __init__(self, run: Run, log: RunLog, last_step: int, predicted_gib: float) -> None:
+        self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
+        self.meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
+        self.clock = Clock(run.recipe.data.global_batch)
+        self._throughput = ThroughputWatch(HostReader())
+        self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
+        self._bad_images: set[str] = set()
+        self._notes: list[str] = []
+
+    def loaded(self, unreadable: list[str], notes: list[str]) -> None:
+        """Images that this rank could not read for a micro-batch, and what its loader has to say."""
+        self._bad_images.update(unreadable)
+        self._notes += notes
+
+    def write(self, out: MicroStep) -> None:
+        """The line of metrics of a step, and the alarms that follow from it."""
+        run, knobs = self._run, out.knobs
+        means, speed = self.meter.read(), self.clock.read()
+        rolling, warning = self._throughput.look(**speed)
+        self.collect_bad_images()
+        kl = means["loss"] - means["teacher_entropy"]
+        record = {
+            "step": run.step.applied_steps,
+            "images": run.step.applied_steps * run.recipe.data.global_batch,
+            "epoch": run.position.epoch,
+            "loss": means["loss"],
+            "teacher_entropy": means["teacher_entropy"],
+            "kl": kl,
+            "lr": knobs.lr,
+            "weight_decay": knobs.weight_decay,
+            "teacher_momentum": knobs.teacher_momentum,
+            "teacher_temp": knobs.teacher_temp,
+            "grad_norm": run.step.engine.grad_norm,
+            "loss_scale": run.step.engine.loss_scale,
+            "skipped_steps": run.skipped_steps,
+            "bad_images": len(run.bad_images),
+            **speed,
+            **rolling,
+            **run.save_figures(),
+            "memory_gib": memory_gib(),
+            "memory_predicted_gib": self._predicted_gib,
+        }
+        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl)
+        self._log.write({**record, "collapsed": int(self._collapse.on)})
+        self._say(record)
+        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
+            if line:
+                self._log.say(line)
+
+    def collect_bad_images(self) -> None:
+        """Ranks tell each other which images they could not read; each is named and counted once."""
+        run, mine = self._run, sorted(self._bad_images - self._run.bad_images)
+        found = distributed.gather_objects((mine, self._notes))
+        self._notes = []
+        for rank, (_, notes) in enumerate(found):
+            for note in notes:
+                self._log.say(f"note     rank {rank}: {note}")
+        for name in sorted({name for names, _ in found for name in names}):
+            run.bad_images.add(name)
+            self._log.say(f"unreadable image skipped: {name}")
+        self._bad_images.clear()
+        drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, len(run.source))
+        if len(run.bad_images) > limit:
+            if lines := run.finish_save():
+                self._log.say(lines)
+            raise DataError(
+                f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
+                f"{limit}; their names are in {run.folder.path / 'log.txt'}: mend or remove them, or raise the fraction"
+            )
+
+    def _say(self, record: dict[str, Any]) -> None:
+        watch, rate = self._run.watch, record["images_per_second"]
+        short = f"loss {record['loss']:.3f} = entropy {record['teacher_entropy']:.3f} + KL {record['kl']:.3f}"
+        speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
+        knn = f", k-NN {watch.latest:.1f} %" if watch and watch.latest is not None else ""
+        self._log.progress(record["step"], f"{short}, {speed}{knn}")
+        if not self._log.shows_bar:
+            left = (self._last_step - record["step"]) * self._run.recipe.data.global_batch / rate
+            self._log.say(f"step {record['step']}/{self._last_step}  {short}, {speed}, {_duration(left)} left{knn}")
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,36 @@
+"""Reading the small text files that people write, which may be anything else: a device, a disk image, a bomb."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from dino_ds.errors import ConfigError
+
+MAX_BYTES = 1 << 18
+
+
+def read_text(path: str, kind: str) -> str:
+    """The UTF-8 text of a regular file of at most 256 KiB; `kind` is what it should be, for the ConfigError."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            state = os.fstat(handle)
+            if not stat.S_ISREG(state.st_mode):
+                raise ConfigError(f"{path} cannot be read as {kind}: it is no regular file")
+            if state.st_size > MAX_BYTES:
+                raise ConfigError(f"{path} cannot be read as {kind}: {state.st_size} bytes, {MAX_BYTES} are allowed")
+            return file.read(MAX_BYTES).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read as {kind}: it is no UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        raise ConfigError(f"{path} cannot be read as {kind}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def is_file(path: str) -> bool:
+    """As Path.is_file; False for what no file can be called."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False

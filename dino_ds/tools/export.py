@@ -1,0 +1,35 @@
+"""`dino-ds export`: the teacher of a run, or any file of weights, in the form another program wants."""
+
+from __future__ import annotations
+
+import json as jsons
+from pathlib import Path
+
+from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
+from dino_ds.weights.export import FORMATS
+from dino_ds.weights.load import load
+from dino_ds.weights.read import read_head
+
+
+def run(*, model: str | None, format: str | None, out: str | None, heads: int | None, json: bool) -> None:
+    """Write `model` (a run folder, a file of weights, a Hugging Face folder, a timm name) as `format` to `out`.
+
+    Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
+    """
+    if model is None or format is None:
+        raise ConfigError(f"give a run folder or a file of weights, and --format: {', '.join(FORMATS)}")
+    if format not in FORMATS:
+        raise ConfigError(f"--format {format!r} is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
+    write, ending = FORMATS[format]
+    backbone = load(model, heads=heads)
+    source = Path(model)
+    default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
+    place = Path(out).expanduser() if out else default
+    if place.exists():
+        raise ConfigError(f"{place} is there already: remove it, or name another with --out")
+    how = write(backbone, place, read_head(source) if format == "dino" else {})
+    if json:
+        print(jsons.dumps({"format": format, "out": str(place), "load": how}))
+    else:
+        print(f"{place}\nload it: {how}")

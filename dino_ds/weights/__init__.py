@@ -1,0 +1,1 @@
+"""Weights in and out: other projects' names, files and shapes against ours."""

@@ -1,0 +1,260 @@
+"""Writes a backbone in the forms that other programs read; each form is read back and compared in the tests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dino_ds import __version__
+from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.errors import ConfigError
+from dino_ds.weights.huggingface import hf_config, to_huggingface
+from dino_ds.weights.load import Backbone
+from dino_ds.weights.plain import PlainBackbone
+from dino_ds.weights.reference import to_reference
+
+_BATCH, _SIDE = 4096, 512
+"""Largest batch, and largest side in patches, that an ONNX program takes."""
+
+
+def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
+    with _whole(out) as file:
+        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
+    about = {
+        "timm_arguments": _timm(model)[1],
+        "architecture": dataclasses.asdict(model.vit.arch),
+        "pos_embed_interpolation": model.vit.pos_embed_interpolation,
+        **model.about,
+    }
+    out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
+
+
+def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
+    arch = model.vit.arch
+    name, arguments = _timm(model)
+    config = {
+        "architecture": name,
+        "num_classes": 0,
+        "num_features": arch.width,
+        "global_pool": "token",
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "tag": "dino_ds",
+            "custom_load": False,
+            "input_size": [arch.in_chans, model.image_size, model.image_size],
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            "crop_pct": 0.875,
+            "crop_mode": "center",
+            "mean": list(MEAN),
+            "std": list(STD),
+            "num_classes": 0,
+            "pool_size": None,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+    with _whole_folder(out) as folder:
+        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "README.md").write_text(model_card(model, f"timm.create_model('local-dir:{out}', pretrained=True)"))
+    return f"timm.create_model('local-dir:{out}', pretrained=True)"
+
+
+def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """A folder for transformers: config, weights, image processor, model card.
+
+    Raises ConfigError for an architecture that transformers has no model of.
+    """
+    arch, size = model.vit.arch, model.image_size
+    config = hf_config(arch, size)
+    processor = {
+        "image_processor_type": "BitImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": int(size * 256 / 224)},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": True,
+        "image_mean": list(MEAN),
+        "image_std": list(STD),
+    }
+    how = f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
+    with _whole_folder(out) as folder:
+        tensors = to_huggingface(_tensors(model), arch)
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
+        (folder / "README.md").write_text(model_card(model, how))
+    return how
+
+
+def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE."""
+    network = to_reference(_tensors(model), head)
+    with _whole(out) as file:
+        torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
+    return f"eval_knn.py --pretrained_weights {out} (head {'included' if head else 'not in the source'})"
+
+
+def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
+
+    Raises ConfigError where onnx and onnxscript are not installed.
+    """
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise ConfigError("ONNX needs two more packages: pip install 'dino_ds[onnx]'") from None
+    size = model.patch_size
+    batch = torch.export.Dim("batch", min=1, max=_BATCH)
+    rows, columns = (torch.export.Dim(name, min=2, max=_SIDE) for name in ("rows", "columns"))
+    with _quiet():
+        program = torch.onnx.export(
+            PlainBackbone(model.vit),
+            (_example(model),),
+            dynamo=True,
+            dynamic_shapes=({0: batch, 2: size * rows, 3: size * columns},),
+            input_names=["images"],
+            output_names=["features"],
+            verbose=False,
+        )
+    assert program is not None
+    with _whole(out) as file:
+        program.save(str(file), external_data=False)
+    return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}})"
+
+
+def export_torchscript(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+    """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size."""
+    with _quiet(), torch.no_grad():
+        traced = torch.jit.trace(PlainBackbone(model.vit), _example(model))
+    with _whole(out) as file:
+        torch.jit.save(traced, str(file))
+    return f"torch.jit.load({out.name!r})(images)"
+
+
+FORMATS: dict[str, tuple[Callable[[Backbone, Path, dict[str, Tensor]], str], str]] = {
+    "safetensors": (export_safetensors, ".safetensors"),
+    "timm": (export_timm, "-timm"),
+    "hf": (export_hf, "-hf"),
+    "dino": (export_dino, ".pth"),
+    "onnx": (export_onnx, ".onnx"),
+    "torchscript": (export_torchscript, ".pt"),
+}
+"""Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
+
+
+def model_card(model: Backbone, how: str) -> str:
+    """README.md of an exported folder: what it is, how to use it, what it scored."""
+    arch, about = model.vit.arch, model.about
+    results = about.get("results", {})
+    rows = [f"| {name} | {value} |" for name, value in results.items()]
+    table = ["## Results", "", "| evaluation | value |", "|---|---:|", *rows, ""] if rows else []
+    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    return "\n".join(
+        [
+            "---",
+            "tags: [dino, self-supervised, vision-transformer, image-feature-extraction]",
+            "library_name: " + ("transformers" if "AutoModel" in how else "timm"),
+            "---",
+            f"# {about.get('timm_name', 'Vision Transformer')}, trained with DINO by dino_ds",
+            "",
+            f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
+            f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
+            *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
+            "",
+            "```python",
+            f"features = {how}",
+            "```",
+            "",
+            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
+            f"std {STD}. Position embeddings of other sizes were resized as {model.vit.pos_embed_interpolation!r} in "
+            "training; other libraries have their own way, so features at other sizes may differ a little.",
+            "",
+            *table,
+            f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
+            "",
+        ]
+    )
+
+
+def _tensors(model: Backbone) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().contiguous() for name, p in model.vit.named_parameters()}
+
+
+def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:
+    """Name and arguments with which timm builds this backbone."""
+    arch = model.vit.arch
+    # A model of timm's whose kind of block is ours; all sizes are arguments.
+    kind = "reg4_" if arch.registers else ""
+    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
+    usual = "vit_small_patch16_224" if arch.layer_scale is None else like
+    name, arguments = arch.timm_model(model.about.get("timm_name") or usual)
+    return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
+
+
+def _example(model: Backbone) -> Tensor:
+    """Two images of unequal sides, neither of them the native one: nothing is to be taken for a constant."""
+    size, grid = model.patch_size, model.image_size // model.patch_size
+    device = model.vit.pos_embed.device
+    return torch.zeros(2, model.vit.arch.in_chans, (grid + 1) * size, (grid + 2) * size, device=device)
+
+
+@contextlib.contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A file beside `out` that takes its place when it is written. Raises ConfigError where that can't be."""
+    temporary = out.with_name(f".writing_{out.name}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, out)
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _whole_folder(out: Path) -> Iterator[Path]:
+    """As `_whole`, for a new folder."""
+    temporary = out.with_name(f".writing_{out.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters warn about what is meant as it is."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,95 @@
+"""Makes weights that were read fit a network: which architecture they are of, and which tensors can be taken."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.errors import CheckpointError
+
+
+def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
+    """The architecture that the tensors are of, and the pixels of its native image.
+
+    `heads` can't be seen in them: None takes those of the backbone we know of that width and depth, else width / 64.
+    Raises CheckpointError where tensors of a ViT are missing.
+    """
+    try:
+        width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
+        depth = 1 + max(int(m[1]) for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name)))
+        packed = backbone["blocks.0.mlp.fc1.weight"].shape[0]
+        hidden = backbone["blocks.0.mlp.fc2.weight"].shape[1]
+        registers = backbone["reg_token"].shape[1] if "reg_token" in backbone else 0
+        positions = backbone["pos_embed"].shape[1] - (0 if registers else 1)
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
+    arch = Architecture(
+        patch,
+        width,
+        depth,
+        heads or _usual_heads(width, depth),
+        mlp_ratio=packed / width,
+        swiglu=packed == 2 * hidden,
+        layer_scale=1e-5 if "blocks.0.ls1.gamma" in backbone else None,
+        registers=registers,
+        in_chans=in_chans,
+    )
+    if int(width * arch.mlp_ratio) != packed:  # the quotient was rounded down
+        arch = replace(arch, mlp_ratio=math.nextafter(arch.mlp_ratio, math.inf))
+    return arch, math.isqrt(positions) * patch
+
+
+def _usual_heads(width: int, depth: int) -> int:
+    known = (arch.heads for arch in ARCHITECTURES.values() if (arch.width, arch.depth) == (width, depth))
+    return next(known, max(1, width // 64))
+
+
+@torch.no_grad()
+def take_weights(network: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy `tensors` into `network` by name; a position embedding of another size is resized.
+
+    Raises CheckpointError for other shapes, and where a tensor of the network is not there.
+    """
+    own = dict(network.named_parameters())
+    missing = sorted(own.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"the weights lack {len(missing)} of {len(own)} tensors: {few(missing)}")
+    fitting = {name: tensors[name] for name in own}
+    if "pos_embed" in own:
+        fitting["pos_embed"] = fitted(tensors["pos_embed"], tuple(own["pos_embed"].shape))
+    wrong = [
+        f"{name} {list(t.shape)} vs {list(own[name].shape)}"
+        for name, t in fitting.items()
+        if t.shape != own[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"the weights are of another architecture: {len(wrong)} tensors, first {min(wrong)}")
+    for name, parameter in own.items():
+        parameter.copy_(fitting[name].to(parameter.dtype))
+
+
+def fitted(theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A position embedding (1, special + n, d) for the grid of `shape` (bicubic, antialiased); the CLS token's stays.
+
+    As it is where widths or special tokens differ.
+    """
+    counts = (theirs.shape[1], shape[1])
+    sides = [math.isqrt(count) for count in counts]
+    special = [count - side**2 for count, side in zip(counts, sides, strict=True)]
+    if tuple(theirs.shape) == shape or theirs.shape[2] != shape[2] or special[0] != special[1] or special[0] > 1:
+        return theirs
+    grid = rearrange(theirs[:, special[0] :].float(), "1 (h w) d -> 1 d h w", h=sides[0])
+    resized = F.interpolate(grid, size=(sides[1], sides[1]), mode="bicubic", antialias=True)
+    return torch.cat((theirs[:, : special[0]].float(), rearrange(resized, "1 d h w -> 1 (h w) d")), dim=1)
+
+
+def few(names: list[str]) -> str:
+    """The first three names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

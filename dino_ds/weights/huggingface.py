@@ -1,0 +1,154 @@
+"""Our backbones as Hugging Face's: ViT, Dinov2 (LayerScale) and Dinov2WithRegisters; names of their files, both ways.
+
+The names are those on disk, which transformers 4 uses and transformers 5 converts when it loads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.architectures import Architecture
+from dino_ds.errors import ConfigError
+
+_VIT = {
+    "norm1": "layernorm_before",
+    "attn.proj": "attention.output.dense",
+    "norm2": "layernorm_after",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+_DINOV2 = {
+    "norm1": "norm1",
+    "attn.proj": "attention.output.dense",
+    "ls1.gamma": "layer_scale1.lambda1",
+    "norm2": "norm2",
+    "mlp.fc1": "mlp.fc1",
+    "mlp.fc2": "mlp.fc2",
+    "ls2.gamma": "layer_scale2.lambda1",
+}
+_SWIGLU = _DINOV2 | {"mlp.fc1": "mlp.weights_in", "mlp.fc2": "mlp.weights_out"}
+_OUTSIDE = {
+    "cls_token": "embeddings.cls_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "reg_token": "embeddings.register_tokens",
+    "patch_embed.proj": "embeddings.patch_embeddings.projection",
+    "norm": "layernorm",
+}
+
+
+def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
+    """Their config.json. Raises ConfigError for an architecture that they have no model for."""
+    if arch.registers and arch.layer_scale is None:
+        raise ConfigError("Hugging Face has no ViT with registers and without LayerScale: export to timm or onnx")
+    common = {
+        "hidden_size": arch.width,
+        "num_hidden_layers": arch.depth,
+        "num_attention_heads": arch.heads,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "layer_norm_eps": 1e-6,
+        "image_size": image_size,
+        "patch_size": arch.patch_size,
+        "num_channels": arch.in_chans,
+        "qkv_bias": True,
+        "dtype": "float32",
+    }
+    hidden = int(arch.width * arch.mlp_ratio)
+    if arch.layer_scale is None:
+        if arch.swiglu:
+            raise ConfigError("Hugging Face has no ViT with SwiGLU and without LayerScale: export to timm or onnx")
+        return {"architectures": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common}
+    kind = "dinov2_with_registers" if arch.registers else "dinov2"
+    config = {
+        "architectures": ["Dinov2WithRegistersModel" if arch.registers else "Dinov2Model"],
+        "model_type": kind,
+        "mlp_ratio": _mlp_ratio(arch),
+        "use_swiglu_ffn": arch.swiglu,
+        "layerscale_value": arch.layer_scale,
+        **common,
+    }
+    return config | ({"num_register_tokens": arch.registers} if arch.registers else {"use_mask_token": False})
+
+
+def _mlp_ratio(arch: Architecture) -> int:
+    """The whole number that gives their model our MLP width."""
+    packed = int(arch.width * arch.mlp_ratio)
+    for ratio in range(1, 17):
+        hidden = arch.width * ratio
+        if packed == (2 * ((int(hidden * 2 / 3) + 7) // 8 * 8) if arch.swiglu else hidden):
+            return ratio
+    raise ConfigError(
+        f"Hugging Face's Dinov2 has no MLP of width {packed} for embeddings of {arch.width}: export to timm or onnx"
+    )
+
+
+def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
+    """Our tensors under their names; the values are the same."""
+    names = _names_of(arch)
+    out: dict[str, Tensor] = {}
+    for name, tensor in backbone.items():
+        match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+        if match is None:
+            out[_rename(name, _OUTSIDE)] = tensor
+            continue
+        prefix, rest = f"encoder.layer.{match[1]}.", match[2]
+        if rest.startswith("attn.qkv."):
+            kind = rest.removeprefix("attn.qkv.")
+            for part, piece in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                out[f"{prefix}attention.attention.{part}.{kind}"] = piece.contiguous()
+        else:
+            out[prefix + _rename(rest, names)] = tensor
+    if arch.registers:
+        # Theirs has a position for the CLS token, ours is in the token itself; and a mask token, which is not used.
+        positions = out["embeddings.position_embeddings"]
+        out["embeddings.position_embeddings"] = torch.cat((positions.new_zeros(1, 1, arch.width), positions), dim=1)
+        out["embeddings.mask_token"] = positions.new_zeros(1, arch.width)
+    return out
+
+
+def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their tensors under our names; pooler, classifier and mask token are left out."""
+    theirs = {re.sub(r"^(vit|dinov2|dinov2_with_registers)\.", "", name): t for name, t in theirs.items()}
+    swiglu = any(".mlp.weights_in." in name for name in theirs)
+    vit = any(".layernorm_before." in name for name in theirs)
+    names = {v: k for k, v in (_VIT if vit else _SWIGLU if swiglu else _DINOV2).items()}
+    outside = {v: k for k, v in _OUTSIDE.items()}
+    out: dict[str, Tensor] = {}
+    for name, tensor in theirs.items():
+        match = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", name)
+        if match is None:
+            if name.startswith(("embeddings.", "layernorm.")) and name != "embeddings.mask_token":
+                out[_rename(name, outside)] = tensor
+            continue
+        prefix, rest = f"blocks.{match[1]}.", match[2]
+        if rest.startswith("attention.attention.query."):
+            kind = rest.rpartition(".")[2]
+            others = [
+                f"encoder.layer.{match[1]}.attention.attention.{part}.{kind}" for part in ("query", "key", "value")
+            ]
+            out[f"{prefix}attn.qkv.{kind}"] = torch.cat([theirs[other] for other in others])
+        elif not rest.startswith("attention.attention."):
+            out[prefix + _rename(rest, names)] = tensor
+    if "reg_token" in out:
+        out["cls_token"] = out["cls_token"] + out["pos_embed"][:, :1]
+        out["pos_embed"] = out["pos_embed"][:, 1:]
+    return out
+
+
+def _names_of(arch: Architecture) -> dict[str, str]:
+    if arch.layer_scale is None:
+        return _VIT
+    return _SWIGLU if arch.swiglu else _DINOV2
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    """By the longest beginning that `names` knows."""
+    for old in sorted(names, key=len, reverse=True):
+        if name == old or name.startswith(f"{old}."):
+            return names[old] + name[len(old) :]
+    raise KeyError(name)

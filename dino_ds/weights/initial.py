@@ -1,0 +1,80 @@
+"""Starting a student from weights that exist: taken module by module, while the network is being built."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dino_ds.errors import CheckpointError
+from dino_ds.models.network import DinoNetwork
+from dino_ds.models.weights import Place
+from dino_ds.weights.fit import few, fitted
+from dino_ds.weights.read import Weights
+
+
+class InitialWeights:
+    """A `Place` that puts the tensors of `weights` over what was drawn, then hands the module on to `place`.
+
+    The backbone must be there whole, in its shapes; a position embedding of another size is resized. The head is taken
+    where the file has one of the same shapes, and stays as drawn where not.
+    """
+
+    def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Place) -> None:
+        self._prefix = {module: name for name, module in network.named_modules()}
+        self._place, self._source, self._kind = place, source, weights.kind
+        self._tensors = {f"backbone.{name}": t for name, t in weights.backbone.items()}
+        self._resized: list[str] = []
+        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        self._head = {f"head.{name}": t for name, t in weights.head.items()}
+        self._head_note = self._fit_head(own)
+        self._tensors |= self._head
+        self._unused = sorted(self._tensors.keys() - own.keys())
+        self._check_backbone(own)
+
+    def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
+        wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
+        if not self._head:
+            return "there is no head in it: the head starts anew"
+        found = {name: tuple(t.shape) for name, t in self._head.items()}
+        if found == wanted:
+            return f"the head too ({len(wanted)} tensors)"
+        other = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        self._head = {}
+        return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): the head starts anew"
+
+    def _check_backbone(self, own: dict[str, tuple[int, ...]]) -> None:
+        backbone = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        missing = sorted(backbone.keys() - self._tensors.keys())
+        if missing:
+            raise CheckpointError(
+                f"model.init_from {self._source} lacks {len(missing)} of {len(backbone)} tensors: {few(missing)}"
+            )
+        wrong = []
+        for name, shape in backbone.items():
+            tensor = self._tensors[name]
+            if tuple(tensor.shape) != shape and name == "backbone.pos_embed":
+                tensor = self._tensors[name] = fitted(tensor, shape)
+                self._resized.append(f"position embedding resized to {shape[1]} places")
+            if tuple(tensor.shape) != shape:
+                wrong.append(f"{name} {list(tensor.shape)} vs {list(shape)}")
+        if wrong:
+            raise CheckpointError(
+                f"model.init_from {self._source} is of another architecture: {len(wrong)} tensors, first {min(wrong)}"
+            )
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        prefix = self._prefix[module]
+        for name, parameter in module.named_parameters(recurse=False):
+            tensor = self._tensors.get(f"{prefix}.{name}")
+            if tensor is not None:
+                parameter.copy_(tensor.to(parameter.dtype))
+        self._place(module)
+
+    def __str__(self) -> str:
+        """What was taken and what not, for people."""
+        backbone = sum(name.startswith("backbone.") for name in self._tensors) - len(self._unused)
+        parts = [f"{self._source} ({self._kind}): {backbone} tensors of the backbone", *self._resized, self._head_note]
+        if self._unused:
+            parts.append(f"{len(self._unused)} not used ({few(self._unused)})")
+        return "; ".join(parts)

@@ -1,0 +1,104 @@
+"""For notebooks: a trained backbone with its features, patch tokens and attention.
+
+model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
+features = model.features(model.preprocess(image)[None])
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.errors import ConfigError
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.fit import architecture_of, take_weights
+from dino_ds.weights.read import Weights, find_weights
+
+
+class Backbone(nn.Module):
+    """A frozen Vision Transformer. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
+    `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
+
+    `image_size` is the native side in pixels, `width` the length of a feature vector.
+    """
+
+    def __init__(self, vit: VisionTransformer, image_size: int, source: str, about: dict[str, Any]) -> None:
+        super().__init__()
+        self.vit = vit.eval().requires_grad_(False)
+        self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
+        self.source, self.about = source, about
+        self._crop = EvalCrop(image_size)
+
+    def preprocess(self, image: Image.Image) -> Tensor:
+        """An RGB image -> (3, image_size, image_size): resized, cut to its centre and normalised, as for k-NN."""
+        return self._crop(image.convert("RGB"))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """As `features`."""
+        return self.features(images)
+
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """CLS features after the final norm, (b, width)."""
+        return self.vit([self._checked(images)])
+
+    @torch.no_grad()
+    def patch_tokens(self, images: Tensor) -> Tensor:
+        """Tokens of the patches after the final norm, (b, height, width of the grid, width)."""
+        rows, columns = self._grid(self._checked(images))
+        tokens = self.vit.tokens(images)[:, -rows * columns :]
+        return tokens.unflatten(1, (rows, columns))
+
+    def attention(self, images: Tensor) -> Tensor:
+        """How much the CLS token of the last block looks at each patch, (b, heads, height, width of the grid).
+
+        Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
+        """
+        rows, columns = self._grid(self._checked(images))
+        weights = self.vit.last_attention(images)[:, :, 0, -rows * columns :]
+        return weights.unflatten(2, (rows, columns))
+
+    def _grid(self, images: Tensor) -> tuple[int, int]:
+        return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+
+    def _checked(self, images: Tensor) -> Tensor:
+        """Raises ConfigError for what is no batch of images that the network can cut into patches."""
+        channels, size = self.vit.arch.in_chans, self.patch_size
+        if images.ndim != 4 or images.shape[1] != channels or images.shape[-2] % size or images.shape[-1] % size:
+            raise ConfigError(
+                f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w) with h and w multiples of "
+                f"the patch size {size}"
+            )
+        return images
+
+
+def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None = None) -> Backbone:
+    """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
+
+    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: of a file that does not
+    say it, where it is not width / 64. A timm name downloads the weights if they are not in the cache.
+    Raises CheckpointError for what is no such thing.
+    """
+    weights = find_weights(path)
+    arch, size, interpolation = _described(weights, heads)
+    vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
+    take_weights(vit, weights.backbone)
+    return Backbone(vit, size, str(path), weights.about).to(device)
+
+
+def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, str]:
+    """Architecture, native pixels and the way to resize the position embedding: as the file says, else as is usual."""
+    about = weights.about
+    if weights.kind == "dino_ds":
+        arch = Architecture(**about["architecture"])
+        return arch, about["timm_arguments"]["img_size"], about["pos_embed_interpolation"]
+    if weights.kind == "timm":
+        heads = ARCHITECTURES[about["timm_name"]].heads
+    arch, size = architecture_of(weights.backbone, heads or about.get("num_attention_heads"))
+    return arch, size, "dino" if weights.kind == "dino or timm" else "antialias"

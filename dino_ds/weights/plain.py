@@ -1,0 +1,97 @@
+"""The backbone as exporters want it: whole images of one size in, plain (b, n, d) tokens, shapes that may change."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dino_ds.models.blocks import Block
+from dino_ds.models.vit import VisionTransformer
+
+
+class PlainBackbone(nn.Module):
+    """Images (b, c, h, w) -> CLS features (b, d), with the weights of `vit`; h and w multiples of the patch size.
+
+    Equal to `vit([images])`; without packing, and with the position embedding resized by two matrix products whose
+    entries are arithmetic of the image's size: a traced or exported program works at any size.
+    """
+
+    def __init__(self, vit: VisionTransformer) -> None:
+        super().__init__()
+        self.vit = vit
+
+    def forward(self, images: Tensor) -> Tensor:
+        vit = self.vit
+        size = vit.arch.patch_size
+        patches = vit.patch_embed(images)
+        positions = _resized(vit, images.shape[-2] // size, images.shape[-1] // size)
+        cls = vit.cls_token.expand(images.shape[0], -1, -1)
+        if vit.reg_token is None:
+            x = torch.cat((cls + vit.pos_embed[:, :1], patches + positions), dim=1)
+        else:
+            registers = vit.reg_token.expand(images.shape[0], -1, -1)
+            x = torch.cat((cls, registers, patches + positions), dim=1)
+        for block in vit.blocks:
+            x = _run(block, x)
+        return vit.norm(x[:, 0])
+
+
+def _run(block: nn.Module, x: Tensor) -> Tensor:
+    """Tokens (b, n, d) -> (b, n, d)."""
+    assert isinstance(block, Block)
+    attention, heads = block.attn, block.attn.heads
+    qkv = F.linear(block.norm1(x), attention.qkv.weight, attention.qkv.bias)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    x = x + block.ls1(attention.proj(mixed))
+    return x + block.ls2(block.mlp(block.norm2(x)))
+
+
+def _resized(vit: VisionTransformer, height: int, width: int) -> Tensor:
+    """The patches' position embedding for a (height, width) grid, (1, height * width, d)."""
+    special = 0 if vit.reg_token is not None else 1
+    patches = vit.pos_embed[:, special:]
+    grid = patches.unflatten(1, (vit.grid, vit.grid))[0]
+    ones = torch.ones(1, device=patches.device)
+    native = (ones * height == vit.grid) & (ones * width == vit.grid)
+    rows, columns = (
+        torch.where(native, _identity(size, patches.device, vit.grid), _bicubic(size, vit, patches.device))
+        for size in (height, width)
+    )
+    resized = torch.einsum("yh,xw,hwd->yxd", rows, columns, grid.float())
+    return resized.flatten(0, 1).unsqueeze(0).to(patches.dtype)
+
+
+def _identity(size: int, device: torch.device, grid: int) -> Tensor:
+    return (torch.arange(size, device=device)[:, None] == torch.arange(grid, device=device)[None]).float()
+
+
+def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
+    """The matrix (size, grid) that resizes one axis as torch's bicubic `interpolate` does.
+
+    "dino": by the scale factor (size + 0.1) / grid, a = -0.75, edges repeated. "antialias": by size, a = -0.5, the
+    kernel widened where it shrinks, weights normalised over the pixels that are there.
+    """
+    grid = vit.grid
+    there = torch.arange(grid, device=device, dtype=torch.float32)
+    wanted = torch.arange(size, device=device, dtype=torch.float32)
+    if vit.pos_embed_interpolation == "dino":
+        centers = (wanted + 0.5) * (grid / (size + 0.1)) - 0.5
+        # Pixels beyond each edge count for the edge.
+        padded = torch.arange(-3, grid + 3, device=device, dtype=torch.float32)
+        weights = _kernel(padded[None] - centers[:, None], -0.75)
+        return weights @ (padded.clamp(0, grid - 1)[:, None] == there[None]).float()
+    step = grid / size
+    wide = torch.clamp(torch.ones_like(wanted[:1]) * step, min=1.0)
+    centers = (wanted + 0.5) * step - 0.5
+    weights = _kernel((there[None] - centers[:, None]) / wide, -0.5)
+    return weights / weights.sum(dim=1, keepdim=True)
+
+
+def _kernel(distance: Tensor, a: float) -> Tensor:
+    """Keys' cubic convolution."""
+    x = distance.abs()
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    return torch.where(x <= 1, near, torch.where(x < 2, far, torch.zeros_like(x)))

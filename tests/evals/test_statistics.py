@@ -1,0 +1,82 @@
+"""Statistics of features on sets of which they are known, and against their definitions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_ds.evals.retrieval import average_precision, class_retrieval, mean_average_precision, rank_database
+from dino_ds.evals.statistics import alignment, feature_statistics
+
+
+def test_collapse_to_a_point():
+    found = feature_statistics(torch.ones(50, 8) * torch.arange(1, 51)[:, None])
+    assert found["feature_std"] == pytest.approx(0, abs=1e-6)
+    assert found["rankme"] == pytest.approx(1, abs=1e-3)
+    assert found["uniformity"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_even_sphere():
+    """Gaussian features in 8 dimensions: deviation 1, 8 directions in use."""
+    found = feature_statistics(torch.randn(20000, 8, generator=torch.Generator().manual_seed(0)))
+    assert found["feature_std"] == pytest.approx(1, abs=0.02)
+    assert found["rankme"] == pytest.approx(8, abs=0.05)
+
+
+def test_definitions():
+    features = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 2, 3, 0.1, 1])
+    found = feature_statistics(features)
+    singular = np.linalg.svd(features.double().numpy(), compute_uv=False)
+    shares = singular / singular.sum() + 1e-7
+    assert found["rankme"] == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-5)
+    unit = F.normalize(features.double(), dim=-1)
+    pairs = [math.exp(-2 * float((unit[i] - unit[j]).square().sum())) for i in range(30) for j in range(i)]
+    assert found["uniformity"] == pytest.approx(math.log(sum(pairs) / len(pairs)), rel=1e-5)
+
+
+def test_alignment():
+    x = torch.randn(9, 4)
+    assert alignment(x, 3 * x) == pytest.approx(0, abs=1e-6)
+    assert alignment(x, -x) == pytest.approx(4, rel=1e-5)
+
+
+def _reference_ap(ranks, number):
+    """`compute_ap` of revisitop: ranks of the positives, junk already taken out."""
+    total = 0.0
+    for j, rank in enumerate(ranks):
+        before = 1.0 if rank == 0 else j / rank
+        total += (before + (j + 1) / (rank + 1)) / 2 / number
+    return total
+
+
+def test_average_precision_equals_the_reference_s():
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        ranking = generator.permutation(40).tolist()
+        positive, junk = set(generator.permutation(40)[:6].tolist()), set(generator.permutation(40)[:5].tolist())
+        junk -= positive
+        kept = [index for index in ranking if index not in junk]
+        ranks = [i for i, index in enumerate(kept) if index in positive]
+        assert average_precision(ranking, positive, junk) == pytest.approx(_reference_ap(ranks, 6), abs=1e-12)
+
+
+def test_perfect_and_empty_queries():
+    assert average_precision([2, 0, 1], [2, 0]) == 1.0
+    assert math.isnan(average_precision([0, 1], []))
+    assert mean_average_precision(torch.tensor([[0, 1], [1, 0]]), [[0], []], [[], []]) == 100.0
+
+
+def test_database_is_ranked_by_cosine():
+    queries = torch.tensor([[1.0, 0.0]])
+    database = torch.tensor([[1.0, 1.0], [-5.0, 0.0], [9.0, 0.1]])
+    assert rank_database(queries, database).tolist() == [[2, 0, 1]]
+
+
+def test_class_retrieval_leaves_the_query_out():
+    """Two tight classes: perfect. One image alone in its class asks for nothing."""
+    features = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0], [-1.0, 0.0]])
+    assert class_retrieval(features, torch.tensor([0, 0, 1, 1, 2])) == pytest.approx(100)

@@ -1,0 +1,258 @@
+"""Faults, and when they happen: hooks that a test has run in each rank before it starts; the product knows of none.
+
+A fault is a picklable function of the rank: `at_step(8, (1,), kill)` kills rank 1 before it computes step 8. What
+happens at a fault is an act: `kill`, `sleep`, `send(SIGTERM)`, ...
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Act = Callable[[], None]
+Fault = Callable[[int], None]
+
+
+def mark() -> None:
+    """The time of the fault, for `Outcome.seconds`: of the first, where there are several."""
+    if not Path("fault").exists():
+        Path("fault").write_text(str(time.monotonic()))
+
+
+# Faults: where and when.
+
+
+def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
+    """`do` before the first micro-batch of the optimizer steps from `step` (the first is 1), `times` of them."""
+    return functools.partial(_at_step, step, on, do, times)
+
+
+def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> None:
+    from dino_ds.step import DinoStep
+
+    original, done = DinoStep.micro_batch, []
+
+    def micro_batch(self: DinoStep, *args: Any) -> Any:
+        if self.applied_steps + 1 >= step and len(done) < times:
+            done.append(True)
+            mark()
+            do()
+        return original(self, *args)
+
+    if rank in on:
+        DinoStep.micro_batch = micro_batch
+
+
+def at_once(on: tuple[int, ...], do: Act) -> Fault:
+    """`do` before the program begins."""
+    return functools.partial(_at_once, on, do)
+
+
+def _at_once(on: tuple[int, ...], do: Act, rank: int) -> None:
+    if rank in on:
+        mark()
+        do()
+
+
+def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times: int = 1) -> Fault:
+    """`do` when a part of a checkpoint file is written; the steps from `step`, `times` of them."""
+    return functools.partial(_in_save, step, on, do, written, times)
+
+
+def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
+    from dino_ds import checkpoint_saving
+
+    original, done = checkpoint_saving.write_tensors, []
+
+    def write_tensors(path: Path, *args: Any) -> Any:
+        record = original(path, *args)
+        if int(path.parent.name.rpartition("_")[2]) >= step and len(done) < times:
+            done.append(True)
+            os.truncate(path, int(record.bytes * written))
+            mark()
+            do()
+        return record
+
+    if rank in on:
+        checkpoint_saving.write_tensors = write_tensors
+
+
+def before_latest(step: int, do: Act) -> Fault:
+    """`do` on rank 0 when a checkpoint is in place and `latest` does not name it yet."""
+    return functools.partial(_before_latest, step, do)
+
+
+def _before_latest(step: int, do: Act, rank: int) -> None:
+    from dino_ds import checkpoint
+
+    original = checkpoint.replace_file
+
+    def replace_file(path: Path, content: str | bytes) -> None:
+        if path.name == "latest" and str(step) in str(content):
+            mark()
+            do()
+        original(path, content)
+
+    if rank == 0:
+        checkpoint.replace_file = replace_file
+
+
+def loss_times(factor: float, step: int, on: tuple[int, ...], times: int = 10**9) -> Fault:
+    """The loss of `times` micro-batches from optimizer step `step` on, multiplied."""
+    return functools.partial(_loss_times, factor, step, on, times)
+
+
+def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank: int) -> None:
+    from dino_ds.objective.dino import DinoLoss
+    from dino_ds.step import DinoStep
+
+    original, steps, seen, done = DinoLoss.forward, DinoStep.micro_batch, [0], []
+
+    def micro_batch(self: DinoStep, *args: Any) -> Any:
+        seen[0] = self.applied_steps + 1
+        return steps(self, *args)
+
+    def forward(self: DinoLoss, *args: Any) -> Any:
+        loss, entropy = original(self, *args)
+        if seen[0] >= step and len(done) < times:
+            done.append(True)
+            mark()
+            loss = loss * factor
+        return loss, entropy
+
+    if rank in on:
+        DinoStep.micro_batch, DinoLoss.forward = micro_batch, forward
+
+
+def both(*faults: Fault) -> Fault:
+    return functools.partial(_both, faults)
+
+
+def _both(faults: tuple[Fault, ...], rank: int) -> None:
+    for fault in faults:
+        fault(rank)
+
+
+def slow_start(rank: int) -> None:
+    """Says when the ranks have joined, and then waits."""
+    from dino_ds import run
+
+    original = run.build_step
+
+    def build_step(*args: Any) -> Any:
+        print("early", flush=True)
+        time.sleep(1)
+        return original(*args)
+
+    run.build_step = build_step
+
+
+def other_images(rank: int) -> None:
+    """Rank 1 finds other images at the same place."""
+    from dino_ds import train
+
+    original = train.build_source
+
+    def build_source(source: str, root: str, *args: Any) -> Any:
+        return original(source, f"{root}_of_rank_1", *args)
+
+    if rank == 1:
+        train.build_source = build_source
+
+
+# Acts: what.
+
+
+def act(function: Callable[..., None], *args: Any) -> Act:
+    return functools.partial(function, *args)
+
+
+def send(number: int, times: int = 1, pause: float = 0.0) -> Act:
+    """A signal to this process, perhaps a second one after a pause."""
+    return functools.partial(_send, number, times, pause)
+
+
+def _send(number: int, times: int, pause: float) -> None:
+    for i in range(times):
+        time.sleep(pause if i else 0)
+        os.kill(os.getpid(), number)
+
+
+kill = send(signal.SIGKILL)
+freeze = send(signal.SIGSTOP)
+crash = send(signal.SIGSEGV)
+
+
+def fail() -> None:
+    raise RuntimeError("planted by a test")
+
+
+def leave(code: int = 0) -> None:
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def sleep(seconds: float = 3600) -> None:
+    time.sleep(seconds)
+
+
+def hold_gil() -> None:
+    """A call into C that never gives the interpreter back: no thread and no signal handler of Python runs again."""
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)  # by the same thread: for ever, and no signal ends it
+
+
+def wait_alone() -> None:
+    """A collective that the other ranks do not take part in."""
+    import torch.distributed
+
+    torch.distributed.barrier()
+
+
+def no_space() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted")
+
+
+def no_disk() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), "planted")
+
+
+def kill_parent() -> None:
+    """The launcher dies; the step takes as long as it may take to notice."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(4)
+
+
+def kill_loader() -> None:
+    """One process that loads images for this rank."""
+    os.kill(_loaders()[0].pid, signal.SIGKILL)
+
+
+def freeze_loader() -> None:
+    for process in _loaders():
+        os.kill(process.pid, signal.SIGSTOP)
+
+
+def kill_watcher() -> None:
+    import psutil
+
+    for process in psutil.Process().children():
+        if any("watcher" in word for word in process.cmdline()):
+            process.kill()
+
+
+def _loaders() -> list[Any]:
+    """torch's loader processes are children of a fork server, which is a child of this process."""
+    import psutil
+
+    servers = [p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline())]
+    return [worker for server in servers for worker in server.children()]

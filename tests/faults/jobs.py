@@ -1,0 +1,227 @@
+"""Two-rank training jobs that a test starts, breaks and looks at: about a second each.
+
+job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
+outcome = job.wait(seconds=60)          # exit codes, what was printed, seconds from the fault to the end, orphans
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.faults.server import Order, serve
+from tests.training.harness import REPOSITORY, TINY
+
+ORPHANS_MAY_LIVE = 30.0
+"""Seconds after the end of a job within which all it has started must be gone; on a quiet machine it is one or two."""
+_server: _Server | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `codes` and `output`: one a rank; `seconds` from the fault (else the start) to the last rank's
+    end; `orphans`: what still ran long after that, and `gone` when nothing did (seconds after that end)."""
+
+    codes: list[int | None]
+    output: list[str]
+    seconds: float
+    orphans: list[str]
+    gone: float
+
+    @property
+    def text(self) -> str:
+        """All that was printed."""
+        return "\n".join(self.output)
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines for people: `dino_ds: ...error: ...`."""
+        return [line for line in self.text.splitlines() if line.startswith("dino_ds: ") and "error: " in line]
+
+
+def start(
+    run_dir: Path,
+    images: Path,
+    *,
+    fault: Callable[[int], None] | None = None,
+    world: int = 2,
+    ds: str = "zero1_fp32.json",
+    resume: bool = False,
+    changes: Mapping[str, str] | None = None,
+    flags: tuple[str, ...] = (),
+    port: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Job:
+    """`dino-ds train` on `world` ranks; `changes` to the tiny recipe, `fault` runs in every rank before it starts."""
+    global _server
+    if _server is None or not _server.is_alive():
+        _server = _Server()
+    words = ["train", "--ds_config", str(REPOSITORY / "ds_configs" / ds), "--run_dir", str(run_dir), *flags]
+    values = {**TINY, "data.root": str(images), **(changes or {})}
+    words += [part for name, value in values.items() for part in (f"--{name}", value)]
+    if resume:
+        words.append("--resume")
+    folder = run_dir.parent / f"{run_dir.name}.job{time.monotonic_ns()}"
+    folder.mkdir(parents=True)
+    order = Order(folder, words, world, port or _free_port(), fault, dict(environment or {}))
+    job = Job(_server, order, _server.ask(order))
+    _server.launchers.add(job.launcher)
+    return job
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+class Job:
+    """A job at work."""
+
+    def __init__(self, server: _Server, order: Order, launcher: int) -> None:
+        self._server, self._order, self.launcher = server, order, launcher
+        self._started = time.monotonic()
+
+    @property
+    def folder(self) -> Path:
+        """The ranks' current folder; what they print lies here."""
+        return self._order.folder
+
+    def process(self, rank: int) -> int:
+        """The process id of a rank."""
+        self.wait_for(lambda: rank in self._processes(), 30)
+        return self._processes()[rank]
+
+    def signal(self, rank: int, number: int) -> None:
+        self.mark()
+        os.kill(self.process(rank), number)
+
+    def mark(self) -> None:
+        """The fault happens now, by the test's hand."""
+        (self.folder / "fault").write_text(str(time.monotonic()))
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+        """Raises AssertionError, with what was printed, if `condition` does not come true."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s in vain:\n{self._output()}"
+            time.sleep(0.02)
+
+    def wait_for_steps(self, run_dir: Path, steps: int, seconds: float = 60) -> None:
+        """Until the metrics have `steps` lines."""
+        metrics = run_dir / "metrics.jsonl"
+        self.wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps, seconds)
+
+    def wait(self, seconds: float) -> Outcome:
+        """Until every rank has ended. After `seconds` from the fault, or as many from the start without one, the job is
+        killed and the ranks that were still there have the code None."""
+        while len(self._codes()) < self._order.world and time.monotonic() < self._begin() + seconds:
+            time.sleep(0.05)
+        codes = self._codes()
+        if len(codes) < self._order.world:
+            stuck = self._left_over()
+            self._end(stuck)
+            self._server.launchers.discard(self.launcher)
+            raise AssertionError(f"no end after {seconds} s, codes {codes}, running {stuck}:\n{self._output()}")
+        last = max(at for _, at in codes.values())
+        orphans = self._left_over()
+        while orphans and time.monotonic() < last + ORPHANS_MAY_LIVE:
+            time.sleep(0.05)
+            orphans = self._left_over()
+        self._end(orphans)
+        self._server.launchers.discard(self.launcher)
+        return Outcome(
+            [codes[rank][0] for rank in range(self._order.world)],
+            [self.text(rank) for rank in range(self._order.world)],
+            round(last - self._begin(), 2),
+            [name for _, name in orphans],
+            round(time.monotonic() - last, 2),
+        )
+
+    def _begin(self) -> float:
+        with contextlib.suppress(OSError, ValueError):
+            return float((self.folder / "fault").read_text())
+        return self._started
+
+    def _events(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def _processes(self) -> dict[int, int]:
+        return {event["rank"]: event["process"] for event in self._events()}
+
+    def _codes(self) -> dict[int, tuple[int, float]]:
+        """Of the ranks that have ended: by their launcher, or where that one is dead by the server."""
+        found = {event["rank"]: (event["code"], event["at"]) for event in self._events() if "code" in event}
+        ended = self._server.ask(None)
+        found |= {rank: ended[process] for rank, process in self._processes().items() if process in ended}
+        return found
+
+    def _left_over(self) -> list[tuple[int, str]]:
+        """Processes that this job has started and that are not gone: all below its launcher, or adopted."""
+        found = []
+        others = self._server.launchers - {self.launcher}
+        for child in psutil.Process(self._server.process).children():
+            with contextlib.suppress(psutil.Error):
+                for process in [] if child.pid in others else [child, *child.children(recursive=True)]:
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        found.append((process.pid, " ".join(process.cmdline())[:100]))
+        return found
+
+    def _end(self, processes: list[tuple[int, str]]) -> None:
+        for process, _ in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def text(self, rank: int) -> str:
+        """What a rank has printed so far."""
+        path = self.folder / f"rank_{rank}.txt"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _output(self) -> str:
+        return "\n".join(self.text(rank)[-3000:] for rank in range(self._order.world))
+
+
+class _Server:
+    """The driver's end of the pipe to `serve`."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=False)
+        self._process.start()
+        theirs.close()
+        self.launchers: set[int] = set()
+        self.process = int(self._receive(120))
+        atexit.register(self.close)
+
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def ask(self, order: Order | None) -> Any:
+        self._pipe.send(order)
+        return self._receive(30)
+
+    def _receive(self, seconds: float) -> Any:
+        if not self._pipe.poll(seconds):
+            raise TimeoutError(f"the fork server gave no answer in {seconds} s")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()

@@ -1,0 +1,244 @@
+"""Every kind of fault that is injected, and what must come of it: one row of the table in docs/reliability.md each."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.faults import inject, scene
+from tests.faults.inject import act, at_once, at_step, in_save, loss_times
+from tests.faults.jobs import Job
+from tests.faults.scene import Prepare, Scene
+
+NAN = float("nan")
+QUICK = {"hang_seconds": "3"}
+SLOW = at_step(1, (0, 1), act(inject.sleep, 0.4), times=1000)
+"""Steps of 0.4 s: a signal comes before the last."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One fault.
+
+    how: as people would say it. codes: what each rank ends with. says: a part of what is printed.
+    fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
+    old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
+    limit: seconds from the fault to the last rank's end, on a busy machine.
+    goes_on: afterwards `--resume` must give the very numbers of a run without a fault; `exact` False: to 1e-5, as
+    another number of ranks or ZeRO stage sums in another order.
+    """
+
+    name: str
+    how: str
+    codes: tuple[int, ...]
+    says: str
+    fault: inject.Fault | None = None
+    by_hand: Callable[[Job, Scene], None] | None = None
+    before: Prepare = scene.nothing
+    old: bool = False
+    resume: bool | None = None
+    changes: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    ds: str = "zero1_fp32.json"
+    limit: float = 60.0
+    goes_on: bool = True
+    exact: bool = True
+
+    @property
+    def resumes(self) -> bool:
+        return self.old if self.resume is None else self.resume
+
+
+def _signal(rank: int, number: int) -> Callable[[Job, Scene], None]:
+    def by_hand(job: Job, place: Scene) -> None:
+        job.wait_for_steps(place.run, 4)
+        job.signal(rank, number)
+
+    return by_hand
+
+
+def _signal_early(job: Job, place: Scene) -> None:
+    job.wait_for(lambda: "early" in job.text(0))
+    job.signal(0, signal.SIGTERM)
+
+
+def _stop_file(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    (place.run / "stop").touch()
+
+
+def _empty_images(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 2)
+    job.mark()
+    for path in place.images.iterdir():
+        path.unlink()
+
+
+def _remove_run(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    shutil.rmtree(place.run, ignore_errors=True)
+    time.sleep(0.1)
+    shutil.rmtree(place.run, ignore_errors=True)
+
+
+def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
+    code = {"SIGKILL": -9, "SIGSEGV": -11, "exit code 0": 0}[how.split(" before")[0]]
+    codes = (code, 6) if rank == 0 else (6, code)
+    return Kind(f"rank {rank} {says}", how, codes, f"rank {rank} died", at_step(8, (rank,), do))
+
+
+def _hangs(name: str, how: str, rank: int, do: inject.Act) -> Kind:
+    return Kind(name, how, (6, 6), "no progress", at_step(8, (rank,), do), changes=QUICK)
+
+
+def _asked(name: str, how: str, by_hand: Callable[[Job, Scene], None]) -> Kind:
+    return Kind(name, how, (75, 75), "saved step", SLOW, by_hand)
+
+
+PROCESSES = [
+    _dies(0, "SIGKILL before step 8", inject.kill, "killed"),
+    _dies(1, "SIGKILL before step 8", inject.kill, "killed"),
+    _dies(1, "SIGSEGV before step 8", inject.crash, "crashes"),
+    _dies(1, "exit code 0 before step 8", inject.leave, "leaves early"),
+    Kind("rank 1 raises", "RuntimeError before step 8", (1, 1), "planted by a test", at_step(8, (1,), inject.fail)),
+    Kind(
+        "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",
+        at_once((1,), act(inject.leave, 7)), changes=QUICK, goes_on=False,
+    ),
+    _hangs("rank 0 hangs", "it sleeps for ever in step 8", 0, inject.sleep),
+    _hangs("rank 1 hangs", "it sleeps for ever in step 8", 1, inject.sleep),
+    _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
+    _hangs("rank 1 holds Python's lock", "a call into C that never returns", 1, inject.hold_gil),
+    _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
+    Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
+    Kind(
+        "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
+        at_step(8, (0,), inject.kill_parent),
+    ),
+    Kind(
+        "launcher killed while rank 1 hangs", "SIGKILL to the ranks' parent", (6, 6), "the launcher is gone",
+        inject.both(at_step(8, (0,), inject.kill_parent), at_step(8, (1,), inject.sleep)),
+    ),
+]  # fmt: skip
+REQUESTS = [
+    _asked("SIGTERM to rank 0", "kill -TERM", _signal(0, signal.SIGTERM)),
+    _asked("SIGTERM to rank 1", "kill -TERM", _signal(1, signal.SIGTERM)),
+    _asked("SIGINT to rank 1", "kill -INT", _signal(1, signal.SIGINT)),
+    _asked("SIGUSR1 to rank 0", "kill -USR1, as Slurm warns", _signal(0, signal.SIGUSR1)),
+    _asked("SIGUSR2 to rank 1", "kill -USR2", _signal(1, signal.SIGUSR2)),
+    _asked("stop file", "touch RUN/stop", _stop_file),
+    Kind(
+        "second signal", "SIGTERM twice in one long step", (143, 6), "ended at once by SIGTERM and SIGTERM",
+        at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
+    ),
+    Kind(
+        "signal before the first step", "SIGTERM while the program starts", (75, 75), "before the first step",
+        inject.slow_start, _signal_early, goes_on=False,
+    ),
+]  # fmt: skip
+SAVING = [
+    Kind("rank 0 killed while it saves", "half of step 6", (-9, 6), "rank 0 died", in_save(6, (0,), inject.kill)),
+    Kind("rank 1 killed while it saves", "half of step 6", (6, -9), "rank 1 died", in_save(6, (1,), inject.kill)),
+    Kind(
+        "rank 0 killed before `latest` is written", "step 6 is in place", (-9, 6), "rank 0 died",
+        inject.before_latest(6, inject.kill),
+    ),
+    Kind("disk full once", "ENOSPC on rank 1 in step 6", (0, 0), "training goes on", in_save(6, (1,), inject.no_space)),
+    Kind("disk fails once", "EIO on rank 0 in step 6", (0, 0), "training goes on", in_save(6, (0,), inject.no_disk)),
+    Kind(
+        "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
+        in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
+    ),
+]  # fmt: skip
+
+
+def _loads(name: str, how: str, before: Prepare, says: str, **more: object) -> Kind:
+    return Kind(name, how, (0, 0), says, before=before, old=True, **more)
+
+
+def _refused(name: str, how: str, before: Prepare, says: str, **more: object) -> Kind:
+    return Kind(name, how, (3, 3), says, before=before, old=True, goes_on=False, **more)
+
+
+LOADING = [
+    _loads("`latest` empty", "0 bytes", scene.latest(""), "using step 6, the newest whole one"),
+    _loads("`latest` missing", "removed", scene.remove("latest"), "latest is missing; using step 6"),
+    _loads("`latest` garbled", "control characters", scene.latest("\x00\x9f\x1b[2J" * 8), "using step 6"),
+    _loads("`latest` leads out", "../../../etc", scene.latest("../../../etc"), "using step 6"),
+    _loads("file cut off", "half of rank 1's, step 6", scene.cut("rank_00001.safetensors"), "using step 3"),
+    _loads("file missing", "rank 1's, step 6", scene.remove(f"{scene.NEWEST}/rank_00001.safetensors"), "using step 3"),
+    _loads("one bit flipped", "in rank 0's file, step 6", scene.flip("rank_00000.safetensors"), "is damaged"),
+    _loads("one bit of the teacher flipped", "step 6", scene.flip("whole_00000.safetensors"), "is damaged"),
+    _loads("manifest damaged", "one bit, step 6", scene.flip("manifest.json"), "damaged manifest.json"),
+    _loads("files of two steps", "rank 1's of step 3 in step 6", scene.mix, "files of step 6 and step 3 are mixed"),
+    _loads("files of two ranks swapped", "step 6", scene.swap, "using step 3"),
+    _loads("all checkpoints gone", "rm -r RUN/checkpoints", scene.remove(""), "there is no checkpoint"),
+    _refused(
+        "all checkpoints damaged", "one bit in each",
+        scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)), "no older checkpoint exists",
+    ),
+    _refused("pickles in place of tensors", "with good checksums", scene.pickles, "safetensors: "),
+    _refused("settings changed", "optimizer.lr", scene.nothing, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
+    _refused("model changed", "model.width", scene.nothing, "model.width", changes={"model.width": "64"}),
+    Kind("fewer ranks", "2, then 1", (0,), "done ", before=scene.nothing, old=True, exact=False),
+    Kind("more ranks", "2, then 4", (0, 0, 0, 0), "done ", before=scene.nothing, old=True, exact=False),
+    _loads("another ZeRO stage", "1, then 3", scene.nothing, "done ", ds="zero3_fp32.json", exact=False),
+]  # fmt: skip
+
+
+def _bad(name: str, how: str, says: str, fault: inject.Fault, ds: str, *flags: str) -> Kind:
+    return Kind(name, how, (4, 4), says, fault, ds=ds, flags=flags, goes_on=False)
+
+
+_SCALE = ("--ds.fp16.initial_scale_power", "4", "--ds.fp16.hysteresis", "1")
+NUMBERS = [
+    _bad("NaN on rank 1, ZeRO 0, FP32", "loss from step 8", "(rank 1)", loss_times(NAN, 8, (1,)), "zero0_fp32.json"),
+    _bad("NaN on rank 1, ZeRO 2, bf16", "loss from step 8", "(rank 1)", loss_times(NAN, 8, (1,)), "zero2_bf16.json"),
+    _bad("infinite on all, ZeRO 3", "loss from step 8", "3 times", loss_times(1e39, 8, (0, 1)), "zero3_fp32.json"),
+    _bad("fp16 overflow", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0,)), "zero2_fp16.json", *_SCALE),
+    Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
+]  # fmt: skip
+_LOADER = {"data.workers": "1"}
+DATA = [
+    Kind(
+        "loader process killed", "SIGKILL in step 5", (0, 0), "the loader was started again",
+        at_step(5, (1,), inject.kill_loader), changes=_LOADER,
+    ),
+    Kind(
+        "loader process killed twice", "SIGKILL in steps 5 and 8", (2, 2), "after a restart",
+        inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
+    ),
+    Kind("half of the images empty", "0 bytes", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
+    Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, _empty_images, goes_on=False),
+    Kind(
+        "ranks see other images", "one less on rank 1", (2, 2), "same files", inject.other_images,
+        before=scene.other_images, goes_on=False,
+    ),
+]  # fmt: skip
+FOLDERS = [
+    Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
+    _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
+    Kind(
+        "folder holds a run", "no --resume", (2, 2), "already holds a run", old=True, resume=False, goes_on=False
+    ),
+    Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
+    Kind("run folder below a file", "FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
+    Kind("run folder removed", "rm -r RUN in mid-run", (5, 5), "RUN", SLOW, _remove_run, goes_on=False),
+    Kind("port in use", "another program on MASTER_PORT", (2, 2), "port", before=scene.port_in_use, goes_on=False),
+]  # fmt: skip
+
+GROUPS = {
+    "Processes": PROCESSES,
+    "Requests to stop": REQUESTS,
+    "Saving": SAVING,
+    "Loading": LOADING,
+    "Numbers": NUMBERS,
+    "Data": DATA,
+    "Folders and ports": FOLDERS,
+}
+KINDS = [kind for kinds in GROUPS.values() for kind in kinds]

@@ -1,0 +1,145 @@
+"""What is there before a job starts: images, a run folder, and what a test does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.faults import jobs
+
+NEWEST, OLDER = "step_00000006", "step_00000003"
+Prepare = Callable[["Scene"], Callable[[], None] | None]
+"""What is done to a scene; what it returns is done when the job has ended."""
+
+
+@dataclass
+class Scene:
+    """`run` may be a copy of a run that has saved steps 3 and 6; `images` are a copy; port: the job's, None = free."""
+
+    run: Path
+    images: Path
+    port: int | None = None
+
+    @property
+    def newest(self) -> Path:
+        return self.run / "checkpoints" / NEWEST
+
+
+def nothing(scene: Scene) -> None:
+    """The copy of a run as it is."""
+
+
+def latest(text: str) -> Prepare:
+    return lambda scene: (scene.run / "checkpoints/latest").write_text(text) and None
+
+
+def remove(name: str) -> Prepare:
+    """A file or folder in RUN/checkpoints, "" for all of it."""
+
+    def act(scene: Scene) -> None:
+        path = scene.run / "checkpoints" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return act
+
+
+def cut(name: str) -> Prepare:
+    """Half of a file of the newest checkpoint."""
+
+    def act(scene: Scene) -> None:
+        path = scene.newest / name
+        os.truncate(path, path.stat().st_size // 2)
+
+    return act
+
+
+def flip(name: str, folders: tuple[str, ...] = (NEWEST,)) -> Prepare:
+    """One bit in the middle of a file."""
+
+    def act(scene: Scene) -> None:
+        for folder in folders:
+            path = scene.run / "checkpoints" / folder / name
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 4
+            path.write_bytes(data)
+
+    return act
+
+
+def mix(scene: Scene) -> None:
+    shutil.copy(scene.newest.with_name(OLDER) / "rank_00001.safetensors", scene.newest)
+
+
+def swap(scene: Scene) -> None:
+    one, other = (scene.newest / f"rank_0000{rank}.safetensors" for rank in range(2))
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def pickles(scene: Scene) -> None:
+    """A pickle that would run a command in place of each rank's tensors, with the checksums that go with it."""
+    payload = b"cos\nsystem\n(S'touch canary'\ntR."
+    for folder in (NEWEST, OLDER):
+        path = scene.run / "checkpoints" / folder
+        body = json.loads((path / "manifest.json").read_text())
+        for name in body["files"]:
+            (path / name).write_bytes(payload)
+            body["files"][name] = {"bytes": len(payload), "crc32": zlib.crc32(payload)}
+        del body["crc32"]
+        plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
+        sealed = json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
+        (path / "manifest.json").write_text(sealed)
+
+
+def dead_lock(scene: Scene) -> None:
+    """RUN/lock of a process that has held it and is gone."""
+    code = "import pathlib, sys, dino_ds.health.lock as l; l.RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    subprocess.run([sys.executable, "-c", code, scene.run], check=True, cwd=jobs.REPOSITORY)
+    assert (scene.run / "lock").exists()
+
+
+def bad_images(scene: Scene) -> None:
+    for path in sorted(scene.images.iterdir())[::2]:
+        path.write_bytes(b"")
+
+
+def other_images(scene: Scene) -> None:
+    """Beside the images, the same less one: for the rank that has another disk."""
+    shutil.copytree(scene.images, scene.images.with_name("images_of_rank_1"))
+    next(scene.images.with_name("images_of_rank_1").iterdir()).unlink()
+
+
+def other_job(scene: Scene) -> Callable[[], None]:
+    """Another job at work in the same folder; it must come to its end."""
+    from tests.faults.kinds import SLOW
+
+    first = jobs.start(scene.run, scene.images, fault=SLOW)
+    first.wait_for_steps(scene.run, 2)
+
+    def check() -> None:
+        assert first.wait(120).codes == [0, 0]
+
+    return check
+
+
+def port_in_use(scene: Scene) -> Callable[[], None]:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    scene.port = taken.getsockname()[1]
+    return taken.close
+
+
+def below_a_file(scene: Scene) -> None:
+    scene.run.parent.joinpath("file").touch()
+    scene.run = scene.run.parent / "file" / "run"

@@ -1,0 +1,97 @@
+"""Two real ranks, one fault: the exit codes, one clear line, nobody left over, and nothing lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.faults import jobs
+from tests.faults.kinds import KINDS, Kind
+from tests.faults.scene import Scene
+from tests.training.harness import image_folder, losses_of
+
+pytestmark = pytest.mark.faults
+
+# At once, not beside training: which step is the last saved one then follows from the step of the fault.
+SAVES = {"save_every": "3 steps", "save_in_background": "false"}
+STEPS = 12
+LOST_AT_MOST = 3
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def old_run(images, tmp_path_factory):
+    """Stopped after step 6, with checkpoints of steps 3 and 6."""
+    run = tmp_path_factory.mktemp("old") / "run"
+    assert jobs.start(run, images, changes=SAVES, flags=("--max_steps", "6")).wait(120).codes == [0, 0]
+    return run
+
+
+@pytest.fixture(scope="module")
+def straight(images, tmp_path_factory):
+    """A run of 12 steps without a fault, for each ds config and number of loader processes."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def of(kind: Kind) -> Path:
+        ds = kind.ds if kind.exact else "zero1_fp32.json"
+        if ds not in runs:
+            runs[ds] = tmp_path_factory.mktemp("straight") / "run"
+            assert jobs.start(runs[ds], images, changes=SAVES, ds=ds).wait(120).codes == [0, 0]
+        return runs[ds]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_fault(kind, images, old_run, straight, tmp_path, record_property):
+    place = Scene(tmp_path / "run", tmp_path / "images")
+    shutil.copytree(images, place.images)
+    if kind.old:
+        shutil.copytree(old_run, place.run)
+    check = kind.before(place)
+    settings = {"changes": SAVES | kind.changes, "ds": kind.ds, "flags": kind.flags, "world": len(kind.codes)}
+    job = jobs.start(place.run, place.images, fault=kind.fault, resume=kind.resumes, port=place.port, **settings)
+    if kind.by_hand:
+        kind.by_hand(job, place)
+    outcome = job.wait(kind.limit)
+
+    assert tuple(outcome.codes) == kind.codes, outcome.text
+    assert kind.says in outcome.text, outcome.text
+    assert "Traceback" not in outcome.text and len(outcome.errors) <= 2, outcome.text
+    assert (not outcome.errors) == (set(kind.codes) <= {0, 75}), outcome.text
+    assert outcome.orphans == []
+    if check:
+        check()
+    line = next(line for line in outcome.text.splitlines() if kind.says in line)
+    record_property("fault", {"name": kind.name, "line": _plain(line, tmp_path), "seconds": outcome.seconds})
+    if kind.goes_on:
+        _goes_on(kind, place, outcome, settings, straight(kind))
+
+
+def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, straight: Path) -> None:
+    """At most a save interval is lost, and the rest is as if nothing had happened."""
+    if set(kind.codes) != {0}:
+        reached = losses_of(place.run)[-1][0]
+        saved = (place.run / "checkpoints/latest").read_text()
+        assert reached - int(saved.removeprefix("step_")) <= (0 if set(kind.codes) == {75} else LOST_AT_MOST)
+        again = jobs.start(place.run, place.images, resume=True, **settings).wait(120)
+        assert set(again.codes) == {0}, again.text
+    ours, theirs = losses_of(place.run), losses_of(straight)
+    assert [step for step, _ in ours] == list(range(1, STEPS + 1))
+    values = [loss for _, loss in theirs]
+    assert [loss for _, loss in ours] == (values if kind.exact else pytest.approx(values, rel=1e-5))
+    mine, other = (load_file(run / "teacher.safetensors") for run in (place.run, straight))
+    assert not kind.exact or all(torch.equal(mine[name], other[name]) for name in other)
+
+
+def _plain(line: str, folder: Path) -> str:
+    """Without what differs from machine to machine."""
+    return line.replace(str(folder / "run"), "RUN").replace(str(folder), "").removeprefix("dino_ds: error: ")

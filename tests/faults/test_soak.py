@@ -1,0 +1,176 @@
+"""A supervised run that is shot at: it ends by itself, bit-identical to one that was left in peace.
+
+python -m pytest tests/faults/test_soak.py -m soak          # an hour; SOAK_MINUTES, SOAK_SEED
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_on_ranks
+from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
+
+STEPS_BETWEEN_SAVES = 10
+MAIN = """
+import sys
+from pathlib import Path
+from dino_ds.launching import restarts
+from dino_ds.launching.supervise import supervise
+restarts._FIRST_WAIT = 0.1
+sys.exit(supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Target:
+    """The supervised run: started again by hand only where it was asked to stop (code 75)."""
+
+    def __init__(self, launcher: list[str], images: Path, run: Path, options: dict[str, str]) -> None:
+        flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+        own = ["--data.root", str(images), "--run_dir", str(run), "--ds_config", "ds_configs/zero1_fp32.json"]
+        self.run = run
+        self._command = [sys.executable, "-c", MAIN, str(run), *launcher, "dino_ds/train.py", *own, *flags]
+        self._output = run.parent / "output.txt"
+        self.supervisor = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        with self._output.open("a") as output:
+            return subprocess.Popen(
+                [*self._command, "--resume", "auto"],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    @property
+    def step(self) -> int:
+        """The last one that was written down."""
+        path = self.run / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return max((json.loads(line)["step"] for line in lines), default=0)
+
+    def wait_for_step(self, step: int, seconds: float = 300.0) -> None:
+        """Starts it again after a stop on request."""
+        end = time.monotonic() + seconds
+        while self.step < step:
+            if self.supervisor.poll() == 75:
+                self.supervisor = self._start()
+            assert self.supervisor.poll() is None, self.tail()
+            assert time.monotonic() < end, f"no step {step}: {self.tail()}"
+            time.sleep(0.05)
+
+    def processes(self) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """Launchers and ranks that are alive."""
+        launchers, ranks = [], {}
+        for process in psutil.Process(self.supervisor.pid).children(recursive=True):
+            try:
+                rank = process.environ().get("RANK")
+                if "guard.py" in " ".join(process.cmdline()):
+                    continue
+            except psutil.Error:
+                continue
+            if rank is None:
+                launchers.append(process)
+            else:
+                ranks.setdefault(rank, process)
+        return launchers, list(ranks.values())
+
+    def end(self, seconds: float = 300.0) -> int:
+        return self.supervisor.wait(seconds)
+
+    def tail(self) -> str:
+        return self._output.read_text()[-3000:]
+
+
+def _shoot(target: Target, fault: str, dice: random.Random) -> None:
+    launchers, ranks = target.processes()
+    if fault == "kill launcher":
+        dice.choice(launchers).kill()
+    elif fault == "stop on request":
+        dice.choice(ranks).send_signal(dice.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]))
+    elif fault == "freeze rank":
+        dice.choice(ranks).send_signal(signal.SIGSTOP)
+    else:
+        dice.choice(ranks).kill()
+
+
+def _soak(tmp_path: Path, launcher: list[str], faults: list[str], steps: int, options: dict[str, str]) -> None:
+    """Shoot `faults`, each after a random number of new steps, and compare with a run in peace."""
+    dice = random.Random(int(os.environ.get("SOAK_SEED", "0")))
+    images = image_folder(tmp_path / "images")
+    options = {**TINY, "length": f"{steps} steps", "save_every": f"{STEPS_BETWEEN_SAVES} steps", **options}
+    target = Target(launcher, images, tmp_path / "run", options)
+    lengths = sorted(dice.randrange(2, steps - STEPS_BETWEEN_SAVES) for _ in faults)
+    for number, (fault, step) in enumerate(zip(faults, lengths, strict=True)):
+        target.wait_for_step(step)
+        _shoot(target, fault, dice)
+        print(f"{number + 1} of {len(faults)}: {fault} at step {target.step}", flush=True)
+        time.sleep(dice.uniform(0, 2))
+    target.wait_for_step(steps)
+    assert target.end() == 0, target.tail()
+    peace = tmp_path / "peace"
+    assert run_on_ranks(train_tiny, images, peace, "zero1_fp32.json", changes=options) == [None, None]
+    assert losses_of(target.run) == losses_of(peace)
+    for name in ("teacher.safetensors", f"checkpoints/step_{steps:08d}/whole_00000.safetensors"):
+        ours, theirs = load_file(target.run / name), load_file(peace / name)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    _report(target.run, steps)
+
+
+def _report(run: Path, steps: int) -> None:
+    """No fault may cost more than the work since the last save, and all together a fifth of the steps."""
+    records = [json.loads(line) for line in (run / "restarts.jsonl").read_text().splitlines()]
+    deaths = [record for record in records if "code" in record]
+    lost = [max(0, (d["step"] or 0) - (d["checkpoint"] or 0)) for d in deaths]
+    seconds = [record["restart_seconds"] for record in records if "restart_seconds" in record]
+    print(f"restarts {len(deaths)}, lost steps {lost}, seconds to the first new step {seconds}")
+    # The save that is being written when a fault comes does not count yet.
+    assert max(lost, default=0) <= 2 * STEPS_BETWEEN_SAVES
+    assert steps / (steps + sum(lost)) >= 0.8
+
+
+def _torchrun() -> list[str]:
+    port = str(_free_port())
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+
+
+def _deepspeed() -> list[str]:
+    port = str(_free_port())
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_and_a_killed_launcher_cost_nothing(tmp_path):
+    _soak(tmp_path, _torchrun(), ["kill rank", "kill launcher"], 120, {})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("launcher", [_torchrun, _deepspeed], ids=["torchrun", "deepspeed"])
+def test_an_hour_of_faults(tmp_path, launcher):
+    """A fault about every minute: a start takes most of it."""
+    dice = random.Random(int(os.environ.get("SOAK_SEED", "0")))
+    kinds = ["kill rank", "kill rank", "kill launcher", "stop on request", "freeze rank"]
+    faults = [dice.choice(kinds) for _ in range(int(os.environ.get("SOAK_MINUTES", "60")) // 2)]
+    _soak(tmp_path, launcher(), faults, 100 * (len(faults) + 1), {})

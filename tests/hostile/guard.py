@@ -1,0 +1,95 @@
+"""What no input may do: raise another exception than ours, take ten seconds or 500 MB, leave half a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import hypothesis
+
+from dino_ds import cli
+from dino_ds.errors import lines_for_people
+
+SECONDS = 10
+MEMORY_MIB = 500
+MOST_LINES = 10
+"""One a problem."""
+
+
+class Hang(BaseException):
+    """Not an Exception: nothing may catch it."""
+
+
+def examples(count: int) -> Any:
+    """The same `count` examples in every run of the tests."""
+    return hypothesis.settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Raises Hang after ten seconds, AssertionError where the process has grown by more than 500 MB."""
+
+    def ring(number: int, frame: Any) -> None:
+        raise Hang
+
+    before, peak = signal.signal(signal.SIGALRM, ring), _peak_mib()
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert _peak_mib() - peak < MEMORY_MIB
+
+
+def command(*words: str) -> tuple[int, list[str]]:
+    """`dino-ds WORDS`, up to where the work would begin: the exit code and what was printed to stderr.
+
+    Whatever is refused must say so in at most ten lines, a problem each, of at most 500 characters.
+    """
+    stderr = io.StringIO()
+    code = 0
+    with (
+        bounded(),
+        mock.patch.object(cli, "_call"),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(stderr),
+    ):
+        try:
+            cli.main(list(words))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    lines = stderr.getvalue().splitlines()
+    if code:
+        assert code in (2, 3), (code, lines)
+        assert 1 <= len(lines) <= MOST_LINES and all(line.startswith("dino_ds: error: ") for line in lines), lines
+        assert all(len(line) <= 500 and line.isprintable() for line in lines), lines
+    return code, lines
+
+
+def raised_by(work: Callable[[], Any], kind: type[Exception]) -> str | None:
+    """The message of the `kind` of error that `work` raised, one line; None if it raised nothing."""
+    message = None
+    try:
+        with bounded():
+            work()
+    except kind as error:
+        message = str(error)
+    assert message is None or len(lines_for_people(message)) == 1, message
+    return message
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

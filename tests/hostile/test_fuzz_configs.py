@@ -1,0 +1,161 @@
+"""Malformed recipes, ds JSONs and command lines: accepted, or refused in a line a problem with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dino_ds.config import RECIPES, recipe_options
+from dino_ds.ds_config import CHECKOUT
+from dino_ds.options.commands import COMMANDS
+from tests.hostile.guard import command, examples
+from tests.hostile.mutate import NASTY, broken_text, nasty
+
+pytestmark = pytest.mark.faults
+
+RECIPE = (RECIPES / "quickstart.yaml").read_text()
+DS = (CHECKOUT / "ds_configs/zero2_fp16.json").read_text()
+OPTIONS = [option.name for option in recipe_options()]
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The current folder of these tests; nothing may appear in it."""
+    folder, before = tmp_path_factory.mktemp("fuzz"), Path.cwd()
+    (folder / "empty").mkdir()
+    os.chdir(folder / "empty")
+    yield folder
+    os.chdir(before)
+    assert not list((folder / "empty").iterdir())
+
+
+def _recipe(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
+    path = folder / "recipe.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return command("train", "--config", str(path))
+
+
+def _ds(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
+    path = folder / "ds.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    return command("train", "--config", "quickstart", "--ds_config", str(path))
+
+
+@examples(70)
+@given(text=broken_text(RECIPE))
+def test_broken_recipes(folder, text):
+    _recipe(folder, text)
+
+
+@examples(40)
+@given(name=st.sampled_from(OPTIONS), value=values)
+def test_recipes_with_a_value_of_another_kind(folder, name, value):
+    section, _, key = name.rpartition(".")
+    _recipe(folder, f"{section}:\n  {key}: {value!r}\n" if section else f"{key}: {value!r}\n")
+
+
+@examples(70)
+@given(text=broken_text(DS))
+def test_broken_ds_configs(folder, text):
+    _ds(folder, text)
+
+
+@examples(30)
+@given(
+    value=values, key=st.sampled_from(["fp16", "zero_optimization", "gradient_clipping", "dino_ds", "train_batch_size"])
+)
+def test_ds_configs_with_a_value_of_another_kind(folder, key, value):
+    _ds(folder, json.dumps({key: value}))
+
+
+@examples(60)
+@given(
+    words=st.lists(
+        st.one_of(
+            nasty,
+            st.sampled_from(
+                ["--", "-", "--config", "--ds_config", "--ds", "--ds.", "--resume", "--debug=no", "--run_dir"]
+            ),
+            st.builds("--{}={}".format, st.sampled_from(OPTIONS), nasty),
+            st.builds("--ds.{}={}".format, st.sampled_from(["fp16.enabled", "zero_optimization.stage", "x.y"]), nasty),
+            st.builds("--{}".format, st.text(string.ascii_lowercase + "._-", max_size=12)),
+        ),
+        max_size=4,
+    ),
+    name=st.one_of(st.sampled_from([*COMMANDS]), nasty),
+)
+def test_command_lines(folder, name, words):
+    command(*name.split(), *words)
+
+
+HAND_MADE = {
+    "empty": b"",
+    "only zeros": b"\0" * 4096,
+    "UTF-16": "length: 5 steps".encode("utf-16"),
+    "Latin-1": "é: 1".encode("latin-1"),
+    "ELF": b"\x7fELF" + bytes(range(256)) * 8,
+    "2 MB of one key": b"a" * 2_000_000 + b": 1",
+    "20,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),
+    "200,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(200_000)),
+    "a flow list 100,000 deep": b"[" * 100_000,
+    "a flow mapping 20,000 deep": b"{a: " * 20_000,
+    "blocks 900 deep": b"".join(b" " * i + b"a:\n" for i in range(900)),
+    "a number of 5,000 digits": b"seed: " + b"9" * 5_000,
+    "a number of 5,000 digits in JSON": b'{"train_batch_size": ' + b"9" * 5_000 + b"}",
+    "an exponent": b"seed: 1e999999999",
+    "1 MB in one string": b'{"bf16": "' + b"x" * 1_000_000 + b'"}',
+    "a JSON object 100,000 deep": b'{"a":' * 100_000,
+    "closed JSON objects 900 deep": b'{"a":' * 900 + b"1" + b"}" * 900,
+    "20,000 times the same key": b"{" + b'"bf16": 1,' * 20_000 + b"}",
+    "anchors that multiply": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
+    "an anchor that holds itself": b"data: &a {root: *a}",
+    "a list of documents": b"length: 5 steps\n---\nlength: 6 steps\n",
+    "a YAML directive": b"%YAML 9.9\n---\nlength: 5 steps",
+    "a timestamp": b"seed: 2001-12-14t21:59:43.10-05:00",
+    "binary": b"seed: !!binary aGVsbG8=",
+    "a set": b"data: !!set {a, b}",
+    "NaN": b'{"gradient_clipping": NaN}',
+    "minus infinity": b'{"gradient_clipping": -Infinity}',
+    "a control character": b"\x1b]0;title\x07: 1",
+}
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+@pytest.mark.parametrize("read", [_recipe, _ds])
+def test_hand_made_files(folder, read, name):
+    read(folder, HAND_MADE[name])
+
+
+@pytest.mark.parametrize("word", [text for text in NASTY if "\0" not in text])
+def test_strange_paths(folder, word):
+    for flag in ("--config", "--ds_config", "--run_dir"):
+        command("train", "--data.root", word, flag, word)
+        command("train", "--data.root", "x", flag, f"{word}.yaml")
+
+
+@pytest.mark.parametrize(
+    "path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300 + ".yaml", "/dev/full"]
+)
+def test_paths_that_are_no_files(folder, path):
+    for flag in ("--config", "--ds_config"):
+        assert command("train", "--data.root", "x", flag, path)[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["fifo", "loop", "folder"])
+def test_files_that_can_not_be_read(folder, kind, tmp_path):
+    path = tmp_path / "x.yaml"
+    {"fifo": lambda: os.mkfifo(path), "loop": lambda: path.symlink_to(path), "folder": path.mkdir}[kind]()
+    for flag in ("--config", "--ds_config"):
+        assert command("train", "--data.root", "x", flag, str(path))[0] == 2

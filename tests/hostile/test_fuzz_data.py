@@ -1,0 +1,264 @@
+"""Malformed images, archives and lists: every image is read or UnreadableImage, every set is opened or a UserError."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import struct
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from dino_ds.config import Recipe
+from dino_ds.data.decode import decode_rgb
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.listing import save_listing
+from dino_ds.data.sources import build_source
+from dino_ds.data.tar_index import INDEX, index_shards
+from dino_ds.errors import UserError
+from tests.hostile.guard import bounded, examples, raised_by
+from tests.hostile.mutate import broken_bytes, broken_text, nasty
+
+pytestmark = pytest.mark.faults
+
+MAX_PIXELS = Recipe().data.max_pixels
+
+
+def encoded(form: str, **how: object) -> bytes:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, form, **how)
+    return stream.getvalue()
+
+
+EXIF = "4578696600004d4d002a00000008000101120003000000010006000000000000"
+"""Orientation 6: turned by a quarter."""
+IMAGES = {
+    "JPEG": encoded("JPEG"),
+    "progressive JPEG": encoded(
+        "JPEG", progressive=True, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0"
+    ),
+    "PNG": encoded("PNG"),
+    "WEBP": encoded("WEBP"),
+    "GIF": encoded("GIF"),
+    "TIFF": encoded("TIFF", compression="tiff_lzw"),
+    "BMP": encoded("BMP"),
+    "PPM": encoded("PPM"),
+}
+
+
+def decode(data: bytes) -> np.ndarray | None:
+    """The pixels, None for an unreadable image."""
+    with bounded():
+        try:
+            return decode_rgb(data, "x", MAX_PIXELS)
+        except UnreadableImage:
+            return None
+
+
+@pytest.mark.parametrize("form", IMAGES)
+def test_broken_images(form):
+    @examples(12)
+    @given(data=broken_bytes(IMAGES[form]))
+    def check(data):
+        pixels = decode(data)
+        assert pixels is None or (pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3)
+
+    assert decode(IMAGES[form]).shape == (16, 12, 3) if "prog" in form else (12, 16, 3)
+    check()
+
+
+def png(width: int, height: int, bits: int = 1, colour: int = 0, rows: bytes | None = None) -> bytes:
+    """A PNG of zeros, or one that only says that it is so large."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    if rows is None:
+        rows = zlib.compress(bytes((width * bits + 7) // 8 + 1) * height, 9)
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def _text_bomb() -> bytes:
+    """A PNG whose compressed comment unpacks to 200 MB."""
+    comment = b"c\0\0" + zlib.compress(bytes(200 << 20), 9)
+    whole = png(4, 4)
+    chunk = struct.pack(">I", len(comment)) + b"zTXt" + comment + struct.pack(">I", zlib.crc32(b"zTXt" + comment))
+    return whole[:33] + chunk + whole[33:]
+
+
+BOMBS = {
+    "PNG of 100 megapixels in 12 kB": lambda: png(10_000, 10_000),
+    "PNG of 900 megapixels": lambda: png(30_000, 30_000, rows=zlib.compress(bytes(30_000))),
+    "PNG of 2^31 x 2^31": lambda: png(2**31 - 1, 2**31 - 1, rows=b""),
+    "PNG with a comment of 200 MB": _text_bomb,
+    "PNG that is all header": lambda: png(64, 64, rows=b""),
+    "PNG whose data go on": lambda: png(4, 4, rows=zlib.compress(bytes(100 << 20), 9)),
+    "JPEG of 65,500 x 65,500": lambda: IMAGES["JPEG"].replace(b"\0\x0c\0\x10\3", b"\xff\xdc\xff\xdc\3", 1),
+    "GIF of 65,535 x 65,535": lambda: b"GIF89a\xff\xff\xff\xff" + IMAGES["GIF"][10:],
+    "BMP of negative size": lambda: IMAGES["BMP"][:18] + struct.pack("<ii", -(2**31), 2**31 - 1) + IMAGES["BMP"][26:],
+    "PPM of 10^9 x 10^9": lambda: b"P6 1000000000 1000000000 255\n",
+    "EPS, which Pillow gives to Ghostscript": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    "an archive": lambda: b"PK\3\4" + bytes(100),
+    "SVG": lambda: b'<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>',
+    "a picture format that names another file": lambda: b"\nP7\n#FILE:/etc/passwd\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixels = decode(BOMBS[name]())
+    assert pixels is None or pixels.size < 1 << 22
+    assert not list(tmp_path.iterdir())
+
+
+def read_all(root: Path) -> str | None:
+    """Opens `root` and reads every image; the message where it can't be opened."""
+
+    def work() -> None:
+        source = build_source("folder", str(root), "train", False)
+        assert source.labels is None or len(source.labels) == len(source)
+        for index in range(min(len(source), 50)):
+            assert source.name(index).isprintable()
+            with contextlib.suppress(UnreadableImage):
+                source.load(index)
+
+    return raised_by(work, UserError)
+
+
+def tar_of(path: Path) -> bytes:
+    with tarfile.open(path, "w") as archive:
+        for number, (form, data) in enumerate(IMAGES.items()):
+            for ending, content in ((form[-4:].strip().lower(), data), ("cls", b"%d" % (number % 2))):
+                info = tarfile.TarInfo(f"a/{number}.{ending}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def test_broken_tars(tmp_path):
+    path = tmp_path / "x.tar"
+
+    @examples(50)
+    @given(data=broken_bytes(tar_of(path)))
+    def check(data):
+        path.write_bytes(data)
+        read_all(path)
+
+    assert read_all(path) is None
+    check()
+
+
+def test_broken_indices_beside_shards(tmp_path):
+    """An index is data too: whatever it says, nothing is read outside its shard, and nothing else is raised."""
+    shard, index = tmp_path / "x.tar", tmp_path / INDEX
+    tar_of(shard)
+    save_listing(index, index_shards([str(shard)], ["x.tar"]))
+    whole = index.read_bytes()
+
+    @examples(60)
+    @given(data=broken_bytes(whole))
+    def check(data):
+        index.unlink()  # the last one may still be mapped
+        index.write_bytes(data)
+        read_all(tmp_path)
+
+    assert read_all(tmp_path) is None
+    check()
+
+
+@pytest.mark.parametrize("name", ["shard", "offset", "size", "names.ends", "labels", "shards.ends", "classes.ends"])
+@pytest.mark.parametrize("value", [-1, 7, 2**31 - 1])
+def test_indices_that_lie(tmp_path, name, value):
+    """Well-formed, of this shard, and wrong: an image more or less, never a crash."""
+    tar_of(tmp_path / "x.tar")
+    contents = index_shards([str(tmp_path / "x.tar")], ["x.tar"])
+    contents.arrays[name] = np.full_like(contents.arrays[name], value)
+    save_listing(tmp_path / INDEX, contents)
+    read_all(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["shard", "offset", "size", "names.bytes", "labels", "shards.state", "classes.ends"])
+@pytest.mark.parametrize("change", ["missing", "shorter", "longer"])
+def test_indices_with_unequal_columns(tmp_path, name, change):
+    tar_of(tmp_path / "x.tar")
+    contents = index_shards([str(tmp_path / "x.tar")], ["x.tar"])
+    whole = contents.arrays.pop(name)
+    if change != "missing":
+        contents.arrays[name] = whole[:-1] if change == "shorter" else np.concatenate((whole, whole))
+    save_listing(tmp_path / INDEX, contents)
+    read_all(tmp_path)
+
+
+def test_broken_lists(tmp_path):
+    for number, data in enumerate(IMAGES.values()):
+        (tmp_path / f"{number}.png").write_bytes(data)
+    path = tmp_path / "x.txt"
+
+    @examples(40)
+    @given(text=st.one_of(broken_text("".join(f"{i}.png\tclass {i % 2}\n" for i in range(8))), nasty))
+    def check(text):
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        read_all(path)
+
+    check()
+
+
+def test_broken_parquet_files(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [{"bytes": data, "path": None} for data in IMAGES.values()]
+    table = pyarrow.table({"image": rows, "label": [i % 2 for i in range(len(rows))]})
+    path = tmp_path / "x.parquet"
+    parquet.write_table(table, path)
+
+    @examples(40)
+    @given(data=broken_bytes(path.read_bytes()))
+    def check(data):
+        path.unlink()
+        path.write_bytes(data)
+        read_all(path)
+
+    check()
+
+
+ROOTS = [
+    "{0..9999999}", "{a,b}" * 30, "{a," * 400 + "}" * 400, "[" * 500, "**/**/**/*.tar", "/dev/zero", "/proc/self/mem",
+    "/dev", "file:///etc", "pipe:touch canary", "s3://x", "~nobody/x", "~" * 300, "\0", "a\0b", "x" * 5000, "{1..2",
+    "/etc/passwd", "/proc/self/fd", "$(touch canary)", "`touch canary`.tar", "|touch canary", "", " ", ".", "*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("root", ROOTS, ids=lambda root: ascii(root)[:20])
+def test_strange_roots(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert read_all(root) is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_strange_trees(tmp_path):
+    """Pipes, devices, loops, dangling links, names with any bytes, folders that can't be read: skipped and counted."""
+    good = tmp_path / "good.png"
+    good.write_bytes(IMAGES["PNG"])
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "gone.png").symlink_to("nowhere")
+    (tmp_path / "self.png").symlink_to("self.png")
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / ("x" * 250 + ".png")).write_bytes(IMAGES["PNG"])
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n\x1b[2J.png")).write_bytes(IMAGES["PNG"])
+    (tmp_path / "sparse.png").touch()
+    os.truncate(tmp_path / "sparse.png", 1 << 40)
+    assert read_all(tmp_path) is None

@@ -1,0 +1,68 @@
+"""Malformed hostfiles and what may be forwarded to other machines: read strictly, or refused in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dino_ds.errors import ConfigError
+from dino_ds.launching.command import quote_for_pdsh
+from dino_ds.launching.hostfile import choose_slots, read_hostfile
+from tests.hostile.guard import examples, raised_by
+from tests.hostile.mutate import broken_bytes, broken_text, nasty
+
+pytestmark = pytest.mark.faults
+
+HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slots=2\n"
+
+
+def _read(path, content: bytes) -> None:
+    path.write_bytes(content)
+
+    def work() -> None:
+        for host in read_hostfile(path):
+            assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}", host.name)
+            assert host.slots == tuple(range(len(host.slots))) and 1 <= len(host.slots) <= 1024
+
+    raised_by(work, ConfigError)
+
+
+@examples(60)
+@given(text=st.one_of(broken_text(HOSTS), nasty, st.builds("{} slots={}".format, nasty, nasty)))
+def test_broken_hostfiles(tmp_path_factory, text):
+    _read(tmp_path_factory.getbasetemp() / "hosts", text.encode("utf-8", "surrogatepass"))
+
+
+@examples(30)
+@given(data=st.one_of(broken_bytes(HOSTS.encode()), st.binary(max_size=200)))
+def test_hostfiles_of_any_bytes(tmp_path_factory, data):
+    _read(tmp_path_factory.getbasetemp() / "hosts", data)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300])
+def test_hostfiles_that_are_no_files(path):
+    assert raised_by(lambda: read_hostfile(path), ConfigError)
+
+
+def test_a_pipe_is_no_hostfile(tmp_path):
+    os.mkfifo(tmp_path / "hosts")
+    assert raised_by(lambda: read_hostfile(tmp_path / "hosts"), ConfigError)
+
+
+@examples(40)
+@given(text=st.one_of(broken_text("worker-1:0,2@10.0.0.3"), nasty))
+def test_broken_choices(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "hosts"
+    path.write_text(HOSTS)
+    hosts = read_hostfile(path)
+    raised_by(lambda: choose_slots(hosts, text, None), ConfigError)
+
+
+@examples(60)
+@given(word=st.one_of(nasty, st.text(max_size=30)))
+def test_words_for_other_machines(word):
+    raised_by(lambda: quote_for_pdsh(word), ConfigError)

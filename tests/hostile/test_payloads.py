@@ -1,0 +1,425 @@
+"""Files that want to run something or to write somewhere: none does. A canary that each of them would make proves it.
+
+Whoever writes such a file can also write the checksums that go with it, so payloads come with good ones.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dino_ds.data.shards import TarShards
+from dino_ds.data.sources import build_source
+from dino_ds.data.tar_index import INDEX
+from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
+from dino_ds.launching.command import quote_for_pdsh
+from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.tools import look_data, unshard
+from tests.checkpoint.small_run import SmallRun, is_that_of
+from tests.hostile.guard import bounded, command, raised_by
+from tests.hostile.test_fuzz_data import IMAGES, read_all
+from tests.ranks import run_on_ranks
+from tests.training.harness import image_folder, train_tiny
+
+pytestmark = pytest.mark.faults
+
+CANARY = "canary"
+
+
+@pytest.fixture(autouse=True)
+def canary(tmp_path, monkeypatch):
+    """Payloads run `touch canary` in the current folder; files may appear below `inside` alone."""
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    yield tmp_path / "inside"
+    assert not list(tmp_path.rglob(f"{CANARY}*"))
+    assert not list((tmp_path / "cwd").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"inside", "cwd"}
+
+
+class Payload:
+    """Unpickled, it calls `function`."""
+
+    def __init__(self, function: Callable, *arguments: object) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self):
+        return self._call
+
+
+RUN = Payload(os.system, f"touch {CANARY}")
+EVAL = Payload(eval, f"open('{CANARY}', 'w')")
+
+
+def _pickled() -> bytes:
+    return pickle.dumps(RUN)
+
+
+def _torch_file(old: bool = False) -> bytes:
+    stream = io.BytesIO()
+    torch.save({"module": RUN}, stream, _use_new_zipfile_serialization=not old)
+    return stream.getvalue()
+
+
+def _numpy_file() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, np.array([EVAL], dtype=object), allow_pickle=True)
+    return stream.getvalue()
+
+
+def _zip() -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("../canary", "x")
+        archive.writestr("data.pkl", _pickled())
+    return stream.getvalue()
+
+
+PICKLES = {
+    "pickle": _pickled,
+    "pickle, protocol 0": lambda: pickle.dumps(EVAL, protocol=0),
+    "torch.save": _torch_file,
+    "torch.save of old": lambda: _torch_file(old=True),
+    "numpy array of objects": _numpy_file,
+    "zip": _zip,
+    "safetensors whose header is a pickle": lambda: len(_pickled()).to_bytes(8, "little") + _pickled(),
+}
+
+
+def _two_steps(run_dir: Path) -> None:
+    SmallRun(run_dir).train(4).save(wait=True).train(4).save(wait=True)
+
+
+def _with_good_sums(folder: Path, name: str, data: bytes) -> None:
+    (folder / name).write_bytes(data)
+    body = json.loads((folder / "manifest.json").read_text())
+    body["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    del body["crc32"]
+    text = json.dumps(body, indent=1, sort_keys=True) + "\n"
+    sealed = json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
+    (folder / "manifest.json").write_text(sealed)
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "whole_00000.safetensors"])
+@pytest.mark.parametrize("kind", PICKLES)
+def test_pickles_in_place_of_tensors(canary, kind, name):
+    run_on_ranks(_two_steps, canary, world=1)
+    _with_good_sums(canary / "checkpoints/step_00000008", name, PICKLES[kind]())
+    saved = SmallRun(canary).choose().saved
+    assert saved.manifest.step == 8  # its sums are right
+    assert raised_by(lambda: is_that_of(saved, 8), CheckpointError)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "../latest", "extra.pkl", "pickle.py", "zero_to_fp32.py"])
+def test_pickles_in_place_of_texts(canary, name):
+    run_on_ranks(_two_steps, canary, world=1)
+    (canary / "checkpoints/step_00000008" / name).write_bytes(_pickled())
+    choice = SmallRun(canary).choose()
+    assert choice.saved.manifest.step == (4 if name == "manifest.json" else 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["../../outside", "/etc", "step_00000004/../../..", "$(touch canary)", "\0", "x" * 10**7]
+)
+def test_a_latest_that_leads_elsewhere(canary, text):
+    run_on_ranks(_two_steps, canary, world=1)
+    (canary / "checkpoints/latest").write_text(text)
+    assert is_that_of(SmallRun(canary).choose().saved, 8)
+
+
+@pytest.mark.parametrize("step", ["../../x", "/etc/passwd", "-1", "1e3", "latest", "step_00000004", "$(touch canary)"])
+def test_steps_to_resume_that_are_names(step):
+    assert command("train", "--data.root", "x", f"--resume={step}")[0] == 2
+
+
+def _resume_with(planted: Path | None, run: Path, images: Path) -> str | None:
+    if planted is not None:
+        os.chdir(planted)
+    return train_tiny(images, run, resume=True)
+
+
+PLANTED = {
+    "config.yaml": b"!!python/object/apply:os.system ['touch canary']",
+    "ds_config.json": b'{"a": ' * 5000,
+    "environment.json": b"[" * 100_000,
+    "metrics.jsonl": b"[" * 100_000 + b"\n5\nnull\n" + b'{"step": "x"}\n{"step": [1]}\n\xff\n',
+    "log.txt": _pickled(),
+    "teacher.safetensors": _pickled(),
+    "teacher.json": b"{\"load\": \"__import__('os').system('touch canary')\"}",
+}
+
+
+def test_a_run_folder_full_of_planted_files(canary):
+    """What lies beside the checkpoints is ours to write, not to believe."""
+    images = image_folder(canary / "images")
+    assert run_on_ranks(train_tiny, images, canary / "run", max_steps=1, world=1) == [None]
+    for name, content in PLANTED.items():
+        (canary / "run" / name).write_bytes(content)
+    for hidden in ("sitecustomize.py", "torch.py", "dino_ds.py"):
+        (canary / "run" / hidden).write_text("open('canary', 'w')")
+    (message,) = run_on_ranks(train_tiny, images, canary / "run", max_steps=2, resume=True, world=1)
+    assert message is None or "\n" not in message
+
+
+def test_a_source_class_named_by_a_checkpoint_is_not_imported(canary):
+    """Only the command line and the recipe that it names can choose a class."""
+    images = image_folder(canary / "images")
+    assert run_on_ranks(train_tiny, images, canary / "run", max_steps=1, world=1) == [None]
+    (canary / "evil.py").write_text("open('canary', 'w')")
+    path = canary / "run/checkpoints/step_00000001/manifest.json"
+    text = path.read_text().replace('"source": "folder"', '"source": "evil:Source"')
+    body = json.loads(text)
+    del body["crc32"]
+    plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
+    sealed = json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
+    path.write_text(sealed)
+    (message,) = run_on_ranks(train_tiny, images, canary / "run", max_steps=2, resume=True, world=1)
+    assert "evil:Source" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["$(touch canary) `touch canary` ; touch canary", "-rf --help", "a'b\"c\\d | é\t%s{}", "..."]
+)
+def test_run_folders_of_any_name(canary, name):
+    images = image_folder(canary / "images")
+    run = canary / name
+    assert run_on_ranks(train_tiny, images, run, max_steps=1, world=1) == [None]
+    assert run_on_ranks(train_tiny, images, run, max_steps=2, resume=True, world=1) == [None]
+    assert (run / "checkpoints/step_00000002/manifest.json").is_file()
+    assert {path.name for path in canary.iterdir()} == {"images", name}
+
+
+def _tar(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=form) as archive:
+        for info, data in members:
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data) if data else None)
+    return path
+
+
+def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", mode: int = 0o644) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname, info.mode = kind, target, mode
+    return info
+
+
+MEMBERS = {
+    "parent folders": [(_member("../../canary.png"), IMAGES["PNG"])],
+    "absolute": [(_member("/tmp/dino_ds_canary.png"), IMAGES["PNG"])],
+    "parent folders inside": [(_member("a/../../../canary.png"), IMAGES["PNG"])],
+    "backslashes": [(_member("..\\..\\canary.png"), IMAGES["PNG"])],
+    "a link, then a file through it": [
+        (_member("a", tarfile.SYMTYPE, "../.."), b""), (_member("a/canary.png"), IMAGES["PNG"])],
+    "a link with an image's name": [(_member("x.png", tarfile.SYMTYPE, "/etc/passwd"), b"")],
+    "a hard link": [(_member("x.png", tarfile.LNKTYPE, "/etc/passwd"), b"")],
+    "a device": [(_member("x.png", tarfile.CHRTYPE), b"")],
+    "a pipe": [(_member("x.png", tarfile.FIFOTYPE), b"")],
+    "set-uid": [(_member("x.png", mode=0o6777), IMAGES["PNG"])],
+    "a hidden file": [(_member("a/.bashrc.png"), IMAGES["PNG"])],
+    "a shell's words": [(_member("$(touch canary).png"), IMAGES["PNG"]), (_member("`id`.png"), IMAGES["PNG"])],
+    "a pickle": [(_member("x.png"), pickle.dumps(RUN)), (_member("x.cls"), pickle.dumps(RUN))],
+    "control characters": [(_member("\x1b]0;x\x07\n.png"), IMAGES["PNG"])],
+    "a name of 5,000 characters": [(_member("x" * 5000 + ".png"), IMAGES["PNG"])],
+    "1,000 folders": [(_member("a/" * 1000 + "x.png"), IMAGES["PNG"])],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MEMBERS)
+def test_tar_members(canary, kind):
+    """Trained on in place; taken out by `unshard` below the given folder only, as plain files."""
+    path = _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]), *MEMBERS[kind])
+    assert read_all(path) is None
+    out = canary / "out"
+    raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+    for found in out.rglob("*"):
+        assert found.resolve().is_relative_to(out.resolve()) and not found.is_symlink()
+        assert found.is_dir() or (found.is_file() and not found.stat().st_mode & 0o6000)
+        if found.name.startswith(CANARY):
+            found.rename(found.with_name("taken_out_where_it_may"))
+    assert not Path("/tmp/dino_ds_canary.png").exists()
+
+
+def test_pax_headers_that_rename_a_member(canary):
+    info = _member("good.png")
+    info.pax_headers = {"path": "../../canary.png", "size": str(2**62), "GNU.sparse.name": "/canary.png"}
+    path = _tar(canary / "x.tar", (info, IMAGES["PNG"]))
+    read_all(path)
+    raised_by(lambda: unshard.run(root=str(path), out=str(canary / "out")), UserError)
+    shutil.rmtree(canary / "out", ignore_errors=True)
+
+
+def test_unshard_does_not_follow_a_link_in_its_folder(canary):
+    path = _tar(canary / "x.tar", (_member("a/canary.png"), IMAGES["PNG"]))
+    out = canary / "out"
+    out.mkdir()
+    (out / "a").symlink_to(canary.parent / "cwd")
+    assert raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+
+
+@pytest.mark.parametrize("kind", [*PICKLES, "a header 100,000 deep", "a header of 2^60 bytes"])
+def test_an_index_beside_shards_that_is_none(canary, kind):
+    _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]))
+    deep = b"[" * 100_000
+    other = {"a header 100,000 deep": len(deep).to_bytes(8, "little") + deep}
+    other["a header of 2^60 bytes"] = (1 << 60).to_bytes(8, "little")
+    (canary / INDEX).write_bytes(other[kind] if kind in other else PICKLES[kind]())
+    source = build_source("folder", str(canary), "train", False)
+    assert isinstance(source, TarShards) and len(source) == 1 and any("anew" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("kind", PICKLES)
+@pytest.mark.parametrize("ending", [".png", ".txt", ".parquet", ".tar"])
+def test_pickles_in_place_of_data(canary, kind, ending):
+    path = canary / f"x{ending}"
+    path.write_bytes(PICKLES[kind]())
+    read_all(canary if ending == ".png" else path)
+
+
+def test_a_parquet_column_that_is_unpickled_by_name(canary):
+    """pyarrow before 14.0.1 unpickled it (CVE-2023-47248)."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    about = {"ARROW:extension:name": "arrow.py_extension_type", "ARROW:extension:metadata": _pickled()}
+    column = pyarrow.field("image", pyarrow.binary(), metadata=about)
+    table = pyarrow.table([pyarrow.array([IMAGES["PNG"]])], schema=pyarrow.schema([column]))
+    parquet.write_table(table, canary / "x.parquet")
+    read_all(canary / "x.parquet")
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_data_sets_that_are_pickles_are_read_only_with_their_known_sum(canary, dataset):
+    from torchvision import datasets
+
+    kind = {"cifar10": datasets.CIFAR10, "cifar100": datasets.CIFAR100}[dataset]
+    folder = canary / kind.base_folder
+    folder.mkdir()
+    for name, _ in [*kind.train_list, *kind.test_list]:
+        (folder / name).write_bytes(_pickled())
+    (folder / kind.meta["filename"]).write_bytes(_pickled())
+    assert raised_by(lambda: build_source(dataset, str(canary), "train", False), DataError)
+    assert raised_by(lambda: build_source(dataset, str(canary), "test", False), DataError)
+
+
+TAGS = [
+    "!!python/object/apply:os.system ['touch canary']",
+    "!!python/object/new:os.system ['touch canary']",
+    "!!python/name:os.system",
+    "!!python/module:os",
+    "!!python/object/apply:builtins.eval [\"open('canary','w')\"]",
+    "data: !!python/object/apply:subprocess.check_output [[touch, canary]]",
+    "? !!python/object/apply:os.system ['touch canary']\n: 1",
+    "- !!python/tuple [1, 2]",
+]
+
+
+@pytest.mark.parametrize("text", TAGS)
+def test_yaml_tags(canary, text):
+    path = canary / "recipe.yaml"
+    path.write_text(text)
+    assert command("train", "--data.root", "x", "--config", str(path))[0] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "builtins:eval", "dino_ds.cli:main", "pickle:Unpickler"]
+)
+def test_classes_that_are_no_sources_are_not_called(name):
+    assert raised_by(lambda: build_source(name, "touch canary", "train", False), ConfigError)
+
+
+HOSTS = [
+    "-oProxyCommand=touch${IFS}canary slots=1",
+    "--help slots=1",
+    "w1;touch$IFS/canary slots=1",
+    "$(touch${IFS}canary) slots=1",
+    "`touch${IFS}canary` slots=1",
+    "w1|touch${IFS}canary slots=1",
+    "user@w1 slots=1",
+    "w1&&touch slots=1",
+    "w1 slots=1;touch canary",
+    "w1 slots=0x7fffffff",
+    "w1 slots=99999999999999",
+    "../../etc slots=1",
+    "w1\u202e slots=1",
+    "w\u00e9 slots=1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", HOSTS)
+def test_hosts_that_are_options_or_commands(canary, line):
+    path = canary / "hosts"
+    path.write_text(f"w0 slots=1\n{line}\n")
+    assert ":2: " in (raised_by(lambda: read_hostfile(path), ConfigError) or "")
+
+
+WORDS = [
+    "$(touch canary)", "`touch canary`", "; touch canary", "| touch canary", "&& touch canary", "> canary",
+    "\\$(touch canary)", "a $(touch canary) b", "a `touch canary` b", '"; touch canary; "', "'; touch canary; '", "a\\",
+    "$IFS", "%h;touch canary",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_words_that_a_remote_shell_could_act_on(canary, word):
+    """Through DeepSpeed's own runner and a real shell, which must give back the very word."""
+    import argparse
+    import subprocess
+
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    runner = PDSHRunner(argparse.Namespace(user_args=[quote_for_pdsh(word)], user_script=""), "")
+    line = " ".join(runner.user_arguments).replace("%%", "%")
+    got = subprocess.run(["sh", "-c", f"printf %s {line}"], capture_output=True, text=True, cwd=canary).stdout
+    assert got == word
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attributes)))
+
+
+def test_a_report_shows_names_and_runs_none(canary):
+    names = [
+        "<script>alert(1)</script>.png",
+        '"><img src=x onerror=alert(1)>.png',
+        "'><svg onload=alert(1)>.png",
+        "{0.__class__}.png",
+    ]
+    for number, name in enumerate(names):
+        folder = canary / "images" / f"<b onclick=alert({number})>"
+        folder.mkdir(parents=True)
+        (folder / name.replace("/", "\u2044")).write_bytes(IMAGES["PNG"])
+        (folder / f"bad{name.replace('/', '')}").write_bytes(b"not an image")
+    from dino_ds.config import load_recipe
+
+    small = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "model.patch_size": "8"}
+    recipe = load_recipe(None, {"data.root": str(canary / "images"), **small})
+    with bounded():
+        look_data.run(images=4, sample=0, out=str(canary / "look.png"), recipe=recipe, json=True)
+    pages = list(canary.glob("*.html"))
+    assert pages
+    for page in pages:
+        parser = _Tags()
+        parser.feed(page.read_text())
+        assert [tag for tag, _ in parser.found].count("script") == 1
+        assert not any(name.startswith("on") for _, attributes in parser.found for name in attributes)
+        sources = [a.get("src") or "" for tag, a in parser.found if tag == "img"]
+        assert sources and all(source.startswith("data:image/") for source in sources)

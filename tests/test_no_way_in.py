@@ -1,0 +1,152 @@
+"""No code path runs what a file holds: calls that could are forbidden, or listed here with the reason."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TREES = ("dino_ds", "tests", "launch", "setup.py")
+FORBIDDEN = {
+    "eval", "exec", "compile", "__import__",
+    "os.system", "os.popen", "os.execvp", "os.execv", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput",
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "cloudpickle.load", "joblib.load", "marshal.loads",
+    "shelve.open", "pandas.read_pickle", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load",
+    "torch.load", "torch.hub.load", "torch.jit.load", "torch.package.PackageImporter", "shutil.unpack_archive",
+    "tempfile.mktemp", "logging.config.listen", "code.interact", "importlib.import_module", "runpy.run_path",
+}  # fmt: skip
+METHODS = {"extractall", "extract", "unsafe_load"}
+"""Of whatever object."""
+ALLOWED = {
+    ("dino_ds/config.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
+    ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
+    ("dino_ds/data/own_source.py", "importlib.import_module"): "data.source module:Class, of command line or recipe",
+    ("dino_ds/cli.py", "importlib.import_module"): "a command's module, from the table of commands",
+    (
+        "dino_ds/tools/doctor_software.py",
+        "importlib.import_module",
+    ): "packages of a fixed list: do they load?",
+    (
+        "dino_ds/measure/memory.py",
+        "importlib.import_module",
+    ): "a function named by the process that started this one",
+}
+IN_TESTS = {"pickle.loads", "importlib.import_module"}
+"""Of what a test has just made itself."""
+
+
+def _python_files() -> list[Path]:
+    found = [
+        path for tree in TREES for path in ([ROOT / tree] if tree.endswith(".py") else (ROOT / tree).rglob("*.py"))
+    ]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+def _names(tree: ast.AST) -> dict[str, str]:
+    """What a name of the file stands for: `from os import system as s` -> {"s": "os.system"}."""
+    known = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            whole = [(a.asname, a.name) if a.asname else (a.name.split(".")[0],) * 2 for a in node.names]
+            known |= dict(whole)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            known |= {(a.asname or a.name): f"{node.module}.{a.name}" for a in node.names}
+    return known
+
+
+def _full_name(node: ast.expr, known: dict[str, str]) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_full_name(node.value, known)}.{node.attr}"
+    return known.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
+
+
+def _findings(source: str) -> list[tuple[int, str]]:
+    """(line, what) of every use of something forbidden, called or only mentioned."""
+    tree = ast.parse(source)
+    known, found = _names(tree), []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            name = _full_name(node, known)
+            if name in FORBIDDEN and not _is_safe_torch_load(tree, node):
+                found.append((node.lineno, name))
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+                found.append((node.lineno, node.func.attr))
+            for word in node.keywords:
+                value = getattr(word.value, "value", "not a constant")
+                wanted = {"shell": False, "weights_only": True, "allow_pickle": False}
+                if word.arg in wanted and value is not wanted[word.arg]:
+                    found.append((node.lineno, f"{word.arg}={ast.unparse(word.value)}"))
+    return found
+
+
+def _is_safe_torch_load(tree: ast.AST, function: ast.expr) -> bool:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.func is function]
+    words = [word for call in calls for word in call.keywords if word.arg == "weights_only"]
+    return any(getattr(word.value, "value", None) is True for word in words)
+
+
+def test_nothing_runs_what_a_file_holds():
+    found, used = [], set()
+    for path in _python_files():
+        name = str(path.relative_to(ROOT))
+        if name.startswith("tests/hostile/") or path == Path(__file__):
+            continue  # payloads are made there
+        for line, what in _findings(path.read_text()):
+            if (name, what) in ALLOWED:
+                used.add((name, what))
+            elif not (name.startswith("tests/") and what in IN_TESTS):
+                found.append(f"{name}:{line}: {what}")
+    assert not found, "\n".join(found)
+    assert used == ALLOWED.keys(), f"no longer there: {ALLOWED.keys() - used}"
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import torch\ntorch.load('x')", "torch.load"),
+        ("import torch\ntorch.load('x', weights_only=False)", "weights_only=False"),
+        ("import torch\nsafe = False\ntorch.load('x', weights_only=safe)", "weights_only=safe"),
+        ("from torch import load as l\nl('x')", "torch.load"),
+        ("import torch\nf = torch.load", "torch.load"),
+        ("import pickle as p\np.load(f)", "pickle.load"),
+        ("import numpy as np\nnp.load('x', allow_pickle=True)", "allow_pickle=True"),
+        ("import subprocess\nsubprocess.run('x', shell=True)", "shell=True"),
+        ("from os import system\nsystem('x')", "os.system"),
+        ("archive.extractall()", "extractall"),
+        ("import yaml\nyaml.load('x', yaml.Loader)", "yaml.load"),
+        ("eval('1')", "eval"),
+    ],
+)
+def test_the_search_finds_them(source, what):
+    assert what in [name for _, name in _findings(source)]
+
+
+def test_the_search_leaves_others_alone():
+    fine = "import torch\ntorch.load('x', weights_only=True)\nmodel.eval()\nimport re\nre.compile('x')"
+    assert _findings(fine) == []
+
+
+def test_the_loader_of_recipes_is_a_safe_one():
+    import yaml
+
+    from dino_ds.config import _Loader
+
+    assert issubclass(_Loader, yaml.SafeLoader) and not issubclass(_Loader, yaml.UnsafeLoader | yaml.FullLoader)
+    assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})
+
+
+def test_torch_and_pyarrow_are_younger_than_their_known_holes():
+    """torch before 2.10 runs code in spite of weights_only (CVE-2025-32434, CVE-2026-24747); pyarrow before 14.0.1
+    unpickles what a file says (CVE-2023-47248)."""
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '"torch>=2.11"' in project and '"pyarrow>=15"' in project
+
+
+def test_shell_scripts_evaluate_nothing():
+    scripts = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob(".ci/*")]
+    for script in scripts:
+        words = script.read_text().split()
+        assert not {"eval", "source"} & set(words), script

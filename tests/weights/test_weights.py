@@ -1,0 +1,271 @@
+"""Weights out and in: what another program computes with ours, and ours with theirs, is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import nn
+
+import dino_ds
+from dino_ds.architectures import ARCHITECTURES
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.head import DinoHead
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
+from dino_ds.weights.fit import take_weights
+from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.plain import PlainBackbone
+from dino_ds.weights.read import read_weights
+
+KINDS = ["vit_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"]
+KINDS += ["vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"]
+SIZE, PATCH = 32, 8
+
+
+def _backbone(name: str = KINDS[0], interpolation: str = "antialias") -> Backbone:
+    """Two narrow blocks of a kind, weights that matter everywhere, and what a run writes beside them."""
+    torch.manual_seed(0)
+    arch = dataclasses.replace(ARCHITECTURES[name], patch_size=PATCH, width=64, depth=2, heads=1)
+    if arch.swiglu:
+        arch = dataclasses.replace(arch, mlp_ratio=2.75 * 2)  # 176 = (int(64 * 4 * 2 / 3) + 7) // 8 * 8, as DINOv2
+    vit = VisionTransformer(arch, SIZE, pos_embed_interpolation=interpolation)
+    for parameter in vit.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    about = {
+        "timm_name": name,
+        "timm_arguments": {"img_size": SIZE},
+        "pos_embed_interpolation": interpolation,
+        "architecture": dataclasses.asdict(arch),
+        "step": 3,
+        "images": 24,
+    }
+    return Backbone(vit, SIZE, "a test", about)
+
+
+def _images(*size: int, images: int = 3) -> torch.Tensor:
+    return torch.randn(images, 3, *(size or (SIZE, SIZE)), generator=torch.Generator().manual_seed(1))
+
+
+def _head() -> dict[str, torch.Tensor]:
+    return dict(DinoHead(64, 48, 16, 40, 3).state_dict())
+
+
+@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
+@pytest.mark.parametrize("name", KINDS)
+def test_plain_form_equals_ours_at_every_size(name, interpolation):
+    """The same formula in other kernels, the position embedding by matrix products: 1e-5."""
+    model = _backbone(name, interpolation)
+    for size in ((32, 32), (32, 64), (16, 16), (40, 24), (128, 128)):
+        ours = model.features(_images(*size))
+        assert ours.std() > 0.05
+        torch.testing.assert_close(PlainBackbone(model.vit)(_images(*size)), ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_timm_builds_the_exported_folder(name, tmp_path):
+    """timm's own loader on our folder: the same features, 1e-5."""
+    model = _backbone(name)
+    export_timm(model, tmp_path / "out", {})
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    torch.testing.assert_close(theirs(_images()), model.features(_images()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_gives_the_same_features(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = _backbone(name)
+    export_hf(model, tmp_path / "out", {})
+    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["unexpected_keys"] and not [k for k in info["missing_keys"] if not k.startswith("pooler")]
+    tokens = theirs.eval()(pixel_values=_images()).last_hidden_state
+    torch.testing.assert_close(tokens[:, 0], model.features(_images()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tokens, model.vit.tokens(_images()), rtol=1e-4, atol=1e-5)
+    back = load(tmp_path / "out")
+    torch.testing.assert_close(back.features(_images()), model.features(_images()), rtol=0, atol=0)
+
+
+def test_transformers_prepares_images_as_we_do(tmp_path):
+    """The processor of the exported folder against `preprocess`: both round to uint8 after resizing; 2 levels apart
+    at most, where their bicubic filters round differently."""
+    transformers = pytest.importorskip("transformers")
+    model = _backbone()
+    export_hf(model, tmp_path / "out", {})
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out")
+    pixels = torch.randint(0, 256, (60, 80, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    image = Image.fromarray(pixels.numpy()).resize((160, 120), Image.Resampling.BICUBIC)
+    theirs = processor(image, return_tensors="pt")["pixel_values"][0]
+    assert theirs.shape == model.preprocess(image).shape
+    assert (theirs - model.preprocess(image)).abs().mean() < 0.02
+
+
+def test_onnx_runs_at_any_batch_and_size(tmp_path):
+    """onnxruntime against ours, in both ways to resize positions: 1e-4."""
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    for name, interpolation in ((KINDS[0], "dino"), (KINDS[4], "antialias")):
+        model = _backbone(name, interpolation)
+        export_onnx(model, tmp_path / f"{name}.onnx", {})
+        session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
+        for images in (_images(), _images(48, 16, images=1), _images(16, 32, images=5)):
+            (features,) = session.run(None, {"images": images.numpy()})
+            torch.testing.assert_close(torch.from_numpy(features), model.features(images), rtol=1e-4, atol=1e-4)
+
+
+def test_torchscript_runs_at_any_batch_and_size(tmp_path):
+    model = _backbone()
+    FORMATS["torchscript"][0](model, tmp_path / "out.pt", {})
+    theirs = torch.jit.load(tmp_path / "out.pt")
+    for images in (_images(), _images(48, 16, images=1)):
+        torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
+
+
+def _reference_load(path: Path, key: str) -> dict[str, torch.Tensor]:
+    """As facebookresearch/dino `utils.load_pretrained_weights`."""
+    state = torch.load(path, map_location="cpu", weights_only=True)[key]
+    state = {k.replace("module.", ""): v for k, v in state.items()}
+    return {k.replace("backbone.", ""): v for k, v in state.items()}
+
+
+@pytest.mark.parametrize("key", ["teacher", "student"])
+def test_the_reference_s_scripts_read_ours(tmp_path, key):
+    """Their loader gives the backbone's tensors; their head's product g v / |v| is our normalised prototypes."""
+    model, head = _backbone(), _head()
+    export_dino(model, tmp_path / "out.pth", head)
+    state = _reference_load(tmp_path / "out.pth", key)
+    for name, parameter in model.vit.named_parameters():
+        assert torch.equal(state[name], parameter)
+    rows = state["head.last_layer.weight_g"] * F.normalize(state["head.last_layer.weight_v"])
+    torch.testing.assert_close(rows, F.normalize(head["prototypes.weight"]))
+    again = read_weights(tmp_path / "out.pth", network=key)
+    assert all(torch.equal(again.head[name], head[name]) for name in head)
+    assert load(tmp_path / "out.pth").features(_images()).equal(_with_dino_positions(model).features(_images()))
+
+
+def _with_dino_positions(model: Backbone) -> Backbone:
+    model.vit.pos_embed_interpolation = "dino"
+    return model
+
+
+def test_dinov2_s_names_are_read(tmp_path):
+    """Registers, LayerScale, SwiGLU under their names, with the CLS token's own position and a mask token."""
+    model = _backbone(KINDS[4])
+    theirs = {}
+    own_position = torch.randn(1, 1, 64)
+    for name, parameter in model.vit.named_parameters():
+        name = name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3").replace("reg_token", "register_tokens")
+        theirs[name.replace("blocks.1.", "blocks.0.1.")] = parameter.detach().clone()
+    theirs["pos_embed"] = torch.cat((own_position, theirs["pos_embed"]), dim=1)
+    theirs["cls_token"] = theirs["cls_token"] - own_position
+    theirs["mask_token"] = torch.zeros(1, 64)
+    torch.save(theirs, tmp_path / "dinov2.pth")
+    back = load(tmp_path / "dinov2.pth")
+    torch.testing.assert_close(back.features(_images()), model.features(_images()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_position_embedding_of_another_size_is_resized():
+    """To a grid twice as large, as torch's antialiased bicubic does; the CLS token's stays."""
+    small, large = _backbone().vit, VisionTransformer(_backbone().vit.arch, 2 * SIZE)
+    take_weights(large, dict(small.state_dict()))
+    grid = small.pos_embed[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    expected = F.interpolate(grid, size=(8, 8), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(large.pos_embed[:, 1:], expected)
+    torch.testing.assert_close(large.pos_embed[:, :1], small.pos_embed[:, :1])
+
+
+class TestNotebook:
+    def test_a_run_folder_gives_features_patches_and_attention(self, tmp_path):
+        model = _backbone(KINDS[2])
+        FORMATS["safetensors"][0](model, tmp_path / "teacher.safetensors", {})
+        loaded = dino_ds.load(tmp_path)
+        images = _images(40, 24)
+        assert loaded.features(images).equal(model.features(images)) and loaded(images).equal(loaded.features(images))
+        patches, attention = loaded.patch_tokens(images), loaded.attention(images)
+        assert patches.shape == (3, 5, 3, 64) and attention.shape == (3, 1, 5, 3)
+        assert patches[:, 1, 2].equal(model.vit.tokens(images)[:, 1 + 4 + 5])
+        # The last block by hand.
+        assert (attention > 0).all() and (attention.sum(dim=(2, 3)) < 1).all()
+        assert not loaded.features(images).requires_grad
+
+    def test_preprocess(self):
+        model = _backbone()
+        assert model.preprocess(Image.new("L", (50, 70))).shape == (3, SIZE, SIZE)
+
+    def test_images_that_do_not_fit_are_named(self):
+        with pytest.raises(ConfigError, match="multiples of the patch size 8"):
+            _backbone().features(_images(33, 32))
+
+
+class _Planted:
+    def __reduce__(self):
+        return (Path.touch, (Path("planted"),))
+
+
+class TestBadInput:
+    def test_a_file_with_more_than_tensors_is_refused_and_not_run(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        with (tmp_path / "evil.pth").open("wb") as file:
+            pickle.dump({"teacher": _Planted()}, file)
+        torch.save({"teacher": _Planted()}, tmp_path / "evil2.pth")
+        for name in ("evil.pth", "evil2.pth"):
+            with pytest.raises(CheckpointError, match=name):
+                load(tmp_path / name)
+        assert not (tmp_path / "planted").exists()
+
+    @pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
+    def test_no_checkpoint(self, tmp_path, name):
+        (tmp_path / name).write_text("hello")
+        with pytest.raises(CheckpointError, match="not a readable"):
+            load(tmp_path / name)
+
+    def test_weights_of_something_else(self, tmp_path):
+        safetensors.torch.save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.safetensors")
+        with pytest.raises(CheckpointError, match=r"no Vision Transformer.*conv1\.weight"):
+            load(tmp_path / "resnet.safetensors")
+
+    def test_another_architecture_is_one_line(self):
+        small, other = _backbone().vit, VisionTransformer(dataclasses.replace(_backbone().vit.arch, width=48), SIZE)
+        with pytest.raises(CheckpointError, match=r"another architecture: \d+ tensors, first blocks.0.attn.proj"):
+            take_weights(other, dict(small.state_dict()))
+
+    def test_a_missing_tensor(self):
+        state = dict(_backbone().vit.state_dict())
+        del state["norm.weight"]
+        with pytest.raises(CheckpointError, match=r"lack 1 of .*norm.weight"):
+            take_weights(_backbone().vit, state)
+
+    def test_nothing_there(self, tmp_path):
+        with pytest.raises(CheckpointError, match="does not exist"):
+            load(tmp_path / "nothing")
+        with pytest.raises(CheckpointError, match=r"holds no model\.safetensors"):
+            load(tmp_path)
+
+    def test_architectures_that_transformers_lacks(self, tmp_path):
+        model = _backbone()
+        arch = dataclasses.replace(model.vit.arch, registers=2)
+        with pytest.raises(ConfigError, match="export to timm or onnx"):
+            export_hf(Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {}), tmp_path / "out", {})
+        assert not list(tmp_path.iterdir())
+
+    def test_an_out_that_can_not_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ConfigError, match=r"can't be written.*--out"):
+            export_timm(_backbone(), tmp_path / "file/out", {})
+        assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_card_says_what_was_measured(tmp_path):
+    model = _backbone()
+    model.about["results"] = {"k-NN top-1 (k = 20)": "76.2 %"}
+    export_hf(model, tmp_path / "out", {})
+    card = (tmp_path / "out/README.md").read_text()
+    assert "| k-NN top-1 (k = 20) | 76.2 % |" in card and "3 steps = 24 images" in card
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "vit"
