@@ -195,9 +195,21 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
-        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}")
+        ranks = _fitting_ranks(global_batch, known // world_size, world_size)
+        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}{ranks}")
     quotient = global_batch // known
     return (quotient, accumulation) if micro == "auto" else (micro, quotient)
+
+
+def _fitting_ranks(global_batch: int, share: int, world_size: int) -> str:
+    """The nearest numbers of ranks between which multiples of `share` images can be divided; "" if there is none."""
+    fitting = [ranks for ranks in range(1, 2 * world_size) if global_batch % (ranks * share) == 0]
+    nearest = [
+        max((r for r in fitting if r < world_size), default=0),
+        min((r for r in fitting if r > world_size), default=0),
+    ]
+    text = " or ".join(str(ranks) for ranks in nearest if ranks)
+    return f", or use {text} ranks" if text else ""
 
 
 def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> tuple[int, int]:

@@ -52,6 +52,59 @@ def test_missing_hostfile_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     preflight.check_hostfile()
 
 
+def test_a_hostile_hostfile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Given to `deepspeed` itself, which takes it."""
+    import psutil
+
+    (tmp_path / "hosts").write_text("w1 slots=1\n-oProxyCommand=id slots=1\n")
+    launcher = types.SimpleNamespace(
+        cmdline=lambda: ["deepspeed", "-H", "hosts", "train.py"], cwd=lambda: str(tmp_path)
+    )
+    monkeypatch.setattr(psutil, "Process", lambda: types.SimpleNamespace(parents=lambda: [launcher]))
+    with pytest.raises(ConfigError, match=r'hosts:2: .-oProxyCommand=id slots=1. is not "name slots=N"'):
+        preflight.check_hostfile()
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("3", "4", "1", "2"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "9",
+                "SLURM_STEP_NUM_TASKS": "12",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x1),4",
+            },
+            ("9", "12", "1", "8"),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (None,) * 4),
+        ({"SLURM_NTASKS": "8"}, (None,) * 4),  # a batch script, or a shell of salloc: nothing was started by srun
+    ],
+)
+def test_ranks_of_mpirun_and_srun(given: dict[str, str], found: tuple[str | None, ...]):
+    environment = {"MASTER_ADDR": "n1", **given}
+    preflight.adopt_ranks(environment)
+    assert tuple(environment.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) == found
+    assert environment.get("MASTER_PORT") == (None if found[0] is None else "29500")
+
+
+def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
+    inside = {"RANK": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    preflight.adopt_ranks(environment := dict(inside))
+    assert environment == inside
+    with pytest.raises(ConfigError, match="mpirun has started 2 processes, and MASTER_ADDR is not set"):
+        preflight.adopt_ranks({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [

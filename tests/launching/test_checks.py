@@ -1,0 +1,142 @@
+"""What `dino-ds launch` finds wrong with machines, over real ssh where that is the subject."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dino_ds.launching.checks as checks
+from dino_ds.config import load_recipe
+from dino_ds.ds_config import load_ds_config
+from dino_ds.errors import ConfigError
+from dino_ds.launching.command import LaunchPlan
+from dino_ds.launching.hostfile import Host
+from dino_ds.launching.launch import _check_batches
+from dino_ds.launching.probe import Answer, _count_images, find_free_port, port_is_free
+from tests.launching.cluster import REPOSITORY, dino_ds, ssh_cluster
+from tests.training.harness import image_folder
+
+GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
+SAME = {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "dino_ds": "0.1.0"}
+ANSWER = Answer("w1", SAME, "c0de", [GPU, GPU], 64.0, {"a.json": 1}, 1000, True, True, 100.0)
+HERE = checks.Reply(Host("this machine", (0,)), ANSWER, received=100.0)
+
+
+def _reply(name="w2", slots=(0, 1), **changes):
+    return checks.Reply(Host(name, slots), dataclasses.replace(ANSWER, **changes), received=100.0)
+
+
+def _texts(problems):
+    return [problem.text for problem in problems]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, []),
+        ({"versions": {**SAME, "torch": "2.14.0"}}, ["torch 2.14.0, and 2.15.0 on this machine"]),
+        ({"code": "0ther"}, ["is 0ther, and c0de on this machine"]),
+        ({"files": {"a.json": None}}, ["does not see a.json"]),
+        ({"files": {"a.json": 2}}, ["a.json is another file"]),
+    ],
+)
+def test_other_software_is_named(changes, says):
+    found = _texts(checks._same_code(_reply(**changes), HERE))
+    assert len(found) == len(says)
+    assert all(text.startswith("w2: ") and part in text for text, part in zip(found, says, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("replies", "stops", "says"),
+    [
+        ([_reply(), _reply("w3")], [], []),
+        ([_reply(gpus=[])], [], []),  # a run on CPUs
+        ([_reply(), _reply("w3", gpus=[])], [True], ["w3: 0 GPUs are found for slot 1"]),
+        ([_reply(slots=(0, 3))], [True], ["2 GPUs are found for slot 3"]),
+        ([_reply(gpus=[GPU, {**GPU, "free_gib": 10.0}])], [False], ["GPU 1 has 10.0 of 40.0 GiB free"]),
+        ([_reply(slots=(0,), gpus=[GPU, {**GPU, "free_gib": 10.0}])], [], []),
+        ([_reply(), _reply("w3", gpus=[{**GPU, "name": "V100"}] * 2)], [False], ["GPUs differ"]),
+    ],
+)
+def test_gpus_are_compared_with_slots(replies, stops, says, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    found = checks._gpus(replies)
+    assert [problem.stops for problem in found] == stops
+    assert all(part in text for text, part in zip(_texts(found), says, strict=True))
+
+
+def test_images_folders_ports_and_clocks():
+    plan = LaunchPlan(Path("train.py"), (), "deepspeed", 2, 29500)
+    found = checks._images_seen([_reply(), _reply("w3", images=0), _reply("w4", images=7)], "/images")
+    assert [text.split(":")[0] for text in _texts(found)] == ["w3", "w4"] and "mount it" in found[0].text
+    assert checks._images_seen([_reply(images=0)], None) == []
+    assert "share" in checks._run_folder_seen(_reply(sees=False), Path("/runs/a"))[0].text
+    assert "pass --master_port" in checks._port(_reply(port_free=False), plan)[0].text
+    clocks = checks._clocks([_reply(clock=104.0), _reply("w3", clock=160.0), _reply("w4", clock=10.0)])
+    assert [("ahead" in text, "behind" in text) for text in _texts(clocks)] == [(True, False), (False, True)]
+    assert not any(problem.stops for problem in clocks)
+
+
+def test_images_of_every_form_are_counted(tmp_path):
+    image_folder(tmp_path / "images", 7)
+    for number in range(3):
+        (tmp_path / f"train-{number:03d}.tar").touch()
+    roots = {"images": 7, "train-{000..002}.tar": 3, "train-*.tar": 3, "train-{000..005}.tar": 0, "none": 0}
+    assert {root: _count_images(str(tmp_path / root)) for root in roots} == roots
+
+
+def test_a_port_that_is_taken_is_seen():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert not port_is_free(listener.getsockname()[1])
+    assert port_is_free(find_free_port())
+
+
+def test_why_a_machine_is_silent():
+    def silent(code, said):
+        done = subprocess.CompletedProcess([], code, "", f"warning: x\n{said}\n")
+        return checks._why_silent(done, Host("w1", (0,)))
+
+    assert "must work without a password" in silent(255, "Permission denied (publickey).")
+    assert f"has no {sys.executable}" in silent(127, "sh: 1: not found")
+    assert "same paths" in silent(1, "ModuleNotFoundError: No module named 'dino_ds'")
+    assert "dino-ds doctor" in silent(1, "OSError: libcudart.so.13")
+
+
+@pytest.mark.parametrize(("nodes", "fits"), [((1, 2), True), ((1, 4), False)])
+def test_an_elastic_run_divides_its_batch_between_every_number_of_machines(nodes, fits):
+    path = str(REPOSITORY / "ds_configs/zero2_fp32.json")
+    train = {"ds": load_ds_config(path, {}), "ds_path": path, "recipe": load_recipe("vits16", {})}
+    plan = LaunchPlan(Path("train.py"), (), "torchrun", 8, 29500, "w1", nodes=nodes)
+    if fits:
+        _check_batches(plan, train)
+        return
+    with pytest.raises(ConfigError) as error:
+        _check_batches(plan, train)
+    assert "or use 16 or 32 ranks" in str(error.value) and "may train on 3 machines" in str(error.value)
+
+
+@pytest.mark.slow
+def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_path):
+    """Over ssh: a machine that does not answer, images that are nowhere, a port in use; no run folder is left."""
+    (tmp_path / "ssh").mkdir()
+    hosts, run = tmp_path / "hosts", tmp_path / "run"
+    hosts.write_text("127.0.0.1 slots=1\n127.0.0.3 slots=1\n")
+    with ssh_cluster(tmp_path / "ssh") as environment, socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        words = ["launch", "--hostfile", hosts, "--master_port", listener.getsockname()[1], "--"]
+        words += ["--data.root", tmp_path / "none", "--run_dir", run]
+        done = subprocess.run(dino_ds(*words), capture_output=True, text=True, env=environment, timeout=300)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and not run.exists() and "command  " not in done.stdout
+    assert [line.split(": ")[2] for line in lines] == ["127.0.0.3", "127.0.0.1", "127.0.0.1"], done.stderr
+    assert "not reachable by ssh" in lines[0] and "is in use" in lines[1] and "nothing is at data.root" in lines[2]
+    assert sorted(os.listdir(tmp_path)) == ["hosts", "ssh"]
