@@ -23,7 +23,8 @@ test-faults: setup
 
 # Hundreds of kills, every resume, a supervised run with random faults: about an hour.
 soak: setup
-	$(VENV)/bin/python -m pytest -m soak
+	DINO_DS_SOAK=1 $(VENV)/bin/python -m pytest -m '' tests/checkpoint/test_kills.py \
+		tests/training/test_resume_changes.py tests/faults/test_soak.py
 
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy

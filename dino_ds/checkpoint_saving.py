@@ -35,7 +35,8 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 @dataclass(frozen=True)
 class SaveCost:
-    """Of the last checkpoint: training stood still for `stall_seconds`, all was done after `seconds`; its bytes."""
+    """Of the last checkpoint, the same on all ranks: training stood still for `stall_seconds`, on the rank where that
+    was longest; all was done after `seconds`; the bytes of all ranks."""
 
     stall_seconds: float
     seconds: float
@@ -103,7 +104,7 @@ class Saving:
     def finish(self, must: bool) -> list[str]:
         """Waits for what is being written, if anything is; lines to say. All ranks must call it.
 
-        Raises StorageError on all ranks if it fails and `must` not.
+        With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """
         return self._land(must) + self._chores.wait(must)
 
@@ -165,19 +166,20 @@ class Saving:
         folder: Path | None = None
         if not reason and distributed.rank() == 0:
             files = {name: record for records, *_ in answers for name, record in records.items()}
-            manifest = Manifest(**flight.manifest, layouts=[layout for _, layout, _ in answers], files=files)
             try:
+                manifest = Manifest(**flight.manifest, layouts=[layout for _, layout, _ in answers], files=files)
                 folder = self._checkpoints.commit(manifest)
-            except OSError as error:
-                reason = self._reason(flight, error)
-        reason = distributed.gather_objects(reason)[0]
-        if reason:
+            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
+                reason = self._reason(flight, as_os_error(error, self._checkpoints.folder))
+        now = time.perf_counter()
+        outcomes = distributed.gather_objects((reason, flight.stalled + now - begun, now - flight.begun))
+        if reason := outcomes[0][0]:
             return self._failed(flight.step, reason, must)
         self._failures, self._last = 0, flight.manifest
         if folder is not None:
             self._chores.start(folder, flight.step)
-        now = time.perf_counter()
-        self.cost = SaveCost(flight.stalled + now - begun, now - flight.begun, flight.bytes)
+        _, stalls, seconds = zip(*outcomes, strict=True)
+        self.cost = SaveCost(max(stalls), max(seconds), flight.bytes)
         return [f"save     step {flight.step}: {self.cost}"]
 
     def _reason(self, flight: Flight, error: OSError) -> str:

@@ -113,4 +113,4 @@ def as_os_error(error: Exception, where: Path) -> OSError:
     """A defect of ours costs a save, not the run, and is told as a full disk is."""
     if isinstance(error, OSError):
         return error
-    return OSError(errno.EIO, f"{type(error).__name__}: {error}", str(where))
+    return OSError(errno.EIO, f"{type(error).__name__}: {' '.join(str(error).split())}", str(where))

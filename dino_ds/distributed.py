@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dino_ds.errors import UserError
+from dino_ds.errors import ConfigError, UserError
 
 
 def rank() -> int:
@@ -68,6 +69,18 @@ def together() -> Iterator[None]:
     first = next((e for e in gather_objects(error) if e is not None), None)
     if first is not None:
         raise first
+
+
+@contextmanager
+def naming_the_port() -> Iterator[None]:
+    """Around joining a process group. Raises ConfigError where another program has rank 0's port."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        where = f"port {os.environ.get('MASTER_PORT')} of {socket.gethostname()}"
+        raise ConfigError(f"{where} is in use: give another --master_port") from error
 
 
 def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:

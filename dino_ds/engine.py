@@ -66,6 +66,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
             del os.environ[name]
 
 
+@distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
     import deepspeed
 

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,15 @@ class RunLog:
 
     def __init__(self, run_dir: Path, step: int, total_steps: int) -> None:
         self._file, self._text, self._board, self._bar = None, None, None, None
+        self._lost: set[str] = set()
         if distributed.rank() != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
 
         path = run_dir / "metrics.jsonl"
         _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
-        self._file = path.open("a")
-        self._text = (run_dir / "log.txt").open("a")
+        self._file = path.open("ab", buffering=0)
+        self._text = (run_dir / "log.txt").open("ab", buffering=0)
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
         self._bar = tqdm(
             total=total_steps,
@@ -108,23 +110,45 @@ class RunLog:
         if self._text is None:
             return
         tqdm.write(text, file=sys.stderr)
-        self._text.write(text + "\n")
-        self._text.flush()
+        self._append(self._text, text)
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""
-        if self._file is None or self._board is None:
+        if self._file is None:
             return
-        self._file.write(json.dumps({k: _rounded(v) for k, v in record.items()}) + "\n")
-        self._file.flush()
+        self._append(self._file, json.dumps({k: _rounded(v) for k, v in record.items()}))
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
-                self._board.add_scalar(name, value, record["step"])
+                self._show("add_scalar", name, value, record["step"])
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
         """An RGB image (3, h, w) in [0, 1] for TensorBoard."""
-        if self._board is not None:
-            self._board.add_image(name, image, step)
+        self._show("add_image", name, image, step)
+
+    def _append(self, file: FileIO, line: str) -> None:
+        """A full disk costs lines, not the run."""
+        try:
+            # After a line that was cut off, this one begins anew.
+            file.write(f"{'' if file.name not in self._lost else chr(10)}{line}\n".encode())
+            self._lost.discard(file.name)
+        except OSError as error:
+            if file.name not in self._lost:
+                self._warn(file.name, error)
+            self._lost.add(file.name)
+
+    def _show(self, method: str, *values: Any) -> None:
+        """On TensorBoard, as long as its files can be written."""
+        if self._board is None:
+            return
+        try:
+            getattr(self._board, method)(*values)
+        except OSError as error:
+            self._board = None
+            self._warn("TensorBoard's files", error)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training goes on"
+        tqdm.write(line, file=sys.stderr)
 
     def progress(self, step: int, note: str | None = None) -> None:
         """Move the bar to `step`; on a terminal only."""
@@ -141,7 +165,8 @@ class RunLog:
     def close(self) -> None:
         for thing in (self._bar, self._file, self._text, self._board):
             if thing is not None:
-                thing.close()
+                with suppress(OSError):
+                    thing.close()
 
 
 def _rounded(value: Any) -> Any:

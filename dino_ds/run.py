@@ -152,7 +152,7 @@ class Run:
     def finish_save(self, must: bool = False) -> str | None:
         """Commits a save that is still being written; lines to say. On all ranks, when the run ends on all of them.
 
-        Raises StorageError on all ranks if it fails and `must` not.
+        With `must` its failure is a StorageError on all ranks.
         """
         return _text(self._saving.finish(must))
 

@@ -23,6 +23,8 @@ _AFTER_A_FAILURE_SECONDS = 10.0
 _AFTER_AN_END_SECONDS = 600.0
 """For the others, where one rank has ended well: rank 0 may still be writing."""
 _WITHOUT_LAUNCHER_SECONDS = 60.0
+_LAUNCHER_SECONDS = 1.0
+"""For a launcher after its last rank: Python takes seconds to take torch apart."""
 _LAST_WORDS_SECONDS = 5.0
 """For watchers and loader processes, after the last rank."""
 _OTHER_MACHINES_SECONDS = 15.0
@@ -104,11 +106,15 @@ class Attempt:
         self._failed_at: float | None = None
 
     def run(self) -> Outcome:
-        looked = 0.0
-        while self._ranks.alive or self._ranks.launcher_alive:
+        looked = over = 0.0
+        while (self._ranks.alive or self._ranks.launcher_alive) and not self._killed:
             for end in self._ranks.look(_TICK_SECONDS):
                 self._take_notice(end)
             self._pass_signals_on()
+            if self._ranks.over:
+                over = over or time.monotonic()
+                if time.monotonic() - over > _LAUNCHER_SECONDS:
+                    self._ranks.end_launchers()
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill()
             if self._on_first_step and time.monotonic() - looked > 1.0:
@@ -122,12 +128,12 @@ class Attempt:
         return self._judge()
 
     def _take_notice(self, end: End) -> None:
-        bad = end.signal != 0 or end.code not in (0, STOPPED)
+        bad = end.killed_by != 0 or end.code not in (0, STOPPED)
         if bad and self._failed_at is None:
             self._failed_at = time.monotonic()
         if end.rank is not None:
             self._end_within(_AFTER_A_FAILURE_SECONDS if bad else _AFTER_AN_END_SECONDS)
-        elif (end.signal or not self._ranks.launcher_alive) and self._ranks.alive and not self._launcher_lost:
+        elif (end.killed_by or not self._ranks.launcher_alive) and self._ranks.alive and not self._launcher_lost:
             self._launcher_lost = True
             self._ask_to_stop(signal.SIGTERM)
             self._end_within(_WITHOUT_LAUNCHER_SECONDS)
@@ -199,7 +205,7 @@ class Attempt:
         for rank in sorted(ends.keys() | beats.keys()):
             end, beat = ends.get(rank), beats.get(rank)
             if end is not None and end.status is not None:
-                codes[rank] = -end.signal if end.signal else end.code
+                codes[rank] = -end.killed_by if end.killed_by else end.code
                 if end.code == 0 and beat is not None and beat.ended != "done":
                     codes[rank] = None
             else:
@@ -215,18 +221,18 @@ class Attempt:
         for end in self._ranks.ends:
             who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)
             where = f"at step {place.step}" if place and place.working else "while starting"
-            if end.signal:
-                why = " (often: out of memory)" if end.signal == signal.SIGKILL else ""
-                name = signal.Signals(end.signal).name
+            if end.killed_by:
+                why = " (often: out of memory)" if end.killed_by == signal.SIGKILL else ""
+                name = signal.Signals(end.killed_by).name
                 return LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
             if end.rank is not None and end.code:
                 return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
-        code = self._root.returncode
         if not codes:
+            code = self._root.returncode or 0
             text = f"the launcher ended with code {code}, and no rank was seen"
             return code if code > 0 else LOST, text, False, None
         rank = next(rank for rank, found in codes.items() if found != 0)
-        text = f"rank {rank} has not finished, though the launcher ended with code {code}; {self._checkpoint}"
+        text = f"rank {rank} has ended without having finished; {self._checkpoint}"
         return LOST, text, False, rank
 
     @property

@@ -18,6 +18,7 @@ from types import TracebackType
 
 _GRACE_SECONDS = 4.0
 """For ranks, which see that their launcher is gone, to save and end by themselves."""
+_KERNEL_SECONDS = 30.0
 
 
 class Guard:
@@ -62,10 +63,13 @@ def marked_processes(mark: str) -> Iterator[int]:
 
 
 def end_all(mark: str, grace_seconds: float) -> None:
-    """Wait so long for the marked processes to end, then end them; returns when there are none."""
-    end = time.monotonic() + grace_seconds
-    while remaining := list(marked_processes(mark)):
-        if time.monotonic() > end:
+    """Wait so long for the marked processes to end, then end them; returns when there are none.
+
+    One that waits in the kernel for a dead disk can't be ended: after half a minute it is left.
+    """
+    kill_at = time.monotonic() + grace_seconds
+    while (remaining := list(marked_processes(mark))) and time.monotonic() < kill_at + _KERNEL_SECONDS:
+        if time.monotonic() > kill_at:
             for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

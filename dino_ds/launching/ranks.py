@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import time
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ class End:
     status: int | None
 
     @property
-    def signal(self) -> int:
+    def killed_by(self) -> int:
         """The signal that ended it, or 0."""
         return 0 if self.status is None else os.WTERMSIG(self.status)
 
     @property
     def code(self) -> int | None:
         """The exit code; None after a signal, or where nobody saw it."""
-        return None if self.status is None or self.signal else os.WEXITSTATUS(self.status)
+        return None if self.status is None or self.killed_by else os.WEXITSTATUS(self.status)
 
 
 class _Watched:
@@ -75,6 +76,7 @@ class LocalRanks:
         self._watched = [_Watched(root.pid, rank)]
         self._ranks = set() if rank is None else {rank}
         self._expected = None if launched else 1
+        self._world_size = 0
         self._searched = 0.0
 
     @property
@@ -85,6 +87,11 @@ class LocalRanks:
     @property
     def launcher_alive(self) -> bool:
         return any(w.rank is None and w.pid == self._root.pid for w in self._watched)
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank of the run was here and has ended: the launchers have nothing left to wait for."""
+        return 0 < self._world_size == len(self._ranks) and not self.alive
 
     def look(self, seconds: float) -> list[End]:
         """Wait at most so long for an end; those since the last look, killed ones first: they came before."""
@@ -101,7 +108,7 @@ class LocalRanks:
                 self._watched.remove(watched)
                 watched.close()
                 self._reap(watched.pid)
-        new.sort(key=lambda end: not end.signal)
+        new.sort(key=lambda end: not end.killed_by)
         self.ends += new
         return new
 
@@ -110,11 +117,19 @@ class LocalRanks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.alive[rank], number)
 
+    def end_launchers(self) -> None:
+        """Their ends say nothing any more."""
+        for watched in [w for w in self._watched if w.rank is None]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watched.pid, signal.SIGKILL)
+            self._watched.remove(watched)
+            watched.close()
+
     def close(self) -> None:
         """Every process has been ended."""
+        self.look(0.0)
         for watched in self._watched:
             watched.close()
-        self._root.wait()
         for pid in self._seen:
             self._reap(pid)
 
@@ -144,6 +159,7 @@ class LocalRanks:
             if rank not in self._ranks:  # else a process that the rank has started
                 self._ranks.add(rank)
                 self._watch(process.pid, rank)
+                self._world_size = int(environment.get("WORLD_SIZE", 1))
                 self._expected = int(environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or 1)
         elif process.create_time() < time.time() - 1.0:  # a younger one may still become a rank
             self._watch(process.pid, None)

@@ -48,6 +48,10 @@ def run(
             raise ConfigError("--sweep and --scaling are two things, each with a folder: --out FOLDER")
         if ds is not None or write:
             raise ConfigError("--sweep and --scaling try configs of their own: leave --ds_config and --write out")
+        if sweep and (gpu or memory_gib or network_gbit):
+            raise ConfigError("--sweep tries all cards: leave --gpu, --memory_gib and --network_gbit out")
+        if scaling and nodes > 1:
+            raise ConfigError("--scaling goes from 1 to 1024 GPUs: leave --nodes out")
         if sweep:
             _sweep(recipe, gpus * nodes, Path(out), json)
         else:

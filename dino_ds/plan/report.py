@@ -8,7 +8,7 @@ from typing import Any
 from dino_ds.config import Recipe
 from dino_ds.costs.communication import step_traffic
 from dino_ds.costs.flops import TEACHER_VIEWS
-from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes
+from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes
 from dino_ds.measure.tables import markdown_table, short
 from dino_ds.plan.fit import FRAGMENTATION, Fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
@@ -68,12 +68,12 @@ def describe(
 
 
 def _activations(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit) -> dict[str, int]:
-    """At the same micro-batch with and without checkpointing."""
+    """Kept of one micro-batch, as it is, with and without checkpointing."""
     without = {key: value for key, value in ds.items() if key != _TOGGLE}
     sizes = {}
     for name, other in (("without_checkpointing", without), ("with_checkpointing", {**without, _TOGGLE: {}})):
         fit = fit_with(recipe, other, ds_path, cluster.world_size, found.limit_gib, found.config.micro_batch)
-        sizes[name] = fit.memory.parts.get("activations", 0)
+        sizes[name] = saved_bytes(recipe, fit.config)
     return sizes
 
 

@@ -85,7 +85,7 @@ def save_scaling(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scaling.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / "scaling.md").write_text(scaling_page(result) + "\n", encoding="utf-8")
-    draw_scaling(result).savefig(folder / "scaling.png", dpi=100)
+    draw_scaling(result).savefig(folder / "scaling.png", dpi=85, pil_kwargs={"optimize": True})
 
 
 def scaling_page(result: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def save_sweep(result: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (folder / "plan.md").write_text(sweep_page(result) + "\n", encoding="utf-8")
-    draw_sweep(result).savefig(folder / "plan.png", dpi=100)
+    draw_sweep(result).savefig(folder / "plan.png", dpi=85, pil_kwargs={"optimize": True})
 
 
 def sweep_page(result: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.errors import ConfigError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.fit import architecture_of, take_weights
 from dino_ds.weights.read import Weights, find_weights
@@ -96,9 +96,30 @@ def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, 
     """Architecture, native pixels and the way to resize the position embedding: as the file says, else as is usual."""
     about = weights.about
     if weights.kind == "dino_ds":
-        arch = Architecture(**about["architecture"])
-        return arch, about["timm_arguments"]["img_size"], about["pos_embed_interpolation"]
+        return _described_by_us(weights)
     if weights.kind == "timm":
         heads = ARCHITECTURES[about["timm_name"]].heads
     arch, size = architecture_of(weights.backbone, heads or about.get("num_attention_heads"))
     return arch, size, "dino" if weights.kind == "dino or timm" else "antialias"
+
+
+def _described_by_us(weights: Weights) -> tuple[Architecture, int, str]:
+    """What the JSON says, where the tensors bear it out: a network is built from it before they are looked at."""
+    about = weights.about
+    try:
+        arch = Architecture(**about["architecture"])
+        size, resizing = int(about["timm_arguments"]["img_size"]), about["pos_embed_interpolation"]
+        seen, seen_size = architecture_of(weights.backbone, arch.heads)
+        agree = _visible(arch) == _visible(seen) and size == seen_size and resizing in ("dino", "antialias")
+        agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
+    if not agree:
+        raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or mend it")
+    return arch, size, resizing
+
+
+def _visible(arch: Architecture) -> tuple[object, ...]:
+    """What the shapes of the tensors tell of an architecture."""
+    hidden = int(arch.width * arch.mlp_ratio)
+    return (arch.patch_size, arch.width, arch.depth, arch.in_chans, arch.registers, arch.swiglu, hidden)

@@ -115,6 +115,6 @@ def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -316,3 +316,17 @@ def test_the_teacher_is_saved_once_and_shared_out(tmp_path):
     one, two = (SmallRun(tmp_path).choose().saved.folder / f"whole_0000{r}.safetensors" for r in (0, 1))
     assert is_that_of(SmallRun(tmp_path).choose().saved, 1)
     assert one.stat().st_size + two.stat().st_size < (1200 + 9 + 48) * 4 + 1000
+
+
+def _defect(run_dir: Path) -> list[str]:
+    """A manifest that can't be made: only rank 0 notices."""
+    run = SmallRun(run_dir, background=False).train()
+    manifest = {"step": 1, "run_id": "not hexadecimal"}
+    lines = run.saving.save({}, {}, {}, manifest, wait=False)
+    return lines + run.train().save().said
+
+
+def test_a_defect_of_ours_costs_a_save_and_no_rank_waits_for_ever(tmp_path):
+    one, two = run_on_ranks(_defect, tmp_path)
+    assert one == two and "cannot save step 1: ValidationError" in one[0] and one[1].startswith("save     step 2")
+    assert SmallRun(tmp_path).choose().saved.manifest.step == 2

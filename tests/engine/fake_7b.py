@@ -1,4 +1,7 @@
-"""Builds the 7B student at full size as one of 64 ranks, without memory, and counts the bytes that would be live."""
+"""Builds the 7B student at full size as one of 64 ranks, without memory, and counts the bytes that would be live.
+
+With the tier config for 8 nodes of 8 GPUs of 80 GB.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 RANK, RANKS = 3, 64
+TIERS = "ds_configs/tiers/80gb_64gpu_vit7b16_zero3_bf16"
 
 
 class LiveBytes(TorchDispatchMode):
@@ -63,13 +67,19 @@ def main() -> None:
     from dino_ds.build import build_network
     from dino_ds.config import load_recipe
     from dino_ds.costs.memory import count_parameters
-    from dino_ds.ds_config import load_ds_config, resolve_ds_config
+    from dino_ds.ds_config import DsConfig, load_ds_config, resolve_ds_config
     from dino_ds.engine import Engine
     from dino_ds.engine_partition import Placement
 
     recipe = load_recipe("vit7b16", {})
-    ds, weights = load_ds_config("ds_configs/zero3_bf16.json", {}), count_parameters(recipe)
-    config = resolve_ds_config(ds, "zero3_bf16.json", recipe.data.global_batch, RANKS, True, weights)
+
+    def resolved(path: str) -> DsConfig:
+        weights = count_parameters(recipe)
+        return resolve_ds_config(load_ds_config(path, {}), path, recipe.data.global_batch, RANKS, True, weights)
+
+    config = resolved(f"{TIERS}_hpz.json")
+    # Its kernels need CUDA; the config is DeepSpeed's to accept.
+    assert deepspeed.DeepSpeedConfig(resolved(f"{TIERS}_zeropp.json").raw).zero_config.zero_quantized_gradients
     largest = 0
 
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:

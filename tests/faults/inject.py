@@ -68,9 +68,9 @@ def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times
 
 
 def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
-    from dino_ds import checkpoint_saving
+    from dino_ds import checkpoint_writing
 
-    original, done = checkpoint_saving.write_tensors, []
+    original, done = checkpoint_writing.write_tensors, []
 
     def write_tensors(path: Path, *args: Any) -> Any:
         record = original(path, *args)
@@ -82,7 +82,7 @@ def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int
         return record
 
     if rank in on:
-        checkpoint_saving.write_tensors = write_tensors
+        checkpoint_writing.write_tensors = write_tensors
 
 
 def before_latest(step: int, do: Act) -> Fault:
@@ -114,22 +114,22 @@ def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank:
     from dino_ds.objective.dino import DinoLoss
     from dino_ds.step import DinoStep
 
-    original, steps, seen, done = DinoLoss.forward, DinoStep.micro_batch, [0], []
+    original, steps, seen, done = DinoLoss.__call__, DinoStep.micro_batch, [0], []
 
     def micro_batch(self: DinoStep, *args: Any) -> Any:
         seen[0] = self.applied_steps + 1
         return steps(self, *args)
 
-    def forward(self: DinoLoss, *args: Any) -> Any:
-        loss, entropy = original(self, *args)
-        if seen[0] >= step and len(done) < times:
-            done.append(True)
-            mark()
-            loss = loss * factor
-        return loss, entropy
+    def call(self: DinoLoss, *args: Any) -> Any:
+        out = original(self, *args)
+        if seen[0] < step or len(done) >= times:
+            return out
+        done.append(True)
+        mark()
+        return out._replace(loss=out.loss * factor)
 
     if rank in on:
-        DinoStep.micro_batch, DinoLoss.forward = micro_batch, forward
+        DinoStep.micro_batch, DinoLoss.__call__ = micro_batch, call
 
 
 def both(*faults: Fault) -> Fault:

@@ -73,7 +73,8 @@ def start(
     words += [part for name, value in values.items() for part in (f"--{name}", value)]
     if resume:
         words.append("--resume")
-    folder = run_dir.parent / f"{run_dir.name}.job{time.monotonic_ns()}"
+    there = next(path for path in run_dir.parents if path.is_dir())
+    folder = there / f"{run_dir.name}.job{time.monotonic_ns()}"
     folder.mkdir(parents=True)
     order = Order(folder, words, world, port or _free_port(), fault, dict(environment or {}))
     job = Job(_server, order, _server.ask(order))

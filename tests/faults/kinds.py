@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -78,14 +76,6 @@ def _empty_images(job: Job, place: Scene) -> None:
         path.unlink()
 
 
-def _remove_run(job: Job, place: Scene) -> None:
-    job.wait_for_steps(place.run, 4)
-    job.mark()
-    shutil.rmtree(place.run, ignore_errors=True)
-    time.sleep(0.1)
-    shutil.rmtree(place.run, ignore_errors=True)
-
-
 def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
     code = {"SIGKILL": -9, "SIGSEGV": -11, "exit code 0": 0}[how.split(" before")[0]]
     codes = (code, 6) if rank == 0 else (6, code)
@@ -133,7 +123,7 @@ REQUESTS = [
     _asked("SIGUSR2 to rank 1", "kill -USR2", _signal(1, signal.SIGUSR2)),
     _asked("stop file", "touch RUN/stop", _stop_file),
     Kind(
-        "second signal", "SIGTERM twice in one long step", (143, 6), "ended at once by SIGTERM and SIGTERM",
+        "second signal", "SIGTERM twice in one long step", (143, 143), "ended at once by SIGTERM and SIGTERM",
         at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
     ),
     Kind(
@@ -154,6 +144,7 @@ SAVING = [
         "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
         in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
     ),
+    Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training goes on", before=scene.log_full),
 ]  # fmt: skip
 
 
@@ -177,7 +168,7 @@ LOADING = [
     _loads("manifest damaged", "one bit, step 6", scene.flip("manifest.json"), "damaged manifest.json"),
     _loads("files of two steps", "rank 1's of step 3 in step 6", scene.mix, "files of step 6 and step 3 are mixed"),
     _loads("files of two ranks swapped", "step 6", scene.swap, "using step 3"),
-    _loads("all checkpoints gone", "rm -r RUN/checkpoints", scene.remove(""), "there is no checkpoint"),
+    _refused("all checkpoints gone", "rm -r checkpoints", scene.remove(""), "--resume auto starts from"),
     _refused(
         "all checkpoints damaged", "one bit in each",
         scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)), "no older checkpoint exists",
@@ -228,8 +219,10 @@ FOLDERS = [
     ),
     Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
     Kind("run folder below a file", "FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
-    Kind("run folder removed", "rm -r RUN in mid-run", (5, 5), "RUN", SLOW, _remove_run, goes_on=False),
-    Kind("port in use", "another program on MASTER_PORT", (2, 2), "port", before=scene.port_in_use, goes_on=False),
+    Kind(
+        "port in use", "by another program", (2, 6), "--master_port", before=scene.port_in_use, changes=QUICK,
+        goes_on=False,
+    ),
 ]  # fmt: skip
 
 GROUPS = {

@@ -140,6 +140,12 @@ def port_in_use(scene: Scene) -> Callable[[], None]:
     return taken.close
 
 
+def log_full(scene: Scene) -> None:
+    """Every write to log.txt finds no space."""
+    scene.run.mkdir()
+    (scene.run / "log.txt").symlink_to("/dev/full")
+
+
 def below_a_file(scene: Scene) -> None:
     scene.run.parent.joinpath("file").touch()
     scene.run = scene.run.parent / "file" / "run"

@@ -1,4 +1,7 @@
-"""The table of faults in docs/reliability.md, made by running them: python -m tests.faults.table"""
+"""The table of faults in docs/reliability.md, made by running them.
+
+python -m tests.faults.table [pytest's options]      # with -k NAME the rows of the others stay as they are
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.kinds import GROUPS
+from tests.faults.kinds import GROUPS, KINDS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reliability.md"
 BEGIN, END = "<!-- made by python -m tests.faults.table -->", "<!-- end -->"
@@ -26,46 +29,48 @@ class _Results:
         self.rows: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
+        if report.when == "call" and report.passed:
             self.rows.update({value["name"]: value for name, value in report.user_properties if name == "fault"})
 
 
-def main() -> int:
-    """Runs every kind; the code of pytest. The page changes only if all of them pass."""
+def main(options: list[str]) -> int:
+    """Runs the faults; the code of pytest. Only what has passed changes the page."""
     results = _Results()
-    code = int(pytest.main(["-q", "-m", "faults", str(Path(__file__).parent)], plugins=[results]))
-    if code == 0:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{_tables(results.rows)}{END}{after}")
-        print(f"written: {PAGE}")
+    code = int(pytest.main(["-q", "-m", "faults", *options, str(Path(__file__).parent)], plugins=[results]))
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    rows = _old_rows(page) | {name: _row(value) for name, value in results.rows.items()}
+    PAGE.write_text(f"{before}{BEGIN}\n{_tables(rows)}{END}{rest.partition(END)[2]}")
+    print(f"{len(results.rows)} rows of {PAGE} are new")
     return code
 
 
 def listed_names(page: str) -> list[str]:
     """The kinds that a page lists, in its order."""
-    rows = page.partition(BEGIN)[2].partition(END)[0].splitlines()
-    names = [row.split(" | ")[0].removeprefix("| ") for row in rows if row.startswith("| ")]
-    return [name for name in names if name != "fault" and not name.startswith("---")]
+    return [*_old_rows(page)]
 
 
-def _tables(rows: dict[str, dict[str, Any]]) -> str:
+def _old_rows(page: str) -> dict[str, str]:
+    lines = page.partition(BEGIN)[2].partition(END)[0].splitlines()
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.startswith("| ")}
+    return {name: row for name, row in rows.items() if row != _HEAD}
+
+
+def _row(found: dict[str, Any]) -> str:
+    kind = next(kind for kind in KINDS if kind.name == found["name"])
+    codes = " ".join(map(str, kind.codes))
+    return f"| {kind.name} | {kind.how} | {codes} | {found['seconds']:.1f} | {_cell(found['line'])} |"
+
+
+def _tables(rows: dict[str, str]) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "deepspeed"))
     lines = [
         f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, {versions}, gloo.",
         "",
     ]
     for group, kinds in GROUPS.items():
-        lines += [
-            f"**{group}**",
-            "",
-            "| fault | injected by | exit codes | s | what is said |",
-            "|---|---|---|---|---|",
-        ]
-        for kind in kinds:
-            row = rows[kind.name]
-            codes = " ".join(map(str, kind.codes))
-            lines.append(f"| {kind.name} | {kind.how} | {codes} | {row['seconds']:.1f} | {_cell(row['line'])} |")
+        lines += [f"**{group}**", "", _HEAD, "|---|---|---|---|---|"]
+        lines += [rows[kind.name] for kind in kinds if kind.name in rows]
         lines.append("")
     return "\n".join(lines) + "\n"
 
@@ -76,4 +81,4 @@ def _cell(line: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

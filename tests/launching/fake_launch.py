@@ -70,6 +70,7 @@ def launcher_main(run_dir: Path, plan: list[list[list[str]]], train_words: list[
     ranks = plan[min(number, len(plan) - 1)]
     own = ranks.pop() if ranks[-1][0].startswith("launcher") else []
     (run_dir / "heartbeats").mkdir(exist_ok=True)
+    time.sleep(2.5 if own and own[0].endswith("late") else 0)
     processes = []
     for rank, words in enumerate(ranks):
         environment = {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "LOCAL_WORLD_SIZE": str(len(ranks))}

@@ -87,8 +87,18 @@ class Job:
         ([["wait 1", "die 9"], DONE, ["launcher 0"]], 6, ["rank 0", "SIGKILL"]),
         ([["wait 1", "exit 75"], ["wait 1", "exit 75"], ["launcher 1"]], 75, []),
         ([DONE, DONE, ["launcher 3"]], 0, []),
+        ([DONE, DONE, ["launcher 0 late"]], 0, []),
     ],
-    ids=["done", "usage", "second rank killed", "first rank crashed", "launcher says 0", "stopped", "launcher says 3"],
+    ids=[
+        "done",
+        "usage",
+        "second rank killed",
+        "first rank crashed",
+        "launcher says 0",
+        "stopped",
+        "launcher says 3",
+        "slow launcher",
+    ],
 )
 def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, code, parts):
     found, lines = Job(tmp_path / "run", [ranks]).end()
@@ -99,7 +109,7 @@ def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, c
 def test_a_rank_that_ends_well_without_having_finished_is_a_failure(tmp_path):
     """Its exit code is 0, and its last heartbeat does not say "done"."""
     code, (line,) = Job(tmp_path / "run", [[DONE, ["step 3", "wait 1"]]]).end()
-    assert code == 6 and "rank 1 has not finished, though the launcher ended with code 0" in line
+    assert code == 6 and "rank 1 has ended without having finished" in line
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 3), (5, 3), (6, 3), (2, 1), (3, 1), (4, 1), (75, 1)])

@@ -54,6 +54,8 @@ def test_scaling_is_drawn(tmp_path, capsys):
         (["--out", "x", "--gpu", "t4-16g"], "folder of --sweep or --scaling"),
         (["--sweep", "--out", "x", "--write", "y"], "leave --ds_config and --write out"),
         (["--scaling", "--out", "x"], "no GPU is given"),
+        (["--scaling", "--out", "x", "--gpu", "t4-16g", "--nodes", "2"], "leave --nodes out"),
+        (["--sweep", "--out", "x", "--gpu", "t4-16g"], "tries all cards"),
         (["--sweep", "--out", "README.md"], "README.md can't be written to"),
     ],
 )

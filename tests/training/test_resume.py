@@ -100,6 +100,7 @@ def test_from_the_checkpoint_of_a_step(tmp_path):
     changes = {"save_every": "1 steps"}
     run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
     before = losses_of(run)
+    assert read_metrics(run)[2].keys() >= {"save_seconds", "save_stall_seconds", "checkpoint_gib"}
     message = run_on_ranks(train_tiny, root, run, max_steps=4, resume=9, changes=changes, world=1)[0]
     assert "checkpoint of step 9 not found in" in message and "found: 2, 3, 4" in message
     assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=2, changes=changes, world=1) == [None]
