@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from dino_ds.distributed import announce, announced
@@ -83,6 +84,9 @@ class StopRequests:
             self._signal, self._first_at = name, now
             if self._ready is not None:
                 self._ready()
+                # For ranks that wait for data: this one's main thread may wait for them, and so never vote.
+                with suppress(RuntimeError):
+                    announce(self._name)
             else:
                 self._nothing_to_save(name)
                 _leave(STOPPED)

@@ -21,6 +21,7 @@ from dino_ds.data.sources import Source
 from dino_ds.data.workers import (
     end_after_a_death,
     end_after_a_hang,
+    end_now,
     main_module_left_out,
     stop_workers,
     timed_out,
@@ -108,7 +109,7 @@ class Loader:
         self._options = worker_options(workers)
         self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
         self._patience = patience
-        self._restarted = False
+        self._restarted = self._gave_up = False
         self.notes: list[str] = []
         self._start()
 
@@ -145,6 +146,7 @@ class Loader:
                     if obituary is None:
                         raise
                 elif give_up():
+                    self._gave_up = True
                     raise NoBatchYet from None
                 elif self._patience is None or waited < self._patience:
                     continue
@@ -170,6 +172,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; what they have prefetched is dropped."""
+        if self._gave_up:
+            end_now(self._batches)  # what gives no batch may not end when it is asked to
         stop_workers(self._batches)
         self._batches = None
 

@@ -83,7 +83,7 @@ def end_after_a_death(batches: object) -> str | None:
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
     if dead is None:
         return None
-    _kill(workers)
+    end_now(batches)
     signals = {-number: number.name for number in signal.Signals}
     name = signals.get(dead.exitcode, "")
     how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
@@ -93,9 +93,8 @@ def end_after_a_death(batches: object) -> str | None:
 
 def end_after_a_hang(batches: object, seconds: float) -> str:
     """Ends all processes of a torch DataLoader's iterator, which have given nothing for so long; says which."""
-    workers = list(getattr(batches, "_workers", []))
-    pids = ", ".join(str(worker.pid) for worker in workers)
-    _kill(workers)
+    pids = ", ".join(str(worker.pid) for worker in getattr(batches, "_workers", []))
+    end_now(batches)
     return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
 
 
@@ -104,9 +103,10 @@ def timed_out(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
 
 
-def _kill(workers: list[Any]) -> None:
-    for worker in workers:
-        worker.kill()  # they may wait for a lock that a dead one held, and they ignore SIGTERM
+def end_now(batches: object) -> None:
+    """Kill the processes of a torch DataLoader's iterator: they may wait for a dead one's lock, or be stopped."""
+    for worker in getattr(batches, "_workers", []):
+        worker.kill()
 
 
 def stop_workers(batches: object) -> None:

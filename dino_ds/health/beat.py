@@ -10,7 +10,7 @@ from dino_ds.ranges import PARTS
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
 WISHES = ("", "the stop file", "the end of the launcher")
-"""Why the watcher wants its rank to stop."""
+"""Why a watcher wants its rank to stop."""
 
 _BYTES = 4096
 _TEXT = 128

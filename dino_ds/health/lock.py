@@ -74,7 +74,7 @@ class RunLock:
     def holder(self) -> Holder | None:
         try:
             return Holder(**json.loads(self._read() or ""))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
     def refresh(self) -> bool:
@@ -120,7 +120,7 @@ class RunLock:
         age = self._age()
         try:
             holder = Holder(**json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             # Perhaps its writer has not come to the end yet.
             return f"{self._run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
@@ -172,5 +172,5 @@ class RunLock:
         try:
             holder = Holder(**json.loads(text))
             return f"{self._path} of pid {holder.pid} on {holder.host}, which is gone, was taken over"
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return f"{self._path}, which could not be read, was taken over"

@@ -91,7 +91,7 @@ class Heartbeats:
         """Every rank's last heartbeat, in rank order."""
         found = []
         for path in sorted(self.folder.glob("rank_*.json")):
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
                 found.append(Heartbeat(**json.loads(path.read_text())))
         return found
 
@@ -114,7 +114,7 @@ class Heartbeats:
     def first_failure(self) -> Failure | None:
         try:
             return Failure(**json.loads(self._first.read_text()))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
     def wait_for_failure(self, seconds: float) -> Failure | None:

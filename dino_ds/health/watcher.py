@@ -124,14 +124,12 @@ class Watcher:
             return
         self._heartbeats.publish(self._heartbeat())
         self._failure = self._failure or self._heartbeats.first_failure()
-        if self._orders.rank:
-            return
-        if not self._lock.refresh():
+        if (self._run_dir / "stop").exists():
+            self._beat.wish("the stop file")
+        if self._orders.rank == 0 and not self._lock.refresh():
             other = self._lock.holder()
             whom = f"pid {other.pid} on {other.host}" if other else "another run"
             self._taken_over = f"{self._run_dir} was taken over by {whom} while this one was frozen: it ends unsaved"
-        if (self._run_dir / "stop").exists():
-            self._beat.wish("the stop file")
 
     def _heartbeat(self) -> Heartbeat:
         orders, beat = self._orders, self._beat
@@ -246,9 +244,9 @@ class Watcher:
         beat, orders = self._beat, self._orders
         if not beat.ended:
             how = death_of(orders.pid)
-            hint = ": often the system, out of memory" if how in ("", "by SIGKILL") else ""
+            hint = ", most often because memory has run out" if how in ("", "by SIGKILL") else ""
             message = (
-                f"rank {orders.rank} died {how or 'without a word'}{hint}, at step {beat.step} ({beat.where}); "
+                f"rank {orders.rank} died {how or 'without a word'} at step {beat.step} ({beat.where}){hint}; "
                 f"{last_checkpoint(self._run_dir)}"
             )
             if beat.listed:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from dino_ds.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.probe import MARK, Answer, Question
 
-CHECKOUT = Path(__file__).resolve().parent.parent.parent
 _CONNECT_SECONDS = 15
 _ANSWER_SECONDS = 180
 """Python and torch from a cold network disk."""
@@ -87,7 +87,7 @@ def _install(name: str) -> str:
 def _local_slots(plan: LaunchPlan) -> tuple[int, ...]:
     if plan.hosts:
         return plan.hosts[plan.node_rank or 0].slots
-    return plan.devices or tuple(range(plan.ranks))
+    return tuple(range(plan.ranks))
 
 
 @contextmanager

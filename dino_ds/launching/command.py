@@ -62,7 +62,7 @@ class LaunchPlan:
     def world_sizes(self) -> tuple[int, ...]:
         """Ranks in all; several for an elastic run."""
         if self.hosts:
-            return (sum(min(len(host.slots), self.ranks) for host in self.hosts),)
+            return (sum(len(host.slots) for host in self.hosts),)
         return tuple(self.ranks * nodes for nodes in range(self.nodes[0], self.nodes[1] + 1))
 
 

@@ -48,8 +48,8 @@ def _skipped_steps(run_dir: Path, done: int) -> int:
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
             line = json.loads(text)
-        except ValueError:
+            if line["step"] <= done:
+                skipped = line.get("skipped_steps", skipped)
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # it was being written
-        if line.get("step", 0) <= done:
-            skipped = line.get("skipped_steps", skipped)
     return skipped

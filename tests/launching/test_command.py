@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import subprocess
 from pathlib import Path
@@ -10,25 +11,13 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
+from dino_ds.launching.asked import Asked, build_plan
 from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, quote_for_pdsh
 from dino_ds.launching.hostfile import Host
-from dino_ds.launching.launch import build_plan
+from dino_ds.launching.launch import run
 
 SCRIPT = Path("/code/dino_ds/train.py")
 WORDS = ("--data.root", "/images")
-DEFAULTS = {
-    "hostfile": None,
-    "include": None,
-    "exclude": None,
-    "ranks": None,
-    "launcher": "deepspeed",
-    "nodes": None,
-    "no_ssh": False,
-    "node_rank": None,
-    "master_addr": None,
-    "master_port": None,
-    "max_restarts": 0,
-}
 
 
 @pytest.fixture
@@ -39,7 +28,7 @@ def hostfile(tmp_path):
 
 
 def _plan(**options):
-    return build_plan(WORDS, **{**DEFAULTS, **options})
+    return build_plan(Asked(**options), WORDS)
 
 
 def _deepspeed(plan):
@@ -81,6 +70,14 @@ def test_torchrun_and_its_elastic_form():
     args = parse_args(command[command.index("torch.distributed.run") + 1 :])
     assert (args.nnodes, args.rdzv_endpoint, args.max_restarts) == ("1:3", "w1:29500", 5)
     assert plan.world_sizes == (4, 8, 12)
+
+
+def test_an_elastic_run_must_be_able_to_go_on():
+    train = {"resume": False}
+    checks = {"skip_checks": True, "dry_run": True}
+    asked = Asked(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1")
+    with pytest.raises(ConfigError, match="add --resume auto"):
+        run(**dataclasses.asdict(asked), **checks, train_words=WORDS, train=train)
 
 
 @pytest.mark.parametrize(

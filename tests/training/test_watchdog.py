@@ -60,7 +60,7 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
     found = heartbeats.behind(max(beat.rank for beat in beats) + 1)
     assert [b if isinstance(b, int) else b.rank for b in found] == behind
     text = describe_hang(found, beats[0], 12.0, Path("RUN/hang-5.txt"))
-    assert text.startswith(f"no progress on {line}") and text.endswith("stacks in RUN/hang-5.txt")
+    assert f"no progress on {line}" in text and text.endswith("stacks in RUN/hang-5.txt")
 
 
 def test_a_rank_whose_machine_is_silent_is_behind(heartbeats):
@@ -228,7 +228,7 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
             time.sleep(float(sys.argv[4]))
         """
     )
-    for limit, moves, pause, expected in (("0", "0", "5", 0), ("3", "5", "0", 0), ("2", "0", "60", 6)):
+    for limit, moves, pause, expected in (("0", "0", "4", 0), ("2", "4", "0", 0), ("2", "0", "60", 6)):
         command = [sys.executable, "-c", code, str(tmp_path), limit, moves, pause]
         out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert out.returncode == expected, out.stderr

@@ -1,0 +1,128 @@
+"""A request to stop is obeyed wherever it finds the ranks, and nothing is lost. More in tests/faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.health.records import Heartbeats
+from tests.faults import inject, jobs
+from tests.training.harness import REPOSITORY, image_folder, losses_of
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"), 24, 3)
+
+
+@pytest.fixture(scope="module")
+def straight(images, tmp_path_factory):
+    """The losses of twelve steps that nobody has disturbed."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    assert jobs.start(run, images).wait(120).codes == [0, 0]
+    return losses_of(run)
+
+
+class Stuck:
+    """Images of noise that don't come on rank 1 while there is a file "stuck", as from a disk that does not answer."""
+
+    def __init__(self, root):
+        self._stuck = Path(root) / "stuck"
+
+    def __len__(self):
+        return 24
+
+    def load(self, index):
+        while self._stuck.exists() and os.environ["RANK"] == "1":
+            time.sleep(0.2)
+        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (40, 48, 3), dtype=np.uint8))
+
+    def name(self, index):
+        return f"noise/{index}"
+
+
+def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
+    """All save the step that all have done; the run goes on with the very images that had not come."""
+    root = tmp_path / "images"
+    root.mkdir()
+    here = {"PYTHONPATH": str(REPOSITORY)}
+    changes = {"data.workers": "1", "data.source": f"{__name__}:Stuck", "length": "40 steps"}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert jobs.start(theirs, root, changes=changes, environment=here).wait(120).codes == [0, 0]
+    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.1), times=1000)
+    job = jobs.start(ours, root, changes=changes, fault=slow, environment=here)
+    job.wait_for_steps(ours, 3)
+    (root / "stuck").touch()
+    job.wait_for(lambda: any(beat.seconds_since_progress > 3 for beat in Heartbeats(ours).read()))
+    job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
+    outcome = job.wait(60)
+    assert outcome.codes == [75, 75] and outcome.orphans == [] and outcome.errors == []
+    saved = losses_of(ours)[-1][0]
+    assert f"stopped  by SIGUSR1 (rank 0) at step {saved}; saved step {saved}." in outcome.text
+    (root / "stuck").unlink()
+    assert jobs.start(ours, root, resume=True, changes=changes, environment=here).wait(120).codes == [0, 0]
+    assert losses_of(ours) == losses_of(theirs)
+
+
+def _slow_evaluation(rank):
+    """Batches of one image, half a second each; rank 1 is asked to stop at the first one after step 2."""
+    from dino_ds.evals import features
+    from dino_ds.teacher import Teacher
+
+    features._BATCH = 1
+    original, asked = Teacher.features, []
+
+    def slow(teacher, views):
+        if rank == 1 and not asked and _steps_done() == 2:
+            asked.append(True)
+            inject.mark()
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5 if _steps_done() == 2 else 0)
+        return original(teacher, views)
+
+    Teacher.features = slow
+
+
+def _steps_done():
+    import gc
+
+    from dino_ds.step import DinoStep
+
+    return next(thing.applied_steps for thing in gc.get_objects() if isinstance(thing, DinoStep))
+
+
+def test_an_evaluation_is_not_waited_for(images, tmp_path):
+    test = image_folder(tmp_path / "test", 24, 3, seed=1)
+    run, changes = tmp_path / "run", {"eval.every": "2 steps", "eval.root": str(test)}
+    outcome = jobs.start(run, images, fault=_slow_evaluation, changes=changes).wait(120)
+    assert outcome.codes == [75, 75] and outcome.orphans == []
+    assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in outcome.text
+    assert "k-NN     at step 0" in outcome.text and "k-NN     at step 2" not in outcome.text
+    assert outcome.seconds < 11  # the rest of the evaluation would sleep for 12
+
+
+def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
+    """Ctrl-C reaches all processes of a terminal, and a launcher sends its ranks another signal."""
+    fault = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.5))
+    outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(60)
+    assert outcome.codes == [75, 75] and outcome.errors == []
+
+
+def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
+    """It may lie there before the run begins; the next start goes on."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "stop").touch()
+    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.5), times=1000)
+    outcome = jobs.start(run, images, fault=slow).wait(120)
+    assert outcome.codes == [75, 75]
+    assert "stopped  by the stop file (rank 0) at step " in outcome.text
+    assert not (run / "stop").exists()
+    assert jobs.start(run, images, resume=True).wait(120).codes == [0, 0]
+    assert losses_of(run) == straight
