@@ -9,7 +9,6 @@ import enum
 import logging
 import math
 import os
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +24,7 @@ from dino_ds.errors import ConfigError, NumericError
 from dino_ds.masters import Masters
 from dino_ds.models.network import DinoNetwork
 from dino_ds.optim import parameter_groups
+from dino_ds.ports import find_free_port
 from dino_ds.saved_state import EngineState, SavedState
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
@@ -56,7 +56,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
         return
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
     # Without these DeepSpeed looks for MPI. Only until then: jobs started from here are no ranks of this group.
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     before = dict(os.environ)
     os.environ.update(alone)
     try:
@@ -292,9 +292,3 @@ def _quiet_deepspeed() -> None:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "intervals", "goodput"},
+    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "ports", "intervals", "goodput"},
     {"recipe", "lengths", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
     {"data", "models", "objective", "schedules", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},

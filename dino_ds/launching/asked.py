@@ -10,8 +10,8 @@ from dino_ds.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan, visible_devices
 from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile
-from dino_ds.launching.probe import find_free_port
 from dino_ds.names import did_you_mean
+from dino_ds.ports import find_free_port
 
 LAUNCHERS = ("deepspeed", "torchrun")
 _PORT = 29500

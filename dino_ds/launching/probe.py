@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import os
-import random
 import socket
 import sys
 import time
@@ -17,6 +16,8 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from dino_ds.ports import port_is_free
 
 MARK = "dino_ds answers "
 _MOST_ENTRIES = 1000
@@ -93,25 +94,6 @@ def _count_images(root: str) -> int:
         return len(expand(path))
     except (OSError, DataError):
         return 0
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a process of this machine may listen on the port, on all its addresses."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def find_free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to outgoing connections at any moment."""
-    while True:
-        port = random.randrange(20000, 32000)
-        if port_is_free(port):
-            return port
 
 
 def main() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-import socket
 from collections.abc import Sequence
 from pathlib import Path
+
+from dino_ds.ports import find_free_port, port_is_free
 
 RESUME = ("--resume", "auto")
 DEADLY = 3
@@ -50,25 +51,9 @@ def with_free_port(words: list[str]) -> list[str]:
             continue
         place = i if equals else i + 1
         port = port if equals else words[place]
-        if port.isdigit() and not _is_free(int(port)):
-            changed[place] = f"{name}={_free_port()}" if equals else str(_free_port())
+        if port.isdigit() and not port_is_free(int(port)):
+            changed[place] = f"{name}={find_free_port()}" if equals else str(find_free_port())
     return changed
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-        return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
 
 
 class BackOff:

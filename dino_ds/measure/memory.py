@@ -23,8 +23,8 @@ import psutil
 
 from dino_ds import distributed
 from dino_ds.ds_config import CHECKOUT
-from dino_ds.engine import free_port
 from dino_ds.errors import UserError
+from dino_ds.ports import find_free_port
 
 MIB = 2**20
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -89,7 +89,7 @@ def run_in_children(
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
     if ranks > 1:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(ranks)}
         environment["LOCAL_SIZE"] = str(ranks)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "call.json").write_text(json.dumps({"function": function, "kwargs": kwargs}))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.launching.probe import find_free_port
+from dino_ds.ports import find_free_port
 
 REPOSITORY = Path(__file__).parent.parent.parent
 HOSTS = ("127.0.0.1", "127.0.0.2")

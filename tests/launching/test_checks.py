@@ -18,7 +18,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _check_batches
-from dino_ds.launching.probe import Answer, _count_images, find_free_port, port_is_free
+from dino_ds.launching.probe import Answer, _count_images
+from dino_ds.ports import find_free_port, port_is_free
 from tests.launching.cluster import REPOSITORY, dino_ds, ssh_cluster
 from tests.training.harness import image_folder
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.launching.probe import find_free_port
+from dino_ds.ports import find_free_port
 from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, environment, ssh_cluster
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, losses_of, train_tiny

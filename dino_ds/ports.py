@@ -1,0 +1,27 @@
+"""Ports of this machine."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+_random = random.SystemRandom()  # a seed must not make two jobs of a machine choose alike
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a process of this machine may listen on the port, on all its addresses."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def find_free_port() -> int:
+    """A port that nobody listens on, below those that the system gives to outgoing connections at any moment."""
+    while True:
+        port = _random.randrange(20000, 32000)
+        if port_is_free(port):
+            return port
