@@ -146,7 +146,7 @@ def _call(command: Command, values: dict[str, Any]) -> None:
     if "dino_ds.engine" in sys.modules:
         from dino_ds.engine import leave
 
-        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True)
+        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
         leave()
         faulthandler.cancel_dump_traceback_later()
 

@@ -151,24 +151,6 @@ def _check_levers(levers: dict[str, Any], stage: int, low: list[str]) -> Iterato
 
 
 def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Problem]:
-    nvme = False
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key, {})
-        device = section.get("device", "none")
-        name = f"zero_optimization.{key}"
-        if device == "nvme" and key == "offload_optimizer":
-            yield f"{name}.device", 'the EMA teacher follows FP32 masters that lie in memory: use "cpu"'
-        elif device == "nvme":
-            nvme = True
-            if zero["stage"] != 3:
-                yield f"{name}.device", '"nvme" works only at stage 3: use "cpu"'
-            if "nvme_path" not in section:
-                yield name, "has no nvme_path: name a folder on the NVMe drive"
-        else:
-            for extra in [k for k in section if k not in ("device", "pin_memory")]:
-                yield f"{name}.{extra}", f'it does nothing with device "{device}", only with "nvme": remove it'
-    if "aio" in config and not nvme:
-        yield "aio", "it does nothing without NVMe offload: remove it"
     if offloads_optimizer(zero) and config.get("zero_force_ds_cpu_optimizer"):
         yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
 

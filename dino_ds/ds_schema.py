@@ -62,7 +62,6 @@ TOP: dict[str, Key] = {
     ),
     "comms_logger": Key("section", "log collectives"),
     "flops_profiler": Key("section", "DeepSpeed's profile of one step"),
-    "aio": Key("section", "NVMe offload: asynchronous reads and writes"),
     "dino_ds": Key("section", "speed of dino_ds's own parts; DeepSpeed does not read it"),
     "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
     "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
@@ -85,19 +84,8 @@ _BF16 = {
     "check_grad_overflow": Key("bool", "must be true: skip steps whose gradient is not finite"),
 }
 _OFFLOAD = {
-    "device": Key("text", "where it lies", choices=("none", "cpu", "nvme"), required=True),
-    "nvme_path": Key("text", "folder on the NVMe drive"),
-    "buffer_count": Key("int", "buffers for NVMe", low=1),
+    "device": Key("text", "where it lies; NVMe is not offered", choices=("none", "cpu"), required=True),
     "pin_memory": Key("bool", "page-locked host memory"),
-}
-_OFFLOAD_OPTIMIZER = _OFFLOAD | {
-    "pipeline_read": Key("bool", "NVMe: read ahead"),
-    "pipeline_write": Key("bool", "NVMe: write behind"),
-    "fast_init": Key("bool", "NVMe: fast initialisation"),
-}
-_OFFLOAD_PARAM = _OFFLOAD | {
-    "buffer_size": Key("int", "elements of a buffer for NVMe", above=0),
-    "max_in_cpu": Key("int", "elements kept in host memory with NVMe", low=0),
 }
 _ZERO = {
     "stage": Key(
@@ -164,8 +152,8 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
     "fp16": _FP16,
     "bf16": _BF16,
     "zero_optimization": _ZERO,
-    "zero_optimization.offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zero_optimization.offload_param": _OFFLOAD_PARAM,
+    "zero_optimization.offload_optimizer": _OFFLOAD,
+    "zero_optimization.offload_param": _OFFLOAD,
     "zero_optimization.leaf_module": {
         "classes": Key("list", "class names"),
         "names": Key("list", "module names"),
@@ -193,14 +181,6 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
         "detailed": Key("bool", "the whole model"),
         "output_file": Key("text", "file of the table"),
     },
-    "aio": {
-        "block_size": Key("int", "bytes of a request", above=0),
-        "queue_depth": Key("int", "requests in flight", above=0),
-        "intra_op_parallelism": Key("int", "threads per request", above=0),
-        "single_submit": Key("bool", "submit requests one by one"),
-        "overlap_events": Key("bool", "overlap submission and completion"),
-        "use_gds": Key("bool", "NVIDIA GPUDirect Storage"),
-    },
 }
 
 _REMOVED = "DeepSpeed 0.19 has removed it"
@@ -209,6 +189,11 @@ _METRICS = "dino_ds writes metrics.jsonl and TensorBoard itself, into the run fo
 _AUTOCAST = 'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3'
 _CHECKPOINTS = "dino_ds writes checkpoints itself (recipe: save_every, keep_checkpoints)"
 _OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's AdamW"
+_NVME = 'it is for offload to NVMe, which is not offered: the teacher reads the masters in memory; use "device": "cpu"'
+_NVME_KEYS = {
+    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
+    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+}
 _RECOMPUTE = "it cannot act: dino_ds recomputes with torch's non-reentrant checkpointing, one block at a time"
 _NO_INIT = "it cannot act: dino_ds builds the model module by module and gives each to DeepSpeed"
 
@@ -222,6 +207,8 @@ REFUSED: dict[str, str] = {
         _REMOVED,
     ),
     **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
+    "aio": _NVME,
+    **{f"zero_optimization.{section}.{key}": _NVME for section, keys in _NVME_KEYS.items() for key in keys},
     "torch_autocast": _AUTOCAST,
     "checkpoint": _CHECKPOINTS,
     "compile": "DeepCompile is not supported; dino_ds.compile compiles block by block",

@@ -192,7 +192,9 @@ class Attempt:
             lost = f"the launcher was ended; its ranks have stopped; {self._checkpoint}"
             return outcome(LOST, lost) if self._launcher_lost else outcome(STOPPED)
         if failure := self._records.first_failure():
-            return outcome(failure.code or LOST, failure.message, True, failure.rank)
+            # Of a hang, it is the rank that has noticed it; the message names those that are behind.
+            rank = None if failure.kind == "hang" else failure.rank
+            return outcome(failure.code or LOST, failure.message, True, rank)
         return outcome(*self._guess(codes))
 
     def _codes(self) -> dict[int, int | None]:

@@ -83,7 +83,6 @@ def _without_offload(ds: Mapping[str, Any]) -> Ds | None:
     lighter = copy.deepcopy(dict(ds))
     for key in ("offload_optimizer", "offload_param"):
         lighter["zero_optimization"].pop(key, None)
-    lighter.pop("aio", None)
     return lighter
 
 

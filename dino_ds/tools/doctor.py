@@ -66,7 +66,7 @@ def _looks(recipe: Recipe, config: DsConfig, run_dir: Path, quick: bool) -> list
 
 
 def _page(result: dict[str, Any], found: list[Finding]) -> str:
-    lines = [f"dino-ds doctor on {result['host']}, {result['date']}"]
+    lines = [f"doctor on {result['host']}, {result['date']}"]
     for finding in found:
         lines.append(f"{finding.level:<5} {finding.topic:<11}{finding.text}")
         if finding.remedy:

@@ -100,9 +100,6 @@ def look_at_compilers(config: DsConfig) -> list[Finding]:
 def _needed_ops(config: DsConfig) -> dict[str, str]:
     """Operator -> how it comes to be built. Most configs need none: AdamW is torch's."""
     zero, needed = config.raw["zero_optimization"], dict[str, str]()
-    sections = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    if any(section.get("device") == "nvme" for section in sections):
-        needed["async_io"] = "offload to NVMe needs it: apt-get install libaio-dev g++ ninja-build"
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         needed["quantizer"] = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
     return needed

@@ -98,6 +98,10 @@ def _kill(process):
     process.wait()
 
 
+def _connections(process):
+    return psutil.Process(process.pid).net_connections("inet")
+
+
 def _wait_for(run, process, condition, name="log.txt"):
     """Until a file of the run is as wanted."""
     end = time.monotonic() + _SECONDS
@@ -145,20 +149,24 @@ def test_elastic_goes_on_with_fewer_and_with_more_machines(images, tmp_path):
     changes = {"length": "100000 steps", "save_every": "4 steps"}
     assert run_on_ranks(train_tiny, images, straight, Path(DS).name, 16, changes=changes) == [None, None]
     common = ["launch", "--launcher", "torchrun", "--nodes", "1:2", "--ranks", 1, "--master_addr", "127.0.0.1"]
-    common += ["--master_port", find_free_port(), "--max_restarts", 9, "--skip_checks", "--"]
+    port = find_free_port()
+    common += ["--master_port", port, "--max_restarts", 9, "--skip_checks", "--"]
     options = [part for name, value in {**TINY, **changes}.items() for part in (f"--{name}", value)]
     words = [*common, "--ds_config", DS, "--data.root", images, "--run_dir", run, "--resume", "auto", *options]
     # How soon a lost machine is missed, and how long others are waited for.
     env = environment(PET_RDZV_CONF="last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5")
-    stays, goes = (_start(dino_ds(*words), env, log) for log in (tmp_path / "stays.log", tmp_path / "goes.log"))
+    stays, goes = (_start(dino_ds(*words), env, tmp_path / f"{number}.log") for number in (0, 1))
     try:
+        _wait_for(run, stays, lambda text: "accumulation 1 x ranks 2;" in text)
         _wait_for(run, stays, lambda text: text.count('"loss"') >= 6, "metrics.jsonl")
+        if any(there.laddr.port == port and there.status == "LISTEN" for there in _connections(goes)):
+            stays, goes = goes, stays  # the one where both meet must not be lost
         _kill(goes)
         _wait_for(run, stays, lambda text: "resumed from ZeRO 2 fp32 on 2 ranks" in text)
         back = _start(dino_ds(*words), env, tmp_path / "back.log")
         _wait_for(run, stays, lambda text: "under ZeRO 2 fp32 on 2 ranks" in text)
     finally:
-        for process in (stays, back):
+        for process in (stays, goes, back):
             _kill(process)
     steps = [step for step, _ in losses_of(run)]
     assert steps == list(range(1, len(steps) + 1))
