@@ -183,13 +183,11 @@ class Loop:
         done, said = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)
         self._stop.finish()
-        who = [f"{why} (rank {rank})" if len(said) > 1 else why for rank, why in enumerate(said) if why]
-        by = who[0] if len(set(filter(None, said))) > 1 or said.count("") else next(filter(None, said), "")
-        saved = f"saved step {done}" if self._saved_step == done else "nothing to save"
-        self._log.say(
-            f"stopped  by {by} at step {done}; {saved if done else 'nothing to save'}. "
-            "To continue: the same command with --resume"
-        )
+        _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(said) if why)
+        if by.startswith("SIG") and said.count(by) < len(said):
+            by = f"{by} (rank {rank})"
+        saved = f"saved step {done}" if done and self._saved_step == done else "nothing to save"
+        self._log.say(f"stopped  by {by} at step {done}; {saved}. To continue: the same command with --resume")
         self._forget_stop_file()
         raise SystemExit(STOPPED)
 

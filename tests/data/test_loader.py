@@ -322,9 +322,8 @@ def test_a_killed_worker_is_named_and_started_again_once():
     """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error."""
     import psutil
 
-    everything = [
-        b.indices.tolist() for b in itertools.islice(build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 0, START), 60)
-    ]
+    undisturbed = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 0, START)
+    everything = [next(undisturbed).indices.tolist() for _ in range(40)]
     loader = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 2, START)
     seen = [next(loader).indices.tolist()]
     first = _workers_of_this_process()
