@@ -35,6 +35,7 @@ _GRACE_SECONDS = 4.0
 """For a rank to end by itself after another one has failed."""
 _LONE_SECONDS = 5.0
 """Without its launcher a rank may go on for so long between two signs of life, or twice its longest so far."""
+_STACKS_SECONDS = 2.0
 STACKS_SIGNAL = signal.SIGQUIT
 END_SIGNAL = signal.SIGABRT
 PEER_LOST = 6
@@ -199,7 +200,7 @@ class Watcher:
         before = os.fstat(orders.stacks).st_size
         with contextlib.suppress(ProcessLookupError):
             os.kill(orders.pid, STACKS_SIGNAL)
-        end = time.monotonic() + 2.0
+        end = time.monotonic() + (0.0 if self._heartbeat().stopped else _STACKS_SECONDS)
         size = before
         while time.monotonic() < end:
             time.sleep(0.1)
