@@ -195,7 +195,8 @@ def _run_dir_of(words: list[str]) -> Path | None:
 def _exit(code: int) -> None:
     """Also where a group of processes that has lost a rank can't be left: the interpreter would wait for it."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is not None and joined and distributed.get_world_size() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
