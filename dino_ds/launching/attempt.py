@@ -233,6 +233,10 @@ class Attempt:
             code = self._root.returncode or 0
             text = f"the launcher ended with code {code}, and no rank was seen"
             return code if code > 0 else LOST, text, False, None
+        # Ranks that nobody has seen end, too quick or elsewhere: by their last heartbeats.
+        rank = next((rank for rank, found in codes.items() if found), None)
+        if rank is not None and (code := codes[rank] or 0) > 0:
+            return code, f"rank {rank} ended with code {code}; {self._checkpoint}", False, rank
         rank = next(rank for rank, found in codes.items() if found != 0)
         text = f"rank {rank} has ended without having finished; {self._checkpoint}"
         return LOST, text, False, rank
