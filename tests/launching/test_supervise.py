@@ -47,6 +47,8 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # Tests that were started by nohup hand on that it is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def wait_ready(self, ranks: int = 2) -> None:
