@@ -47,8 +47,8 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # Tests that were started by nohup hand on that it is ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+            # Tests that nohup or a shell's & has started would hand on that they are ignored.
+            preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT)],
         )
 
     def wait_ready(self, ranks: int = 2) -> None:
@@ -83,7 +83,7 @@ class Job:
     ("ranks", "code", "parts"),
     [
         ([DONE, DONE], 0, []),
-        ([["exit 2"], ["wait 1", "exit 2"]], 2, ["rank 0", "code 2"]),
+        ([["wait 0.6", "exit 2"], ["wait 1.6", "exit 2"]], 2, ["rank 0", "code 2"]),
         ([["step 5", "wait 1", "exit 6"], ["step 5", "wait 0.5", "die 9"]], 6, ["rank 1", "SIGKILL", "at step 5"]),
         ([["step 5", "wait 0.5", "die 11"], ["wait 1", "exit 1"]], 6, ["rank 0", "SIGSEGV"]),
         ([["wait 1", "die 9"], DONE, ["launcher 0"]], 6, ["rank 0", "SIGKILL"]),
