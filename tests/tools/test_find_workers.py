@@ -163,6 +163,7 @@ def test_bottleneck_is_the_costliest_stage_or_the_training_process():
 
 
 _JOB = """
+import signal
 import sys
 from dino_ds.config import load_recipe
 from dino_ds.data.feed import Feed
@@ -175,6 +176,7 @@ def bring(feed, bring=Feed.__next__):
     return views
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & hands on that it is ignored
     Feed.__next__ = bring
     find_workers.run(
         seconds=float(sys.argv[2]), max_workers=1, step_images_per_second=None, json=True,
