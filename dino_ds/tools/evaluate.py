@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds import distributed
-from dino_ds.config import load_recipe
+from dino_ds.config import Recipe, load_recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.durable import replace_file
@@ -105,20 +105,22 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:
     """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
-    config = Path(model) / "config.yaml"
-    if source is None and root is None and config.is_file():
-        data = load_recipe(str(config), {}).data
-        source, root = data.source, data.root
+    if recipe := _recipe_of(model, source, root):
+        source, root = recipe.data.source, recipe.data.root
     if source is None and root is None:
         raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
     return build_source(source or "folder", root, "train", False)
 
 
+def _recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
+    """Of the run `model`, where no images are named."""
+    config = Path(model) / "config.yaml"
+    return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
+
+
 def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source]:
     """Training and test images: those that are named, else those of the run."""
-    config = Path(model) / "config.yaml"
-    if source is None and root is None and config.is_file():
-        recipe = load_recipe(str(config), {})
+    if recipe := _recipe_of(model, source, root):
         data = recipe.data
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root

@@ -9,7 +9,6 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
-from dino_ds.weights.read import read_head
 
 
 def run(*, model: str | None, format: str | None, out: str | None, heads: int | None, json: bool) -> None:
@@ -28,7 +27,7 @@ def run(*, model: str | None, format: str | None, out: str | None, heads: int | 
     place = Path(out).expanduser() if out else default
     if place.exists():
         raise ConfigError(f"{place} is there already: remove it, or name another with --out")
-    how = write(backbone, place, read_head(source) if format == "dino" else {})
+    how = write(backbone, place, backbone.head)
     if json:
         print(jsons.dumps({"format": format, "out": str(place), "load": how}))
     else:

@@ -58,21 +58,34 @@ def take_weights(network: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises CheckpointError for other shapes, and where a tensor of the network is not there.
     """
     own = dict(network.named_parameters())
-    missing = sorted(own.keys() - tensors.keys())
-    if missing:
-        raise CheckpointError(f"the weights lack {len(missing)} of {len(own)} tensors: {few(missing)}")
-    fitting = {name: tensors[name] for name in own}
-    if "pos_embed" in own:
-        fitting["pos_embed"] = fitted(tensors["pos_embed"], tuple(own["pos_embed"].shape))
-    wrong = [
-        f"{name} {list(t.shape)} vs {list(own[name].shape)}"
-        for name, t in fitting.items()
-        if t.shape != own[name].shape
-    ]
-    if wrong:
-        raise CheckpointError(f"the weights are of another architecture: {len(wrong)} tensors, first {min(wrong)}")
+    shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+    fitting = fit_tensors(tensors, shapes, "the weights lack", "the weights are")
     for name, parameter in own.items():
         parameter.copy_(fitting[name].to(parameter.dtype))
+
+
+def fit_tensors(
+    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], lack: str, are: str
+) -> dict[str, Tensor]:
+    """Those of `tensors` that `shapes` names, in these shapes; a position embedding of another size is resized.
+
+    Raises CheckpointError, which begins with `lack` where a tensor is not there, with `are` where shapes are others.
+    """
+    missing = sorted(shapes.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
+    fitting = {
+        name: fitted(tensors[name], shape) if name.endswith("pos_embed") else tensors[name]
+        for name, shape in shapes.items()
+    }
+    wrong = [
+        f"{name} {list(t.shape)} vs {list(shapes[name])}"
+        for name, t in fitting.items()
+        if tuple(t.shape) != shapes[name]
+    ]
+    if wrong:
+        raise CheckpointError(f"{are} of another architecture: {len(wrong)} tensors, first {min(wrong)}")
+    return fitting
 
 
 def fitted(theirs: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dino_ds.errors import CheckpointError
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.weights import Place
-from dino_ds.weights.fit import few, fitted
+from dino_ds.weights.fit import few, fit_tensors
 from dino_ds.weights.read import Weights
 
 
@@ -29,7 +28,7 @@ class InitialWeights:
         self._head_note = self._fit_head(own)
         self._tensors |= self._head
         self._unused = sorted(self._tensors.keys() - own.keys())
-        self._check_backbone(own)
+        self._fit_backbone(own)
 
     def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
         wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
@@ -42,25 +41,14 @@ class InitialWeights:
         self._head = {}
         return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): the head starts anew"
 
-    def _check_backbone(self, own: dict[str, tuple[int, ...]]) -> None:
-        backbone = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
-        missing = sorted(backbone.keys() - self._tensors.keys())
-        if missing:
-            raise CheckpointError(
-                f"model.init_from {self._source} lacks {len(missing)} of {len(backbone)} tensors: {few(missing)}"
-            )
-        wrong = []
-        for name, shape in backbone.items():
-            tensor = self._tensors[name]
-            if tuple(tensor.shape) != shape and name == "backbone.pos_embed":
-                tensor = self._tensors[name] = fitted(tensor, shape)
-                self._resized.append(f"position embedding resized to {shape[1]} places")
-            if tuple(tensor.shape) != shape:
-                wrong.append(f"{name} {list(tensor.shape)} vs {list(shape)}")
-        if wrong:
-            raise CheckpointError(
-                f"model.init_from {self._source} is of another architecture: {len(wrong)} tensors, first {min(wrong)}"
-            )
+    def _fit_backbone(self, own: dict[str, tuple[int, ...]]) -> None:
+        shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        start = f"model.init_from {self._source}"
+        fitting = fit_tensors(self._tensors, shapes, f"{start} lacks", f"{start} is")
+        place = "backbone.pos_embed"
+        if fitting[place].shape != self._tensors[place].shape:
+            self._resized.append(f"position embedding resized to {shapes[place][1]} places")
+        self._tensors |= fitting
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:

@@ -25,14 +25,22 @@ class Backbone(nn.Module):
     """A frozen Vision Transformer. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
     `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
 
-    `image_size` is the native side in pixels, `width` the length of a feature vector.
+    `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
+    tensors under our names, empty where the file has none.
     """
 
-    def __init__(self, vit: VisionTransformer, image_size: int, source: str, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        image_size: int,
+        source: str,
+        about: dict[str, Any],
+        head: dict[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.vit = vit.eval().requires_grad_(False)
         self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
-        self.source, self.about = source, about
+        self.source, self.about, self.head = source, about, head or {}
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image) -> Tensor:
@@ -89,7 +97,7 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     arch, size, interpolation = _described(weights, heads)
     vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
     take_weights(vit, weights.backbone)
-    return Backbone(vit, size, str(path), weights.about).to(device)
+    return Backbone(vit, size, str(path), weights.about, weights.head).to(device)
 
 
 def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, str]:

@@ -81,11 +81,6 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     return Weights(kind, backbone, head, about)
 
 
-def read_head(path: Path) -> dict[str, Tensor]:
-    """The projection head of a file of weights, under our names; empty where there is none."""
-    return {} if path.is_dir() else read_weights(path).head
-
-
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)

@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from dino_ds.ports import find_free_port
 from tests.faults.server import Order, serve
 from tests.training.harness import REPOSITORY, TINY
 
@@ -76,16 +76,10 @@ def start(
     there = next(path for path in run_dir.parents if path.is_dir())
     folder = there / f"{run_dir.name}.job{time.monotonic_ns()}"
     folder.mkdir(parents=True)
-    order = Order(folder, words, world, port or _free_port(), fault, dict(environment or {}))
+    order = Order(folder, words, world, port or find_free_port(), fault, dict(environment or {}))
     job = Job(_server, order, _server.ask(order))
     _server.launchers.add(job.launcher)
     return job
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class Job:

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dino_ds.ports import find_free_port
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
@@ -34,12 +34,6 @@ from dino_ds.launching.supervise import supervise
 restarts._FIRST_WAIT = 0.1
 sys.exit(supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
 """
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class Target:
@@ -213,12 +207,12 @@ def _report(run: Path, steps: int) -> None:
 
 
 def _torchrun() -> list[str]:
-    port = str(_free_port())
+    port = str(find_free_port())
     return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
 
 
 def _deepspeed() -> list[str]:
-    port = str(_free_port())
+    port = str(find_free_port())
     return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
 
 
