@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from dino_ds import distributed
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.durable import replace_file
-from dino_ds.engine import device, init_distributed
+from dino_ds.engine.device import device
+from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import extract_features, spread_indices
 from dino_ds.evals.suite import EVALUATIONS, Labelled, Settings
