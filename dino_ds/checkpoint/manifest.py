@@ -43,7 +43,8 @@ class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
     run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; state: position and
-    counters of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name -> (bytes, CRC32).
+    counters of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name ->
+    (bytes, CRC32).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

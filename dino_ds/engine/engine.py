@@ -156,7 +156,7 @@ class Engine:
                 flat.reset_adam()
 
     def masters(self) -> list[Masters]:
-        """Where the FP32 master weights of this engine are; see `dino_ds.masters`."""
+        """Where the FP32 master weights of this engine are; see `dino_ds.engine.masters`."""
         return masters_of(self._optimizer, self._engine.module, self._name_of)
 
     def state(self) -> EngineState:
