@@ -112,7 +112,8 @@ def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     network = to_reference(_tensors(model), head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    return f"eval_knn.py --pretrained_weights {out} (head {'included' if head else 'not in the source'})"
+    what = "with its head" if head else f"without a head: {'; '.join(model.notes) or 'there is none in the source'}"
+    return f"eval_knn.py --pretrained_weights {out} ({what})"
 
 
 def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:

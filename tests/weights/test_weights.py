@@ -159,30 +159,13 @@ def _with_dino_positions(model: Backbone) -> Backbone:
     return model
 
 
-def test_dinov2_s_names_are_read(tmp_path):
-    """Registers, LayerScale, SwiGLU under their names, with the CLS token's own position and a mask token."""
-    model = _backbone(KINDS[4])
-    theirs = {}
-    own_position = torch.randn(1, 1, 64)
-    for name, parameter in model.vit.named_parameters():
-        name = name.replace("mlp.fc1", "mlp.w12").replace("mlp.fc2", "mlp.w3").replace("reg_token", "register_tokens")
-        theirs[name.replace("blocks.1.", "blocks.0.1.")] = parameter.detach().clone()
-    theirs["pos_embed"] = torch.cat((own_position, theirs["pos_embed"]), dim=1)
-    theirs["cls_token"] = theirs["cls_token"] - own_position
-    theirs["mask_token"] = torch.zeros(1, 64)
-    torch.save(theirs, tmp_path / "dinov2.pth")
-    back = load(tmp_path / "dinov2.pth")
-    torch.testing.assert_close(back.features(_images()), model.features(_images()), rtol=1e-5, atol=1e-5)
-
-
-def test_a_position_embedding_of_another_size_is_resized():
-    """To a grid twice as large, as torch's antialiased bicubic does; the CLS token's stays."""
-    small, large = _backbone().vit, VisionTransformer(_backbone().vit.arch, 2 * SIZE)
-    take_weights(large, dict(small.state_dict()))
-    grid = small.pos_embed[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
-    expected = F.interpolate(grid, size=(8, 8), mode="bicubic", antialias=True).flatten(2).transpose(1, 2)
-    torch.testing.assert_close(large.pos_embed[:, 1:], expected)
-    torch.testing.assert_close(large.pos_embed[:, :1], small.pos_embed[:, :1])
+@pytest.mark.parametrize("way", ["dino", "antialias"])
+def test_a_position_embedding_of_another_size_is_resized_as_the_network_does(way):
+    """A network made for that size then computes what the first one computes there."""
+    small = _backbone(interpolation=way)
+    large = Backbone(VisionTransformer(small.vit.arch, 48, pos_embed_interpolation=way), 48, "a test", {})
+    take_weights(large.vit, dict(small.vit.state_dict()))
+    torch.testing.assert_close(large.features(_images(48, 48)), small.features(_images(48, 48)), rtol=0, atol=0)
 
 
 class TestNotebook:
