@@ -133,7 +133,7 @@ def test_the_search_leaves_others_alone():
 def test_the_loader_of_recipes_is_a_safe_one():
     import yaml
 
-    from dino_ds.config import _Loader
+    from dino_ds.config.loading import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader) and not issubclass(_Loader, yaml.UnsafeLoader | yaml.FullLoader)
     assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})

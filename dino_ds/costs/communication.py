@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.costs.memory import element_bytes, persistent_below
-from dino_ds.ds_config import DsConfig
 
 _FP32 = 4
 # DeepSpeed's defaults, elements.

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
 from dino_ds.errors import CheckpointError
-from dino_ds.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
 from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 

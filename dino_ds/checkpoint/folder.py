@@ -17,8 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.checkpoint_files import checksum, is_plain_file
-from dino_ds.checkpoint_manifest import (
+from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
     Manifest,

@@ -15,8 +15,8 @@ from typing import Any
 
 import hjson
 
-from dino_ds.ds_check import offloads_optimizer, problems_of, wrong_key
-from dino_ds.ds_schema import SECTIONS
+from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
+from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
 from dino_ds.text_file import is_file, read_text

@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
-from dino_ds.lengths import Length
 from dino_ds.names import did_you_mean, nearest
 
 

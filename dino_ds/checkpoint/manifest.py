@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from dino_ds.checkpoint_files import FileRecord, header_of, is_plain_file
+from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file
 from dino_ds.errors import CheckpointError
 
 MANIFEST = "manifest.json"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds import distributed
-from dino_ds.engine_masters import Names, group_names, master_shards, refresh_weights, sharded_masters_of
-from dino_ds.masters import FlatMasters, PartitionedMasters
-from dino_ds.saved_state import (
+from dino_ds.engine.masters import FlatMasters, PartitionedMasters
+from dino_ds.engine.optimizers import Names, group_names, master_shards, refresh_weights, sharded_masters_of
+from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
     EngineState,
