@@ -34,6 +34,8 @@ def run(
     k: str,
     temperature: float,
     images: int | None,
+    epochs: int,
+    batch: int,
     workers: int | None,
     out: str | None,
     json: bool,
@@ -50,6 +52,8 @@ def run(
         temperature=temperature,
         size=size,
         images=images,
+        epochs=epochs,
+        batch=batch,
         workers=workers,
         root=Path(root).expanduser() if root else None,
     )
