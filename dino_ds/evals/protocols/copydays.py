@@ -1,19 +1,19 @@
 """Copy detection: find the original of a photo that was cropped, recompressed or changed by hand.
 
-Sources: the Copydays images of INRIA (Douze et al. 2009); facebookresearch/dino `eval_copy_detection.py`: features, sizes
-and metrics.
+Source: facebookresearch/dino `eval_copy_detection.py`, on the Copydays images of INRIA (Douze et al. 2009).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dino_ds import distributed
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
@@ -39,22 +39,21 @@ _GEM_POWER = 4
 
 def copydays(subject: Subject) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
-    folder = _BENCHMARK.find(subject.settings.root)
-    originals = _images(folder / "original")
-    database = _describe(subject, originals, "original")
-    if (folder / "distractors").is_dir():
-        database = torch.cat((database, _describe(subject, _images(folder / "distractors"), "distractors")))
-    whiten = None
-    if (folder / "whitening").is_dir():
-        whiten = Whitening(_describe(subject, _images(folder / "whitening"), "whitening"))
-        database = whiten(database)
+    with distributed.together():
+        folder = _BENCHMARK.find(subject.settings.root)
+        blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
+        extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
+        originals = [path.name for path in blocks["original"]]
+        wanted = {block: originals_of([path.name for path in paths], originals) for block, paths in blocks.items()}
+    database = _describe(subject, blocks["original"], "original")
+    if "distractors" in extra:
+        database = torch.cat((database, _describe(subject, extra["distractors"], "distractors")))
+    whiten = Whitening(_describe(subject, extra["whitening"], "whitening")) if "whitening" in extra else _as_they_are
+    database = whiten(database)
     results = {}
-    for block in _blocks(folder):
-        copies = _images(folder / block)
-        queries = _describe(subject, copies, block)
-        wanted = originals_of([path.name for path in copies], [path.name for path in originals])
-        value = copy_map(queries if whiten is None else whiten(queries), database, wanted)
-        results[f"copydays_{block.replace('/', '_')}_map"] = value
+    for block in list(blocks)[1:]:
+        queries = whiten(_describe(subject, blocks[block], block))
+        results[f"copydays_{block.replace('/', '_')}_map"] = copy_map(queries, database, wanted[block])
     for kind in ("jpegqual", "crops"):
         values = [value for name, value in results.items() if name.startswith(f"copydays_{kind}_")]
         if values:
@@ -77,6 +76,11 @@ class Whitening:
 
     def __call__(self, features: Tensor) -> Tensor:
         return ((features.double() - self._mean) @ self._axes).to(features.dtype)
+
+
+def squeezed(image: Image.Image, side: int) -> Tensor:
+    """Image -> (3, side, side), normalised."""
+    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC))
 
 
 def pooled(cls: Tensor, patches: Tensor) -> Tensor:
@@ -106,22 +110,23 @@ def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]])
     return 100.0 * sum(values) / len(values)
 
 
+def _as_they_are(features: Tensor) -> Tensor:
+    return features
+
+
 def _describe(subject: Subject, paths: Sequence[Path], what: str) -> Tensor:
     backbone = subject.backbone
     side = max(1, (subject.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
-
-    def prepare(image: Image.Image) -> Tensor:
-        return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC))
 
     def describe(images: Tensor) -> Tensor:
         tokens = backbone.last_tokens(images, 1)[0]
         rows = images.shape[-1] // backbone.patch_size
         return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
 
-    return describe_files(subject, Files(paths), prepare, describe, _BATCH, f"copydays: {what}")
+    return describe_files(subject, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")
 
 
-def _blocks(folder: Path) -> list[str]:
+def _copies(folder: Path) -> list[str]:
     """Strong, and those of the others that are there, by number."""
     found = ["strong"]
     for kind in ("jpegqual", "crops"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
 from dino_ds.evals.protocols.places import Benchmark, plain_name
@@ -26,6 +28,8 @@ from dino_ds.evals.subject import Subject
 
 _KS = (1, 5, 10)
 _SCALES = (1.0, 2**-0.5, 0.5)
+_MOST_PIXELS = 10_000
+"""Of a side of a query's box."""
 _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
@@ -51,7 +55,7 @@ class GroundTruth:
 
     images: list[str]
     queries: list[str]
-    boxes: list[tuple[float, ...]]
+    boxes: list[tuple[float, float, float, float]]
     answers: list[dict[str, list[int]]]
 
 
@@ -61,7 +65,7 @@ def read_ground_truth(path: Path) -> GroundTruth:
     try:
         images, queries = ([plain_name(name, path) for name in content[key]] for key in ("imlist", "qimlist"))
         entries: list[dict[str, Any]] = list(content["gnd"])
-        boxes = [tuple(np.asarray(entry["bbx"], dtype=float).reshape(4).tolist()) for entry in entries]
+        boxes = [_box(entry["bbx"]) for entry in entries]
         answers = [{key: _indices(entry[key], len(images)) for key in ("easy", "hard", "junk")} for entry in entries]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise DataError(f"{path} is no ground truth of revisitop: {type(error).__name__}: {error}") from None
@@ -95,14 +99,11 @@ def landmark_scores(
     return scores
 
 
-def thumbnail(size: int) -> Callable[[Image.Image], Tensor]:
-    """Image -> (3, h, w): shrunken so that its longer side is at most `size` pixels."""
-
-    def prepare(image: Image.Image) -> Tensor:
-        image.thumbnail((size, size), Image.Resampling.LANCZOS)
-        return to_tensor(image)
-
-    return prepare
+def thumbnail(image: Image.Image, size: int) -> Tensor:
+    """Image -> (3, h, w), normalised: shrunken so that its longer side is at most `size` pixels."""
+    small = image.copy()
+    small.thumbnail((size, size), Image.Resampling.LANCZOS)
+    return to_tensor(small)
 
 
 def describe_at_scales(subject: Subject, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
@@ -112,33 +113,38 @@ def describe_at_scales(subject: Subject, scales: Sequence[float]) -> Callable[[T
     def describe(images: Tensor) -> Tensor:
         total = Tensor([0.0]).to(images.device)
         for scale in scales:
-            sides = [max(patch, int(side * scale)) for side in images.shape[-2:]]
-            scaled = images
-            if sides != list(images.shape[-2:]):
-                scaled = F.interpolate(images, size=sides, mode="bilinear", align_corners=False)
-            # A patch embedding drops what is left at the right and at the bottom.
-            cut = scaled[..., : sides[0] // patch * patch, : sides[1] // patch * patch]
-            total = total + subject.backbone.features(cut)
+            scaled = images if scale == 1 else F.interpolate(images, scale_factor=scale, mode="bilinear")
+            total = total + subject.backbone.features(_whole_patches(scaled, patch))
         return F.normalize(total, dim=-1)
 
     return describe
 
 
-def _evaluate(
-    subject: Subject, name: str, dataset: str, size: int, scales: Sequence[float]
-) -> dict[str, float]:
+def _whole_patches(images: Tensor, patch: int) -> Tensor:
+    """Without what is left over at the right and at the bottom, which a patch embedding drops; at least one patch."""
+    height, width = images.shape[-2:]
+    if min(height, width) < patch:
+        height, width = max(height, patch), max(width, patch)
+        images = F.interpolate(images, size=(height, width), mode="bilinear")
+    return images[..., : height // patch * patch, : width // patch * patch]
+
+
+def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     benchmark = _benchmark(dataset)
-    folder = benchmark.find(subject.settings.root)
-    truth = read_ground_truth(folder / f"gnd_{dataset}.pkl")
-    images, queries = ([folder / "jpg" / f"{name}.jpg" for name in names] for names in (truth.images, truth.queries))
-    benchmark.check([*images, *queries])
-    prepare, describe = thumbnail(subject.settings.size or size), describe_at_scales(subject, scales)
+    with distributed.together():
+        folder = benchmark.find(subject.settings.root)
+        truth = read_ground_truth(folder / f"gnd_{dataset}.pkl")
+        images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]
+        queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]
+        benchmark.check([*images, *queries])
+    prepare = partial(thumbnail, size=subject.settings.size or size)
+    describe = describe_at_scales(subject, scales)
 
     def features(files: Files, what: str) -> Tensor:
         return describe_files(subject, files, prepare, describe, 1, what)
 
     database = features(Files(images), f"{name}: database")
-    results = {}
+    results = dict[str, float]()
     # The benchmark asks with the landmark cut out, DINO's script with the whole photo.
     for boxes, kind in ((truth.boxes, ""), (None, "whole_")):
         asked = features(Files(queries, boxes), f"{name}: {kind}queries")
@@ -158,6 +164,13 @@ def _benchmark(dataset: str) -> Benchmark:
         f"a folder {dataset} with {truth} and jpg/NAME.jpg",
         "https://github.com/filipradenovic/revisitop",
     )
+
+
+def _box(values: Any) -> tuple[float, float, float, float]:
+    left, top, right, bottom = np.asarray(values, dtype=float).reshape(4).tolist()
+    if not (abs(left) < right < _MOST_PIXELS and abs(top) < bottom < _MOST_PIXELS):
+        raise ValueError(f"{left, top, right, bottom} is no box in an image")
+    return left, top, right, bottom
 
 
 def _indices(values: Any, images: int) -> list[int]:

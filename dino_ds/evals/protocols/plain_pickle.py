@@ -1,7 +1,7 @@
 """Reads a pickle as data: dicts, lists, tuples, text, bytes, numbers and NumPy arrays of numbers. Nothing in it is run.
 
-A pickle names the functions of NumPy that build its arrays. Here each of these names stands for something small of ours,
-any other name refuses the file, and so does any operation that plain data has no need of. The reader is Python's own
+A pickle names the functions of NumPy that build its arrays. Here each of these names stands for something small of
+ours, any other name refuses the file, and so does any operation that plain data has no need of. The reader is Python's
 slow one: the one in C takes as much memory as an operation names.
 """
 
@@ -15,19 +15,19 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dino_ds.errors import DataError
 
 _MAX_BYTES = 16 << 20
-_OPERATIONS = (
-    "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 "
-    "FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT "
-    "SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE BUILD"
-).split()
+_OPERATIONS = """
+    PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4
+    FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE
+    SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT
+    SETITEM SETITEMS GET BINGET LONG_BINGET PUT BINPUT LONG_BINPUT MEMOIZE GLOBAL STACK_GLOBAL REDUCE BUILD
+"""
 
 
 def read_plain_pickle(path: Path) -> Any:
@@ -37,15 +37,19 @@ def read_plain_pickle(path: Path) -> Any:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
+        with open(handle, "rb") as stream:
             state = os.fstat(handle)
             if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_BYTES:
                 raise DataError(f"{path} is refused: it is no regular file of at most {_MAX_BYTES >> 20} MiB")
-            data = file.read(_MAX_BYTES)
+            data = stream.read(_MAX_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     try:
-        return _Reader(data).load()
+        file = io.BytesIO(data)
+        content = _Reader(file).load()
+        if file.read(1):
+            raise pickle.UnpicklingError("something follows the pickle")
+        return content
     except pickle.UnpicklingError as error:
         raise DataError(f"{path} is refused: it holds more than plain data ({' '.join(str(error).split())})") from None
     except Exception as error:  # a damaged pickle makes its reader raise anything
@@ -93,8 +97,10 @@ def _values(data: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
 
 
 class _Reader(pickle._Unpickler):
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin1")
+    stack: list[Any]
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, encoding="latin1")
         self._encoded: dict[str, bytes] = {}  # each text once, however often it is named
         self._known: dict[str, Callable[..., Any]] = {
             "numpy.ndarray": _nothing,
@@ -126,7 +132,11 @@ class _Reader(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it changes a {type(target).__name__}")
         target.set(state)
 
-    dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPERATIONS}
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: operation
+        for code, operation in pickle._Unpickler.dispatch.items()
+        if code in {getattr(pickle, name)[0] for name in _OPERATIONS.split()}
+    }
     dispatch[pickle.BUILD[0]] = _build
 
 

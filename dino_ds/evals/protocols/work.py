@@ -30,7 +30,7 @@ class Files(EncodedImages):
     labels = None
     classes = None
 
-    def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, ...]] | None = None) -> None:
+    def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, float, float, float]] | None = None) -> None:
         self._paths, self._boxes = [str(path) for path in paths], boxes
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Files(EncodedImages):
 
     def load(self, index: int) -> Image.Image:
         image = super().load(index)
-        return image if self._boxes is None else image.crop(tuple(round(side) for side in self._boxes[index]))
+        return image if self._boxes is None else image.crop(self._boxes[index])
 
 
 def describe_files(
@@ -78,7 +78,7 @@ def describe_files(
     if found is None:
         raise GaveUp
     if found[2]:
-        raise DataError(f"{len(found[2])} images of the benchmark can't be read, such as {found[2][0]}: fetch them anew")
+        raise DataError(f"{len(found[2])} images can't be read, such as {found[2][0]}: fetch it anew")
     return found[0].float()
 
 
