@@ -1,139 +1,130 @@
-"""k-NN of the teacher while it trains, beside the baselines that make the number mean something."""
+"""Evaluations of the teacher while it trains; for k-NN with the baselines that make the number mean something."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dino_ds import distributed
 from dino_ds.config import Recipe
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import DataError
-from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracies
+from dino_ds.errors import ConfigError, DataError, UserError
+from dino_ds.evals.features import raw_pixels
+from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.results import describe_result
+from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject, check_labels, labelled_indices
+from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.teacher import Teacher
 
+Results = dict[str, dict[str, Any]]
+"""By evaluation, as RUN/evaluations.json keeps them."""
 
-class KnnWatch:
-    """Evaluates every `every` steps on fixed subsets of labelled images: a bank to compare with, and test images.
 
-    Keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher.
+class Watch:
+    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images, `train` and `test`.
+
+    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
+    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
     """
 
     def __init__(
         self,
-        bank: Source,
-        test: Source,
+        names: Sequence[str],
         every: int,
-        size: int,
-        k: int,
-        temperature: float,
-        limits: tuple[int, int],
-        workers: int | None,
+        train: Source,
+        test: Source | None,
+        settings: Settings,
+        image_size: int,
     ) -> None:
-        assert bank.labels is not None and test.labels is not None
-        labelled = np.flatnonzero(np.asarray(bank.labels) >= 0)
-        self._bank, self._test = bank, test
-        self._bank_indices = [int(labelled[i]) for i in spread_indices(len(labelled), limits[0])]
-        self._test_indices = spread_indices(len(test), limits[1])
-        self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
-        self._workers = workers
-        self.chance = 100.0 / len(set(test.labels))
-        self._unreadable: dict[str, bool] = {}  # text -> whether it has been said
+        self._names, self._every, self._settings, self._size = names, every, settings, image_size
+        self._sources = (train, test)
+        self.chance, self._images = 0.0, [0, 0]
+        self._said: set[str] = set()
         self.raw: float | None = None
         self.untrained: float | None = None
         self.latest: float | None = None
+        for name in names:
+            with distributed.together():
+                self._check(name)
 
     @classmethod
-    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> KnnWatch | None:
-        """None where evaluation is switched off or there is nothing labelled to evaluate on.
+    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> Watch | None:
+        """None where evaluation is switched off, or by itself and there is nothing labelled to evaluate on.
 
-        Raises DataError if the test images are named but do not fit the training images.
+        All ranks must call it. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
         """
-        settings = recipe.eval
-        every = settings.every.in_steps(recipe.data.global_batch, epoch_steps)
-        own = recipe.data.own_files
-        if every == 0 or (own and settings.root is None):
+        settings, data = recipe.eval, recipe.data
+        every = settings.every.in_steps(data.global_batch, epoch_steps)
+        named = not data.own_files or settings.root is not None
+        names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
+        if every == 0 or not names:
             return None
-        if train.labels is None:
-            raise DataError(
-                f"eval.root is given, but the images of {recipe.data.root} have no classes to compare with; "
-                "sort both into class folders, or leave eval.root out"
-            )
-        root = settings.root if own else recipe.data.root
-        test = build_source(recipe.data.source, root, "test", recipe.data.download)
-        if test.labels is None or test.classes != train.classes:
-            raise DataError(
-                f"eval.root {root} has the classes {_few(test.classes)}, data.root {_few(train.classes)}; "
-                "they must be the same classes"
-            )
-        return cls(
-            train,
-            test,
-            every,
-            recipe.crops.global_size,
-            settings.k,
-            settings.temperature,
-            (settings.bank_images, settings.test_images),
-            recipe.data.workers,
+        test = None
+        with distributed.together():
+            if named:
+                root = settings.root if data.own_files else data.root
+                test = build_source(data.source, root, "test", data.download)
+        how = Settings(
+            ks=(settings.k,),
+            temperature=settings.temperature,
+            images=settings.bank_images,
+            test_images=settings.test_images,
+            workers=data.workers,
+            root=Path(settings.protocol_root).expanduser() if settings.protocol_root else None,
         )
+        return cls(names, every, train, test, how, recipe.crops.global_size)
+
+    def _check(self, name: str) -> None:
+        """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
+        train, test = self._sources
+        try:
+            EVALUATIONS[name](_Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: (train, test)))
+        except _Ready:
+            pass
+        except UserError as error:
+            if test is None and isinstance(error, DataError):
+                raise ConfigError(
+                    f"eval.evals {name} needs labelled test images: name them with --eval.root DIR, or leave it out"
+                ) from None
+            raise type(error)(f"eval.evals {name}: {error}") from None
+        if name == "knn" and test is not None:
+            self._images = [
+                len(labelled_indices(source, limit))
+                for source, limit in ((train, self._settings.images), (test, self._settings.test_images))
+            ]
+            self.chance = 100.0 / len({label for label in test.labels or () if label >= 0})
+            if self._settings.ks[0] > self._images[0]:
+                raise DataError(
+                    f"eval.k {self._settings.ks[0]} is more than the {self._images[0]} labelled training images: lower it"
+                )
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
     def evaluate(
-        self, teacher: Teacher, step: int, device: torch.device, give_up: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
-        """All ranks must call it. At step 0 the teacher is the untrained network.
+        self,
+        teacher: Teacher,
+        step: int,
+        images: int,
+        device: torch.device,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Results | None:
+        """After `step` steps, 0 for the untrained network, of `images` images; all ranks must call it.
 
         `give_up` is asked every batch; where it has said yes on any rank nothing is evaluated: None, on all ranks.
+        What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
+        numbers stay as they are.
         """
-        latest = self._accuracy(teacher.features, device, give_up)
-        raw = self._accuracy(raw_pixels, device, give_up) if latest is not None and self.raw is None else self.raw
-        if latest is None or raw is None:
-            return None
-        self.latest, self.raw = latest, raw
-        if step == 0:
-            self.untrained = latest
-        return {"knn_top1": latest, "knn_raw_pixels": raw, "knn_chance": self.chance}
-
-    def _accuracy(
-        self, describe: Callable[[Tensor], Tensor], device: torch.device, give_up: Callable[[], bool]
-    ) -> float | None:
-        parts = []
-        for source, indices in ((self._bank, self._bank_indices), (self._test, self._test_indices)):
-            found = extract_features(describe, source, indices, self._crop, device, self._workers, give_up)
-            if found is None:
+        with _generators_kept(device):
+            try:
+                return self._evaluate(LiveTeacher(teacher, self._size), step, images, device, give_up)
+            except GaveUp:
                 return None
-            for text in found[2]:
-                self._unreadable.setdefault(text, False)
-            parts.append(found[:2])
-        bank, test = parts
-        return knn_accuracies(*bank, *test, [self._k], self._temperature)[self._k]
-
-    def new_unreadable(self) -> list[str]:
-        """Texts that name images left out of the evaluation, each said once; the same on all ranks."""
-        new = [text for text, said in self._unreadable.items() if not said]
-        self._unreadable.update(dict.fromkeys(new, True))
-        return new
-
-    def verdict(self) -> str:
-        """The honest line: what pixels and chance give, before and after."""
-        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
-        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
-
-
-def _few(classes: list[str] | None) -> str:
-    if not classes:
-        return "none"
-    return ", ".join(classes[:3]) + (f" ... ({len(classes)})" if len(classes) > 3 else "")
