@@ -56,7 +56,7 @@ EVALUATIONS = ("knn", "linear", "ridge", "few-shot", "retrieval", "statistics")
 
 
 def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
-    """"auto", or names in a list or with commas between them."""
+    """ "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
     words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config import Recipe
 from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import ConfigError, DataError, UserError
-from dino_ds.evals.features import raw_pixels
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.results import describe_result
-from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject, check_labels, labelled_indices
+from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject, labelled_indices
 from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.teacher import Teacher
 
+_CPU = torch.device("cpu")
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
 
@@ -46,7 +45,9 @@ class Watch:
     ) -> None:
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
         self._sources = (train, test)
-        self.chance, self._images = 0.0, [0, 0]
+        self.chance = 0.0
+        self._compared: list[float] = []
+        self._notes: list[str] = []
         self._said: set[str] = set()
         self.raw: float | None = None
         self.untrained: float | None = None
@@ -84,27 +85,23 @@ class Watch:
 
     def _check(self, name: str) -> None:
         """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
-        train, test = self._sources
         try:
-            EVALUATIONS[name](_Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: (train, test)))
+            EVALUATIONS[name](_Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: self._sources))
         except _Ready:
-            pass
-        except UserError as error:
-            if test is None and isinstance(error, DataError):
-                raise ConfigError(
-                    f"eval.evals {name} needs labelled test images: name them with --eval.root DIR, or leave it out"
-                ) from None
+            if name == "knn":
+                self._check_neighbours()
+        except (ConfigError, DataError) as error:
             raise type(error)(f"eval.evals {name}: {error}") from None
-        if name == "knn" and test is not None:
-            self._images = [
-                len(labelled_indices(source, limit))
-                for source, limit in ((train, self._settings.images), (test, self._settings.test_images))
-            ]
-            self.chance = 100.0 / len({label for label in test.labels or () if label >= 0})
-            if self._settings.ks[0] > self._images[0]:
-                raise DataError(
-                    f"eval.k {self._settings.ks[0]} is more than the {self._images[0]} labelled training images: lower it"
-                )
+
+    def _check_neighbours(self) -> None:
+        train, test = self._sources
+        k, bank = self._settings.ks[0], len(labelled_indices(train, self._settings.images))
+        if k > bank:
+            raise DataError(f"eval.k {k} is more than the {bank} labelled training images: lower it")
+        assert test is not None and test.labels is not None
+        self.chance = 100.0 / len({label for label in test.labels if label >= 0})
+        images = len(labelled_indices(test, self._settings.test_images))
+        self._compared = [k, self._settings.temperature, bank, images]
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
@@ -123,8 +120,107 @@ class Watch:
         What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
-        with _generators_kept(device):
+        with generators_kept(device):
             try:
                 return self._evaluate(LiveTeacher(teacher, self._size), step, images, device, give_up)
             except GaveUp:
                 return None
+
+    def _evaluate(
+        self, model: LiveTeacher, step: int, images: int, device: torch.device, give_up: Callable[[], bool]
+    ) -> Results:
+        def subject(of: Any) -> Subject:
+            return Subject(of, self._settings, device, lambda: self._sources, give_up, progress=False)
+
+        asked, results, raw = subject(model), Results(), self.raw
+        for name in self._names:
+            if any(distributed.gather_objects(give_up())):
+                raise GaveUp
+            began = time.monotonic()
+            try:
+                found = evaluate(name, asked)
+                if name == "knn" and raw is None:
+                    (raw,) = evaluate(name, subject(_RawPixels(self._size))).values()
+            except (ConfigError, DataError) as error:
+                if step == 0:
+                    raise type(error)(f"eval.evals {name}: {error}") from None
+                asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
+                continue
+            results[name] = describe_result(found, time.monotonic() - began, step, images, *asked.image_counts)
+        self._notes += asked.notes
+        if "knn" in results:
+            (self.latest,) = results["knn"]["results"].values()
+            self.raw = raw
+            self.untrained = self.latest if step == 0 else self.untrained
+        return results
+
+    def metrics(self, results: Results) -> dict[str, float]:
+        """As metrics.jsonl and TensorBoard have them: k-NN with its baselines, the others as eval/METRIC."""
+        found: dict[str, float] = {}
+        for name, result in results.items():
+            if name == "knn":
+                assert self.latest is not None and self.raw is not None
+                found |= {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+            else:
+                found |= {f"eval/{metric}": value for metric, value in result["results"].items()}
+        return found
+
+    def lines(self, results: Results) -> list[str]:
+        """For people; what was noted is said once. The same on all ranks."""
+        said = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._said]
+        self._said.update(self._notes)
+        self._notes.clear()
+        for name, result in results.items():
+            values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
+            label, text = ("k-NN", self.verdict()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
+            said.append(f"{label:<8} at step {result['step']}: {text}")
+        return said
+
+    def verdict(self) -> str:
+        """The honest line of k-NN: what pixels and chance give, before and after."""
+        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
+        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Baselines of other images or neighbours are forgotten; they would be compared with what they are not."""
+        if state.get("of", self._compared) == self._compared:
+            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+
+
+class _RawPixels:
+    """The baseline that any learning must beat, as a `Model` for k-NN."""
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def features(self, images: Tensor) -> Tensor:
+        return raw_pixels(images)
+
+
+class _Ready(Exception):
+    """Everything is there that an evaluation asks for before its first feature."""
+
+
+class _Rehearsal(Subject):
+    @cached_property
+    def _labelled_sources(self) -> tuple[Source, Source]:
+        if self.sources[1] is None:
+            raise ConfigError("it needs labelled test images: name them with --eval.root DIR, or leave it out")
+        return super()._labelled_sources
+
+    def describe(self, source: Source, indices: list[int]) -> Labelled:
+        raise _Ready
+
+
+class _NoModel:
+    def __init__(self, image_size: int) -> None:
+        self.image_size = self.patch_size = self.width = image_size
+
+    def features(self, *_: Any) -> Tensor:
+        raise _Ready
+
+    patch_tokens = attention = last_tokens = features
+
