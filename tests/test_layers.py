@@ -11,14 +11,14 @@ LAYERS = [
     {"recipe", "lengths", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
     {"data", "models", "objective", "schedules", "masters", "costs"}
     | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
-    {"weights", "optim"},
+    {"weights", "optim", "pictures"},
     {"teacher", "engine", "engine_masters", "engine_partition", "engine_state"}
     | {"checkpoint", "checkpoint_saving", "checkpoint_writing", "metrics", "throughput", "build", "run_folder"},
     {"step", "evals"},
     {"run", "stop"},
     {"bad_steps", "reports"},
     {"loop"},
-    {"train", "measure", "pictures"},
+    {"train", "measure"},
     {"plan"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},

@@ -20,6 +20,8 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import nearest
 from dino_ds.pictures import draw
+from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.embedding import TITLES, draw_map, place
 from dino_ds.tools.evaluate import find_images
 from dino_ds.weights.load import Backbone, load
 
@@ -78,12 +80,10 @@ def _figures(backbone: Backbone, source: Source, images: int, bank: int, side: i
     labels = source.labels
     names = None if labels is None or source.classes is None else [source.classes[labels[i]] for i in indices]
     yield "neighbours", _neighbours(features, thumbnails, names)
-    points, method = embed(features)
-    figure = draw.draw_map(points, list(thumbnails), names)
-    figure.suptitle(f"{method} of {len(points)} images' features", fontsize=9)
-    yield "map", figure
+    small = list((255 * thumbnails).round().astype(np.uint8))
+    yield "map", draw_map(place(features, "tsne"), small, names, f"{TITLES['tsne']} of {len(small)} images' features")
     if metrics.is_file():
-        yield "curves", draw.draw_curves([jsons.loads(line) for line in metrics.read_text().splitlines()])
+        yield "curves", draw_curves([jsons.loads(line) for line in metrics.read_text().splitlines()])
 
 
 def _neighbours(features: Tensor, thumbnails: np.ndarray, names: Sequence[str] | None) -> Any:
@@ -97,22 +97,6 @@ def _neighbours(features: Tensor, thumbnails: np.ndarray, names: Sequence[str] |
         found.append([thumbnails[i] for i, _ in others])
         captions.append([f"{cosine:.2f}" + (f" {names[i]}" if names else "") for i, cosine in others])
     return draw.draw_neighbours([thumbnails[q] for q in queries], found, captions)
-
-
-def embed(features: Tensor) -> tuple[np.ndarray, str]:
-    """Features (n, d) -> points (n, 2), and how: t-SNE where scikit-learn is installed, else principal components."""
-    unit = torch.nn.functional.normalize(features.float(), dim=-1)
-    if len(unit) > 3:
-        try:
-            from sklearn.manifold import TSNE
-
-            perplexity = min(30.0, (len(unit) - 1) / 3)
-            return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit.numpy()), "t-SNE"
-        except ImportError:
-            pass
-    centred = unit - unit.mean(dim=0)
-    _, _, axes = torch.linalg.svd(centred, full_matrices=False)
-    return (centred @ axes[:2].T).numpy(), "PCA (t-SNE needs pip install 'dino_ds[viz]')"
 
 
 def _side(backbone: Backbone, size: int | None) -> int:
