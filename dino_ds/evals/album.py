@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -48,9 +48,10 @@ class Album:
         self, teacher: Teacher, step: int, device: torch.device, show: Callable[[str, Tensor, int], None]
     ) -> str | None:
         """PNG files, and `show` (name, uint8 (3, h, w), step) for TensorBoard; what went wrong, in words, or None."""
-        model, folder = LiveTeacher(teacher, self._image_size), self._folder / f"step_{step:08d}"
+        folder = self._folder / f"step_{step:08d}"
         try:
             with generators_kept(device):
+                model = LiveTeacher(teacher, self._image_size)
                 figures = draw_patches(model, *self._read(model.patch_size, device))
                 for name, figure in figures.items():
                     show(name, figure_tensor(figure, _DPI), step)
@@ -60,7 +61,7 @@ class Album:
             return f"no pictures of step {step}: {error or type(error).__name__}; training goes on"
         return None
 
-    def _read(self, patch_size: int, device: torch.device) -> tuple[Tensor, tuple[float, ...], tuple[float, ...]]:
+    def _read(self, patch_size: int, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
             crop, rows = EvalCrop(max(self._image_size, _PATCHES * patch_size)), []

@@ -223,4 +223,3 @@ class _NoModel:
         raise _Ready
 
     patch_tokens = attention = last_tokens = features
-

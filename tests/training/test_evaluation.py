@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -13,11 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dino_ds
 from dino_ds.data.sources import build_source
-from dino_ds.evals.album import Album
 from dino_ds.evals.results import read_results
 from dino_ds.evals.subject import Settings, Subject
-from dino_ds.evals.suite import EVALUATIONS, evaluate
-from dino_ds.evals.watch import Watch
+from dino_ds.evals.suite import evaluate
 from dino_ds.teacher import Teacher
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
@@ -34,7 +31,7 @@ def _train(root, run, ds, changes):
     np.random.seed(1)
     random.seed(1)
     try:
-        message = train_tiny(root, run, ds, changes={"length": "4 steps", "data.workers": "1", **changes})
+        message = train_tiny(root, run, ds, changes={"length": "4 steps", **changes})
     finally:
         Teacher.features = original
     return message, (float(torch.rand(1)), float(np.random.rand()), random.random()), sum(seen)
@@ -117,115 +114,3 @@ def test_pictures_are_in_the_folder_and_in_tensorboard(runs):
         for step in (0, 2, 4):
             with Image.open(run / f"pictures/step_{step:08d}/{name}.png") as picture:
                 assert min(picture.size) > 100
-
-
-def test_names_of_the_recipe_are_those_of_the_table():
-    from dino_ds import recipe
-
-    assert tuple(EVALUATIONS) == recipe.EVALUATIONS
-
-
-@pytest.fixture
-def watch(images):
-    return _watch(images)
-
-
-def _watch(images, names=("knn", "linear"), k=K, limit=None):
-    train, test = (build_source("folder", str(images / part), "train", False) for part in ("images", "test"))
-    settings = Settings(ks=(k,), workers=0, images=limit)
-    return Watch(names, 2, train, test, settings, 32)
-
-
-class _Live:
-    """In the place of LiveTeacher: two pixels are the features."""
-
-    image_size, patch_size, width = 32, 8, 6
-
-    def __init__(self, *_):
-        pass
-
-    def features(self, images):
-        return images[:, :, 10, 10:12].flatten(1)
-
-
-@pytest.fixture(autouse=True)
-def live(monkeypatch):
-    monkeypatch.setattr("dino_ds.evals.watch.LiveTeacher", _Live)
-
-
-def _evaluate(watch, step, give_up=lambda: False):
-    return watch.evaluate(None, step, 8 * step, torch.device("cpu"), give_up)
-
-
-def test_whoever_gives_up_keeps_nothing(watch):
-    """At any question: between the evaluations, or between the batches of one."""
-    questions = []
-    assert _evaluate(watch, 0, lambda: questions.append(1)) is not None
-    for patience in range(len(questions)):
-        asked, other = iter(range(100)), _watch(watch_folder(watch))
-        assert _evaluate(other, 0, lambda: next(asked) == patience) is None
-        assert other.latest is None and other.raw is None
-
-
-def watch_folder(watch):
-    """Where the images of `watch` lie."""
-    from pathlib import Path
-
-    return Path(watch._sources[0].name(0)).parents[2]
-
-
-def test_what_fails_later_is_left_out_and_said_once(watch, monkeypatch):
-    """Before the first step it is an error: nothing is lost yet."""
-    from dino_ds.errors import DataError
-
-    assert set(_evaluate(watch, 0)) == {"knn", "linear"}
-    watch.lines({})
-
-    def fail(_):
-        raise DataError("the disk is gone")
-
-    monkeypatch.setitem(EVALUATIONS, "linear", fail)
-    found = _evaluate(watch, 2)
-    assert set(found) == {"knn"}
-    assert watch.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"
-    with pytest.raises(DataError, match=r"eval\.evals linear: the disk is gone"):
-        _evaluate(watch, 0)
-
-
-def test_baselines_of_other_neighbours_are_forgotten(images):
-    """They would be compared with what they are not; the raw pixels are measured again."""
-    first, same, other = _watch(images), _watch(images), _watch(images, k=3)
-    _evaluate(first, 0)
-    state = json.loads(json.dumps(first.state_dict()))
-    same.load_state_dict(state)
-    other.load_state_dict(state)
-    assert (same.raw, same.untrained) == (first.raw, first.untrained)
-    _evaluate(other, 2)
-    assert other.untrained is None and other.raw is not None
-    assert "untrained" not in other.verdict() and "untrained" in same.verdict()
-
-
-def test_more_neighbours_than_images_is_said_before_training(images):
-    from dino_ds.errors import DataError
-
-    with pytest.raises(DataError, match=r"eval\.k 5 is more than the 4 labelled training images"):
-        _watch(images, limit=4)
-
-
-def test_statistics_need_no_labels(tmp_path):
-    train = build_source("folder", str(image_folder(tmp_path)), "train", False)
-    watch = Watch(("statistics",), 2, train, None, Settings(workers=0), 32)
-    found = _evaluate(watch, 0)
-    assert found["statistics"]["test_images"] == 20
-    assert watch.metrics(found)["eval/rankme"] > 1
-
-
-def test_a_picture_that_can_not_be_drawn_costs_a_line(images, tmp_path):
-    """Here: a file where the folder should be. On an unreadable image the others are drawn."""
-    source = build_source("folder", str(images / "images"), "train", False)
-    (tmp_path / "pictures").write_text("")
-    album = Album(source, 2, tmp_path / "pictures", 32)
-    line = album.draw(None, 2, torch.device("cpu"), lambda *_: None)
-    assert line.startswith("no pictures of step 2: ") and line.endswith("training goes on")
-    assert album.due(2) and not album.due(3) and album.due(3, last=True)
-    assert not Album(source, 0, tmp_path, 32).due(0)
