@@ -225,7 +225,7 @@ class EvalSection(Section):
     root: str | None = _field(None, "labelled test images in a form that data.root may have, with the same classes")
     k: Count = _field(20, "neighbours")
     temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
-    bank_images: Count = _field(10000, "training images among which neighbours are sought, at most")
+    bank_images: Count = _field(10000, "labelled training images that evaluations use, at most")
     test_images: Count = _field(2000, "test images, at most")
     protocol_root: str | None = _field(None, "folder of the data that an evaluation with its own images reads")
     pictures_every: LengthField = _field(
