@@ -40,16 +40,17 @@ def extract_features(
     workers: int | None,
     give_up: Callable[[], bool] = lambda: False,
     progress: str | None = None,
+    batch: int = _BATCH,
 ) -> tuple[Tensor, Tensor, list[str]] | None:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 
     Every rank must call it; every rank gets all rows, in the order of `indices`. Labels are -1 where there are none.
     Unreadable images are left out; the texts that name them are returned too. `give_up` is asked after each batch:
-    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. Raises DataError where a rank
-    has no image at all.
+    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. With `batch` 1 images may be of
+    any sizes. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=_collate, **worker_options(workers))
+    loader = DataLoader(_Images(source, mine, transform), batch, collate_fn=_collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False

@@ -16,6 +16,10 @@ from dino_ds import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
+from dino_ds.evals.protocols.copydays import copydays
+from dino_ds.evals.protocols.davis import davis
+from dino_ds.evals.protocols.landmarks import oxford, paris
+from dino_ds.evals.protocols.voc import voc
 from dino_ds.evals.retrieval import class_retrieval
 from dino_ds.evals.statistics import feature_statistics
 from dino_ds.evals.subject import Subject
@@ -96,6 +100,11 @@ EVALUATIONS: dict[str, Evaluation] = {
     "few-shot": few_shot,
     "retrieval": retrieval,
     "statistics": statistics,
+    "oxford": oxford,
+    "paris": paris,
+    "copydays": copydays,
+    "davis": davis,
+    "voc": voc,
 }
 
 
