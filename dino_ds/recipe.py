@@ -52,7 +52,9 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-EVALUATIONS = ("knn", "linear", "ridge", "few-shot", "retrieval", "statistics")
+EVALUATIONS = (
+    "knn", "linear", "ridge", "few-shot", "retrieval", "statistics", "oxford", "paris", "copydays", "davis", "voc",
+)  # fmt: skip
 
 
 def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -18,7 +19,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.results import describe_result
-from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject, labelled_indices
+from dino_ds.evals.subject import GaveUp, Settings, Subject, labelled_indices
 from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.teacher import Teacher
 
@@ -53,7 +54,7 @@ class Watch:
         self.untrained: float | None = None
         self.latest: float | None = None
         for name in names:
-            with distributed.together():
+            with distributed.together():  # what an evaluation agrees on inside, all ranks agree on
                 self._check(name)
 
     @classmethod
@@ -85,13 +86,14 @@ class Watch:
 
     def _check(self, name: str) -> None:
         """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
+        model: Any = _Size(self._size)
         try:
-            EVALUATIONS[name](_Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: self._sources))
+            EVALUATIONS[name](_Rehearsal(model, self._settings, _CPU, lambda: self._sources))
         except _Ready:
             if name == "knn":
                 self._check_neighbours()
         except (ConfigError, DataError) as error:
-            raise type(error)(f"eval.evals {name}: {error}") from None
+            raise _explained(name, error) from None
 
     def _check_neighbours(self) -> None:
         train, test = self._sources
@@ -143,7 +145,7 @@ class Watch:
                     (raw,) = evaluate(name, subject(_RawPixels(self._size))).values()
             except (ConfigError, DataError) as error:
                 if step == 0:
-                    raise type(error)(f"eval.evals {name}: {error}") from None
+                    raise _explained(name, error) from None
                 asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
                 continue
             results[name] = describe_result(found, time.monotonic() - began, step, images, *asked.image_counts)
@@ -190,11 +192,15 @@ class Watch:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
 
-class _RawPixels:
-    """The baseline that any learning must beat, as a `Model` for k-NN."""
+class _Size:
+    """All that is known of a model before there is one."""
 
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
+
+
+class _RawPixels(_Size):
+    """The baseline that any learning must beat, as a `Model` for k-NN."""
 
     def features(self, images: Tensor) -> Tensor:
         return raw_pixels(images)
@@ -205,21 +211,20 @@ class _Ready(Exception):
 
 
 class _Rehearsal(Subject):
+    """Of an evaluation, up to where it would use the model."""
+
+    def begin(self) -> None:
+        raise _Ready
+
     @cached_property
     def _labelled_sources(self) -> tuple[Source, Source]:
         if self.sources[1] is None:
             raise ConfigError("it needs labelled test images: name them with --eval.root DIR, or leave it out")
         return super()._labelled_sources
 
-    def describe(self, source: Source, indices: list[int]) -> Labelled:
-        raise _Ready
 
-
-class _NoModel:
-    def __init__(self, image_size: int) -> None:
-        self.image_size = self.patch_size = self.width = image_size
-
-    def features(self, *_: Any) -> Tensor:
-        raise _Ready
-
-    patch_tokens = attention = last_tokens = features
+def _explained(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
+    """An evaluation's own words, with our keys for the flags of `dino-ds eval`."""
+    words = {"--root": "--eval.protocol_root", "--images": "--eval.bank_images", "--k": "--eval.k"}
+    text = re.sub("|".join(words), lambda flag: words[flag[0]], str(error))
+    return type(error)(f"eval.evals {name}: {text}")

@@ -17,6 +17,7 @@ from dino_ds.evals.album import Album
 from dino_ds.evals.subject import Settings
 from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.evals.watch import Watch
+from tests.evals.protocols.tiny import clips
 from tests.training.harness import image_folder
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ class _Live:
         return images[:, :, 10, 10:12].flatten(1)
 
     def patch_tokens(self, images):
-        return torch.nn.functional.unfold(images, 8, stride=8).mT.unflatten(1, (16, 16))
+        return torch.nn.functional.unfold(images, 8, stride=8).mT.unflatten(1, [side // 8 for side in images.shape[2:]])
 
     def attention(self, images):
         return self.patch_tokens(images).abs().permute(0, 3, 1, 2)[:, :3]
@@ -116,6 +117,20 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
             _watch(pair, ("linear",))
+
+
+def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
+    train, test = sources
+    for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "has no DAVIS 2017")):
+        with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
+            Watch(("davis",), 2, train, test, Settings(root=root), 32)
+
+
+def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
+    """Whole ones are found good before training, and evaluated."""
+    clips(tmp_path, ("walk",), frames=4)
+    watch = Watch(("davis",), 2, *sources, Settings(root=tmp_path, size=96, workers=0), 32)
+    assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
 def test_statistics_need_no_labels(tmp_path):
