@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source

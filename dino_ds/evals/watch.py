@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept, raw_pixels

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds import recipe
+from dino_ds.config import recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import album as album_module
