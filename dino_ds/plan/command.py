@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, StorageError
 from dino_ds.measure.tables import print_result
 from dino_ds.plan.backbones import with_backbone

@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.fit import fit_with

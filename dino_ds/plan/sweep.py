@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.backbones import with_backbone
