@@ -25,7 +25,8 @@ def draw_curves(records: Sequence[dict[str, Any]]) -> Figure:
     steps = [record for record in records if "loss" in record]
     evaluated = [record for record in records if "knn_top1" in record]
     figure = Figure(figsize=(10, 5), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[3, 2])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
+    above, below = parts
     large = above.subplots(1, 2 if evaluated else 1, squeeze=False)[0]
     small = below.subplots(1, len(SCHEDULES) + 1)
     x = [record["step"] for record in steps]
@@ -57,7 +58,7 @@ def _loss(axes: Any, steps: Sequence[dict[str, Any]]) -> None:
 def _accuracy(axes: Any, evaluated: Sequence[dict[str, Any]]) -> None:
     x = [record["step"] for record in evaluated]
     axes.plot(x, [record["knn_top1"] for record in evaluated], "o-", color=_BLUE, markersize=4)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(record["knn_top1"] for record in evaluated) + 1)
     for key, name in (("knn_raw_pixels", "raw pixels"), ("knn_chance", "chance")):
         value = evaluated[-1].get(key)
         if value is not None:

@@ -105,13 +105,12 @@ def draw_similarity(pictures: Tensor, tokens: Tensor, patches: Sequence[tuple[in
 def draw_neighbours(
     queries: Sequence[np.ndarray], neighbours: Sequence[Sequence[np.ndarray]], captions: Sequence[Sequence[str]]
 ) -> Figure:
-    """A row a query: the image, then its nearest neighbours with a caption each; pictures (h, w, 3)."""
-    titles = ["query", *[str(i + 1) for i in range(len(neighbours[0]))]]
-    sheet = Sheet(len(queries), len(titles), titles, captions=True)
+    """A row a query: the image, then its nearest neighbours; pictures (h, w, 3). A caption each, the query's first."""
+    titles = ["query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]
+    sheet = Sheet(len(queries), len(titles), titles, captions=any(text for texts in captions for text in texts))
     for row, (query, found, texts) in enumerate(zip(queries, neighbours, captions, strict=True)):
-        sheet.put(row, 0, query)
-        for column, (picture, text) in enumerate(zip(found, texts, strict=True)):
-            sheet.put(row, 1 + column, picture, text)
+        for column, (picture, text) in enumerate(zip((query, *found), texts, strict=True)):
+            sheet.put(row, column, picture, text)
     return sheet.figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,16 +23,34 @@ _LEGEND = 20
 _INCHES = 8.0
 
 
-def place(features: Tensor, method: str) -> np.ndarray:
-    """Features (n, d), n > 1 -> points (n, 2): the same ones each time.
+def find_method(asked: str | None) -> str:
+    """What was asked for; else t-SNE where scikit-learn is installed, and PCA where it is not.
 
-    Cosines decide, as in k-NN. Raises ConfigError for a method that is not in METHODS or not installed.
+    Raises ConfigError for a method that is not in METHODS or not installed.
     """
-    if method not in METHODS:
-        raise ConfigError(f"--map {method!r}: there is {', '.join(METHODS)}")
+    if asked is None:
+        return "tsne" if _is_installed("tsne") else "pca"
+    if asked not in METHODS:
+        raise ConfigError(f"--map {asked!r}: there is {', '.join(METHODS)}.{did_you_mean(asked, METHODS)}")
+    if not _is_installed(asked):
+        module, extra = _NEEDS[asked]
+        raise ConfigError(f"--map {asked} needs {module}: pip install 'dino_ds[{extra}]', or --map pca")
+    return asked
+
+
+def place(features: Tensor, method: str) -> np.ndarray:
+    """Features (n, d), n > 1 -> points (n, 2) by a method of METHODS: the same ones each time. Cosines decide, as in
+    k-NN."""
     unit = F.normalize(features.float(), dim=-1)
     # Of so few images there are no neighbourhoods to keep.
     return METHODS["pca"](unit) if len(unit) < 5 else METHODS[method](unit)
+
+
+def _is_installed(method: str) -> bool:
+    try:
+        return method not in _NEEDS or importlib.util.find_spec(_NEEDS[method][0]) is not None
+    except ValueError:  # what stands in for a module may have no description
+        return False
 
 
 def _pca(unit: Tensor) -> np.ndarray:
@@ -40,18 +60,14 @@ def _pca(unit: Tensor) -> np.ndarray:
 
 
 def _tsne(unit: Tensor) -> np.ndarray:
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError:
-        raise ConfigError("t-SNE needs scikit-learn: pip install 'dino_ds[viz]', or --map pca") from None
+    from sklearn.manifold import TSNE
+
     return TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=_SEED).fit_transform(unit.numpy())
 
 
 def _umap(unit: Tensor) -> np.ndarray:
-    try:
-        from umap import UMAP
-    except ImportError:
-        raise ConfigError("UMAP needs umap-learn: pip install 'dino_ds[umap]', or --map tsne") from None
+    from umap import UMAP
+
     neighbours = min(15, len(unit) - 1)
     # With a seed it works on one thread, and warns that it does unless that is asked for.
     start = "spectral" if len(unit) > 4 * neighbours else "random"
@@ -60,6 +76,8 @@ def _umap(unit: Tensor) -> np.ndarray:
 
 
 METHODS: dict[str, Callable[[Tensor], np.ndarray]] = {"tsne": _tsne, "umap": _umap, "pca": _pca}
+_NEEDS = {"tsne": ("sklearn", "viz"), "umap": ("umap", "umap")}
+"""Module and extra."""
 TITLES = {"tsne": "t-SNE", "umap": "UMAP", "pca": "PCA"}
 
 

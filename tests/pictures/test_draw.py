@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from dino_ds.pictures.draw import (
     overlay,
     picture_of,
 )
-from dino_ds.pictures.embedding import METHODS, draw_map, place
+from dino_ds.pictures.embedding import METHODS, draw_map, find_method, place
 
 
 @pytest.fixture
@@ -49,7 +50,8 @@ def test_figures_show_everything(pictures):
     cross = figure.axes[0].lines[-1]
     assert cross.get_color() == "red"
     shown = pictures.numpy()
-    assert _shown(draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["a", "b"]]))[1] == ["query", "1", "2", "a", "b"]
+    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]])
+    assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
 
 
 def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
@@ -117,23 +119,33 @@ def test_likes_lie_together_on_the_map():
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(60) % 3
     features = 8 * torch.eye(8)[labels] + torch.randn(60, 8, generator=generator)
-    for method in METHODS:
-        if method == "umap":
-            pytest.importorskip("umap")
+    for method in (name for name in METHODS if name != "umap"):
         points = torch.from_numpy(place(features, method))
         distances = torch.cdist(points, points) + 1e9 * torch.eye(60)
         assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
         assert bool((torch.from_numpy(place(features, method)) == points).all())
     assert place(features[:2], "tsne").shape == (2, 2)
-    with pytest.raises(ConfigError, match=r"there is tsne, umap, pca"):
-        place(features, "pacmap")
 
 
-def test_a_method_that_is_not_installed(monkeypatch):
-    for method, module, extra in (("tsne", "sklearn.manifold", "viz"), ("umap", "umap", "umap")):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
+def test_umap_where_it_is_installed():
+    pytest.importorskip("umap")
+    features = torch.eye(6).repeat(5, 1) + 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+    points = torch.from_numpy(place(features, "umap"))
+    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
+    assert (distances.argmin(dim=1) % 6 == torch.arange(30) % 6).float().mean() > 0.9
+    assert place(features[:5], "umap").shape == (5, 2)
+
+
+def test_a_method_that_is_not_there(monkeypatch):
+    """t-SNE is for those who have scikit-learn; nobody else has to say so."""
+    assert find_method("pca") == "pca" and find_method(None) == "tsne"
+    with pytest.raises(ConfigError, match=r"'pacmap': there is tsne, umap, pca"):
+        find_method("pacmap")
+    for method, module, extra in (("tsne", "sklearn", "viz"), ("umap", "umap", "umap")):
+        monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
-            place(torch.randn(9, 4), method)
+            find_method(method)
+    assert find_method(None) == "pca"
 
 
 def test_the_map_names_its_groups_where_there_are_few():
