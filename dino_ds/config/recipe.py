@@ -53,7 +53,8 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
 
 
 EVALUATIONS = (
-    "knn", "linear", "ridge", "few-shot", "retrieval", "statistics", "oxford", "paris", "copydays", "davis", "voc",
+    "knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics",
+    "oxford", "paris", "copydays", "davis", "voc",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from dino_ds import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
+from dino_ds.evals.linear_sgd import linear_sgd
 from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford, paris
@@ -96,6 +97,7 @@ def statistics(subject: Subject) -> dict[str, float]:
 EVALUATIONS: dict[str, Evaluation] = {
     "knn": knn,
     "linear": linear,
+    "linear-sgd": linear_sgd,
     "ridge": ridge,
     "few-shot": few_shot,
     "retrieval": retrieval,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.results import describe_result
-from dino_ds.evals.subject import GaveUp, Settings, Subject, labelled_indices
+from dino_ds.evals.subject import GaveUp, Settings, Subject
 from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.teacher import Teacher
 
@@ -87,23 +88,23 @@ class Watch:
     def _check(self, name: str) -> None:
         """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
         model: Any = _Size(self._size)
+        rehearsal = _Rehearsal(model, self._settings, _CPU, lambda: self._sources)
         try:
-            EVALUATIONS[name](_Rehearsal(model, self._settings, _CPU, lambda: self._sources))
-        except _Ready:
+            with suppress(_Ready):
+                EVALUATIONS[name](rehearsal)
             if name == "knn":
-                self._check_neighbours()
+                self._check_neighbours(rehearsal)
         except (ConfigError, DataError) as error:
             raise _explained(name, error) from None
 
-    def _check_neighbours(self) -> None:
-        train, test = self._sources
-        k, bank = self._settings.ks[0], len(labelled_indices(train, self._settings.images))
+    def _check_neighbours(self, subject: Subject) -> None:
+        k, bank, tests = self._settings.ks[0], len(subject.train_indices), subject.test_indices
         if k > bank:
             raise DataError(f"eval.k {k} is more than the {bank} labelled training images: lower it")
-        assert test is not None and test.labels is not None
-        self.chance = 100.0 / len({label for label in test.labels if label >= 0})
-        images = len(labelled_indices(test, self._settings.test_images))
-        self._compared = [k, self._settings.temperature, bank, images]
+        labels = subject.test_source.labels
+        assert labels is not None
+        self.chance = 100.0 / len({label for label in labels if label >= 0})
+        self._compared = [k, self._settings.temperature, bank, len(tests)]
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
@@ -214,6 +215,8 @@ class _Rehearsal(Subject):
     """Of an evaluation, up to where it would use the model."""
 
     def begin(self) -> None:
+        if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
+            _ = self.test_indices
         raise _Ready
 
     @cached_property

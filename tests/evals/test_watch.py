@@ -56,7 +56,7 @@ def sources(tmp_path_factory):
 
 
 def _watch(sources, names=("knn", "linear"), k=K, limit=None):
-    return Watch(names, 2, *sources, Settings(ks=(k,), workers=0, images=limit), 32)
+    return Watch(names, 2, *sources, Settings(ks=(k,), workers=0, images=limit, test_images=100), 32)
 
 
 def _evaluate(watch, step, give_up=lambda: False):
@@ -112,6 +112,8 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     unlabelled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
     with pytest.raises(DataError, match=r"eval\.k 5 is more than the 4 labelled training images"):
         _watch(sources, limit=4)
+    with pytest.raises(DataError, match=r"eval\.evals linear: .* of 2 classes of the test images.*eval\.bank_images"):
+        _watch(sources, ("linear",), limit=1)
     with pytest.raises(ConfigError, match=r"eval\.evals ridge: it needs labelled test images: name them with --eval"):
         _watch((train, None), ("statistics", "ridge"))
     for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
@@ -124,6 +126,12 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
     for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "has no DAVIS 2017")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
             Watch(("davis",), 2, train, test, Settings(root=root), 32)
+
+
+def test_the_papers_probe_is_rehearsed_too(sources):
+    assert _watch(sources, ("linear-sgd",)).due(2)
+    with pytest.raises(ConfigError, match=r"eval\.evals linear-sgd: it needs labelled test images"):
+        _watch((sources[0], None), ("linear-sgd",))
 
 
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):

@@ -19,9 +19,10 @@ from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
 
 DEFAULTS = {"source": None, "size": None, "k": "1,5", "temperature": 0.07, "images": None, "workers": 0, "json": True}
+DEFAULTS |= {"epochs": 2, "batch": 8}
 
 
-LABELLED = ["knn", "linear", "ridge", "few-shot", "retrieval", "statistics"]
+LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics"]
 
 
 @pytest.fixture
