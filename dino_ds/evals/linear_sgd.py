@@ -165,10 +165,12 @@ def _describe(subject: Subject) -> Callable[[Tensor], Tensor]:
 
 
 def _test_inputs(subject: Subject) -> Labelled:
+    source, indices = subject.test_source, subject.test_indices
+    subject.begin()
     found = extract_features(
         _describe(subject),
-        subject.test_source,
-        subject.test_indices,
+        source,
+        indices,
         EvalCrop(subject.size),
         subject.device,
         subject.settings.workers,

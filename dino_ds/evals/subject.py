@@ -113,6 +113,12 @@ class Subject:
         with distributed.together():
             return self._named()
 
+    def begin(self) -> None:
+        """Evaluations call it when they have found everything they want and are about to use the model, on all ranks.
+
+        Training rehearses its evaluations up to here before its first step.
+        """
+
     @property
     def has_labels(self) -> bool:
         """Whether there are labelled training images, and labelled test images of the same classes."""
@@ -196,6 +202,7 @@ class Subject:
 
     def describe(self, source: Source, indices: list[int]) -> Labelled:
         """Features of images of any source, in the order of `indices`; unreadable ones are left out and noted."""
+        self.begin()
         found = extract_features(
             self.backbone.features,
             source,

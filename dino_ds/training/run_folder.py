@@ -34,8 +34,6 @@ _FREE = (
     "save_in_background",
     "max_bad_steps",
     "hang_seconds",
-    "eval.every",
-    "eval.root",
     "data.workers",
     "data.root",
     "data.download",
@@ -83,8 +81,9 @@ class RunFolder:
         known = self._learned()
         allowed = {key.strip() for key in keys.split(",")}
         for key in sorted(allowed - known.keys()):
-            free = "it may change freely, leave it out" if key in _FREE else "it is no key of the recipe"
-            raise ConfigError(f"--allow_change {key}: {free}.{did_you_mean(key, known) if key not in _FREE else ''}")
+            free = _is_free(key) and key in flat_values(self.recipe)
+            what = "it may change freely, leave it out" if free else "it is no key of the recipe"
+            raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
 
     def agree(self) -> None:
@@ -182,8 +181,12 @@ class RunFolder:
 
 
 def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
-    flat = {key: value for key, value in _flatten(recipe).items() if key not in _FREE}
+    flat = {key: value for key, value in _flatten(recipe).items() if not _is_free(key)}
     return {**flat, "gradient_clipping": clipping}
+
+
+def _is_free(key: str) -> bool:
+    return key in _FREE or key.startswith("eval.")
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
