@@ -22,6 +22,7 @@ from dino_ds.ds_config import DsConfig
 from dino_ds.durable import replace_file
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.names import did_you_mean
+from dino_ds.recipe import flatten
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -181,7 +182,7 @@ class RunFolder:
 
 
 def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
-    flat = {key: value for key, value in _flatten(recipe).items() if key not in _FREE}
+    flat = {key: value for key, value in flatten(recipe).items() if key not in _FREE}
     return {**flat, "gradient_clipping": clipping}
 
 
@@ -201,21 +202,6 @@ def _read_run_id(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
-
-
-def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted name -> plain value."""
-    return _flatten(recipe.model_dump(mode="json"))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def versions() -> dict[str, str]:

@@ -34,8 +34,9 @@ from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.loop import Loop
 from dino_ds.metrics import RunLog
+from dino_ds.recipe import flat_values
 from dino_ds.run import Run
-from dino_ds.run_folder import Resume, RunFolder, flat_values
+from dino_ds.run_folder import Resume, RunFolder
 from dino_ds.stop import StopRequests
 
 

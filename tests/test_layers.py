@@ -19,7 +19,7 @@ LAYERS = [
     {"bad_steps", "reports"},
     {"loop"},
     {"train", "measure", "pictures"},
-    {"plan"},
+    {"plan", "report"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},
