@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.data.images import UnreadableImage
@@ -35,20 +36,23 @@ def extract_features(
     device: torch.device,
     workers: int | None,
     give_up: Callable[[], bool] = lambda: False,
+    progress: str | None = None,
 ) -> tuple[Tensor, Tensor, list[str]] | None:
-    """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (len(indices), d) and labels, on `device`.
+    """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 
-    Every rank must call it; every rank gets all rows, in an order that depends on the number of ranks. Unreadable
-    images are left out; the texts that name them are returned too. `give_up` is asked after each batch: None, on all
-    ranks, where it has said yes on one. Raises DataError where a rank has no image at all.
+    Every rank must call it; every rank gets all rows, in the order of `indices`. Labels are -1 where there are none.
+    Unreadable images are left out; the texts that name them are returned too. `give_up` is asked after each batch:
+    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. Raises DataError where a rank
+    has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=_collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False
+    hidden = True if progress is None or distributed.rank() else None
     try:
-        for images, targets, unreadable in batches:
+        for images, targets, unreadable in tqdm(batches, progress, len(loader), leave=False, disable=hidden):
             bad += unreadable
             if len(images):
                 features.append(describe(images.to(device)))
@@ -68,8 +72,11 @@ def extract_features(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, or "
             "raise eval.bank_images and eval.test_images"
         )
-    whole = [distributed.concatenate_across_ranks(torch.cat(parts)) for parts in (features, labels)]
-    return whole[0], whole[1], [text for _, texts, _ in found for text in texts]
+    placed = torch.cat(labels)
+    placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's place in `indices`
+    everybodys = [distributed.concatenate_across_ranks(rows) for rows in (torch.cat(features), placed)]
+    order = everybodys[1][:, 0].argsort()
+    return everybodys[0][order], everybodys[1][order, 1], [text for _, texts, _ in found for text in texts]
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -78,27 +85,27 @@ def raw_pixels(images: Tensor) -> Tensor:
     return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
 
 
-class _Images(Dataset[tuple[Tensor, int] | str]):
+class _Images(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
-        assert source.labels is not None
         self._source, self._indices, self._transform = source, indices, transform
-        self._labels = [source.labels[index] for index in indices]  # not millions of them to each worker
+        labels = source.labels
+        self._labels = [-1 if labels is None else labels[index] for index in indices]  # not millions to each worker
 
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int] | str:
-        """Image and label, or the text that names an unreadable one."""
+    def __getitem__(self, i: int) -> tuple[Tensor, int, int] | str:
+        """Image, its place and label, or the text that names an unreadable one."""
         index = self._indices[i]
         try:
-            return self._transform(self._source.load(index)), self._labels[i]
+            return self._transform(self._source.load(index)), i, self._labels[i]
         except UnreadableImage as error:
             return str(error)
 
 
-def _collate(rows: list[tuple[Tensor, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
-    """Images (b, 3, h, w) and labels (b,) of those that could be read, and the texts of the others."""
+def _collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+    """Images (b, 3, h, w), places and labels (b, 2) of those that could be read, and the texts of the others."""
     good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:
-        return torch.empty(0), torch.empty(0, dtype=torch.long), bad
-    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good]), bad
+        return torch.empty(0), torch.empty(0, 2, dtype=torch.long), bad
+    return torch.stack([row[0] for row in good]), torch.tensor([row[1:] for row in good]), bad

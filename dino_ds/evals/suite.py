@@ -1,59 +1,51 @@
-"""Evaluations of frozen features, by name: each takes labelled features of a training and a test set.
+"""The evaluations by name: each takes a `Subject` and returns numbers.
 
-A new one is a function with this signature and a line in EVALUATIONS; what it returns is printed, written and reported.
+All ranks call it, and it returns the same on all of them. A new one is a function with this signature and a line in
+EVALUATIONS; its first line of documentation goes into the table of docs/evaluations.md, what it returns is printed,
+written and reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dino_ds import distributed
+from dino_ds.errors import DataError
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.retrieval import class_retrieval
 from dino_ds.evals.statistics import feature_statistics
+from dino_ds.evals.subject import Subject
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3
 _RETRIEVAL_IMAGES = 5000
 
-
-@dataclass(frozen=True)
-class Labelled:
-    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device."""
-
-    features: Tensor
-    labels: Tensor
-    classes: int
+Evaluation = Callable[[Subject], dict[str, float]]
+"""Percent, unless it says otherwise."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """ks: numbers of neighbours; temperature of their votes; seed of the draws of few-shot images."""
-
-    ks: tuple[int, ...] = (10, 20, 100, 200)
-    temperature: float = 0.07
-    seed: int = 0
-
-
-Evaluation = Callable[[Labelled, Labelled, Settings], dict[str, float]]
-
-
-def knn(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """The protocol of DINO: top-1 in percent for each k that the training set has neighbours for."""
-    ks = [k for k in settings.ks if k <= len(train.labels)]
-    found = knn_accuracies(
-        train.features, train.labels, test.features, test.labels, ks or [len(train.labels)], settings.temperature
-    )
+def knn(subject: Subject) -> dict[str, float]:
+    """Weighted k-NN, top-1 for each of `--k`"""
+    train, test, settings = subject.train, subject.test, subject.settings
+    images = len(train.labels)
+    ks = [k for k in settings.ks if k <= images]
+    if not ks:
+        raise DataError(f"{images} training images have no {min(settings.ks)} neighbours: give a smaller --k, or more")
+    if len(ks) < len(settings.ks):
+        left_out = ", ".join(str(k) for k in settings.ks if k > images)
+        subject.notes.append(f"k = {left_out} left out: there are {images} training images")
+    found = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
     return {f"knn_{k}": accuracy for k, accuracy in found.items()}
 
 
-def linear(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """Logistic regression to its optimum: top-1 in percent; the regularisation is chosen on a tenth of `train`."""
-    probe = fit_linear(train.features, train.labels, train.classes, seed=settings.seed)
+def linear(subject: Subject) -> dict[str, float]:
+    """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
+    train, test = subject.train, subject.test
+    probe = fit_linear(train.features, train.labels, train.classes, seed=subject.settings.seed)
     return {
         "linear": probe.accuracy(test.features, test.labels),
         "linear_train": probe.accuracy(train.features, train.labels),
@@ -61,15 +53,16 @@ def linear(train: Labelled, test: Labelled, settings: Settings) -> dict[str, flo
     }
 
 
-def ridge(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """Least squares in closed form: seconds instead of minutes, a point or two below `linear`."""
-    probe = fit_ridge(train.features, train.labels, train.classes)
-    return {"ridge": probe.accuracy(test.features, test.labels)}
+def ridge(subject: Subject) -> dict[str, float]:
+    """Least squares to one-hot labels in closed form"""
+    train, test = subject.train, subject.test
+    return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
-def few_shot(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws, in percent."""
-    generator = torch.Generator().manual_seed(settings.seed)
+def few_shot(subject: Subject) -> dict[str, float]:
+    """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
+    train, test = subject.train, subject.test
+    generator = torch.Generator().manual_seed(subject.settings.seed)
     results = {}
     for fraction in _FEW_SHOT_FRACTIONS:
         scores = []
@@ -81,18 +74,19 @@ def few_shot(train: Labelled, test: Labelled, settings: Settings) -> dict[str, f
     return results
 
 
-def retrieval(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """Each test image asks for the others of its class: mean average precision in percent, of 5000 images at most."""
+def retrieval(subject: Subject) -> dict[str, float]:
+    """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
+    test = subject.test
     rows = torch.arange(len(test.labels), device=test.labels.device)
     if len(rows) > _RETRIEVAL_IMAGES:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings.seed))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(subject.settings.seed))
         rows = rows[order[:_RETRIEVAL_IMAGES].to(rows.device)]
     return {"retrieval_map": class_retrieval(test.features[rows], test.labels[rows])}
 
 
-def statistics(train: Labelled, test: Labelled, settings: Settings) -> dict[str, float]:
-    """Of the test features, labels unused: see `feature_statistics`."""
-    return feature_statistics(test.features, settings.seed)
+def statistics(subject: Subject) -> dict[str, float]:
+    """Deviation, RankMe, uniformity of the features: no labels needed"""
+    return feature_statistics(subject.any_features, subject.settings.seed)
 
 
 EVALUATIONS: dict[str, Evaluation] = {
@@ -103,6 +97,11 @@ EVALUATIONS: dict[str, Evaluation] = {
     "retrieval": retrieval,
     "statistics": statistics,
 }
+
+
+def evaluate(name: str, subject: Subject) -> dict[str, float]:
+    """Run one evaluation; all ranks must call it. The results are rank 0's, whatever the last bits of others are."""
+    return distributed.gather_objects(EVALUATIONS[name](subject))[0]
 
 
 def draw_balanced(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:

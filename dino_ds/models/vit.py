@@ -98,6 +98,20 @@ class VisionTransformer(nn.Module):
         x = self._features([[images]], None, cls_only=False, all_tokens=True)
         return x.view(images.shape[0], -1, self.arch.width)
 
+    def last_tokens(self, images: Tensor, blocks: int) -> list[Tensor]:
+        """Images (b, c, h, w) -> all tokens after each of the last `blocks` blocks and the final norm, each (b, n, d).
+
+        As `get_intermediate_layers` of facebookresearch/dino.
+        """
+        x = self._embed(images)
+        packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
+        flat, kept = x.flatten(0, 1), []
+        for i, block in enumerate(self.blocks):
+            flat = block(flat, packing, None, False)
+            if i >= len(self.blocks) - blocks:
+                kept.append(self.norm(flat).view_as(x))
+        return kept
+
     @torch.no_grad()
     def last_attention(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1."""

@@ -51,6 +51,8 @@ _SMALL = (
 _NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
 _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
+EVALUATED = "eval/"
+"""Before the names of figures of evaluations while training, but for those of k-NN."""
 
 
 def draw_run(run: RunFiles) -> Markup:
@@ -69,7 +71,7 @@ def draw_run(run: RunFiles) -> Markup:
 
 
 def _small(run: RunFiles, shown: Shown) -> Markup:
-    line = Line(shown.title, _scaled(run, shown), 1)
+    line = Line(shown.title, _scaled(run, shown), *((3, "dots") if shown.key.startswith(EVALUATED) else (1, "line")))
     return draw_chart(shown.title, shown.unit, [line], zero=shown.zero, small=True)
 
 
@@ -90,7 +92,7 @@ def draw_together(runs: Sequence[RunFiles], names: Sequence[str]) -> Markup:
             continue
         if by_images:
             curves = [_over_images(run, curve) for run, curve in zip(runs, curves, strict=True)]
-        kind = "dots" if shown.key == KNN or max(map(len, curves)) < 3 else "line"
+        kind = "dots" if shown.key == KNN or shown.key.startswith(EVALUATED) else "line"
         lines = [Line(names[i], curve, colour_of(i), kind) for i, curve in enumerate(curves)]
         levels = _shared_levels(runs) if shown.key == KNN else []
         large = shown in _LARGE
@@ -161,4 +163,4 @@ def _others(runs: Sequence[RunFiles]) -> list[Shown]:
     """Keys that this table does not know: evaluations during training, and what later versions write."""
     known = {shown.key for shown in (*_LARGE, *_SMALL)} | _NOT_SHOWN
     keys = dict.fromkeys(key for run in runs for key in run.metrics.curves if key not in known)
-    return [Shown(key, key, "") for key in list(keys)[:_MOST_OTHERS]]
+    return [Shown(key, key.removeprefix(EVALUATED), "") for key in list(keys)[:_MOST_OTHERS]]

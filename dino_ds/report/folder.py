@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe, flat_values, flatten
 from dino_ds.errors import ConfigError
+from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
-from dino_ds.recipe import flat_values, flatten
 from dino_ds.report.log import RunLog, read_log
 from dino_ds.report.series import Metrics, read_metrics
 
@@ -122,7 +123,7 @@ def _read_recipe(run: RunFiles) -> None:
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
     """Of {name: {"results": {metric: value}, "step": ..., ...}}, and of earlier versions' {metric: value}."""
-    file = path / "evaluations.json"
+    file = path / RESULTS
     if not file.exists():
         return []
     content: dict[str, Any] = _read(notes, file, _read_object, {}, "no evaluations are shown")

@@ -22,14 +22,15 @@ KINDS = (
     Kind("collapse", "bad", re.compile(r"collapse after step")),
     Kind("not finite", "bad", re.compile(r".* after step \d+: nothing moved")),
     Kind("error", "bad", re.compile(r"error {4}")),
-    Kind("save failed", "bad", re.compile(r"cannot save step|warning {2}after a save")),
+    Kind("save failed", "bad", re.compile(r"cannot save step")),
+    Kind("warning", "odd", re.compile(r"warning {2}")),
     Kind("slow", "odd", re.compile(r"speed {4}after step")),
     Kind("overflow", "odd", re.compile(r"fp16 overflow after step")),
     Kind("unreadable image", "odd", re.compile(r"unreadable image")),
     Kind("save waited", "odd", re.compile(r"save {5}step \d+ waited")),
     Kind("stopped", "odd", re.compile(r"stopped {2}")),
     Kind("resumed", "plain", re.compile(r"resumed {2}")),
-    Kind("note", "plain", re.compile(r"note {5}")),
+    Kind("note", "plain", re.compile(r"note {5}|evals {4}")),
 )
 _FACTS = re.compile(r"(images|length|engine|kernels|memory|saves) {2,}(.*)")
 _ENDS = {"done": "finished", "stopped": "stopped", "error": "failed", "images": ""}

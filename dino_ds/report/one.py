@@ -139,7 +139,7 @@ PERCENT = "Accuracies and mean average precisions are percent."
 
 def _about(about: dict[str, Any]) -> tuple[str, str, str]:
     """Step, images, and when it was made."""
-    names = {"train_images": "training", "test_images": "test", "images": ""}
+    names = {"train_images": "training", "test_images": "test"}
     images = [f"{number(about[key])} {name}" for key, name in names.items() if isinstance(about.get(key), int)]
     made = [str(about["date"])] if "date" in about else []
     made += [duration(about["seconds"])] if isinstance(about.get("seconds"), (int, float)) else []

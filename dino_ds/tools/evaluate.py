@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json as jsons
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config import Recipe, load_recipe
-from dino_ds.data.multicrop import EvalCrop
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
-from dino_ds.durable import replace_file
-from dino_ds.engine import device, init_distributed
-from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import extract_features, spread_indices
-from dino_ds.evals.suite import EVALUATIONS, Labelled, Settings
+from dino_ds.engine.device import device
+from dino_ds.engine.process import init_distributed
+from dino_ds.errors import ConfigError
+from dino_ds.evals.results import RESULTS, describe_result, write_results
+from dino_ds.evals.subject import Settings, Subject
+from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.names import did_you_mean
 from dino_ds.weights.load import Backbone, load
-
-RESULTS = "evaluations.json"
-"""In a run folder: the newest result of each evaluation."""
 
 
 def run(
@@ -41,47 +40,44 @@ def run(
     out: str | None,
     json: bool,
 ) -> None:
-    """Features once, then every evaluation of `evals`; under a launcher every rank computes its share of the features.
+    """Every evaluation of `evals`, by all ranks of the launcher; each result is written as soon as it is there.
 
     Raises ConfigError, DataError, CheckpointError.
     """
     if model is None:
         raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
-    names, settings = _chosen(evals), Settings(_numbers(k), temperature)
+    names = _chosen(evals)
+    settings = Settings(
+        ks=_numbers(k),
+        temperature=temperature,
+        size=size,
+        images=images,
+        workers=workers,
+        root=Path(root).expanduser() if root else None,
+    )
     init_distributed()
     began = time.monotonic()
     with distributed.together():
         backbone = load(model).to(device())
-        train_set, test_set = _data(model, source, root, test_root)
-        check_labels(train_set, test_set)
-    size = size or backbone.image_size
-    limit = images or max(len(train_set), len(test_set))
-    train = _features(backbone, train_set, size, limit, workers)
-    test = _features(backbone, test_set, size, limit, workers)
+    subject = Subject(backbone, settings, device(), lambda: _data(model, source, root, test_root))
     results: dict[str, Any] = {}
-    if distributed.rank() == 0:
-        for name in names:
-            results.update(EVALUATIONS[name](train, test, settings))
-    distributed.barrier()
-    if distributed.rank() == 0:
-        seconds = time.monotonic() - began
-        _write(results, model, out)
-        _show(results, (train, test), backbone, seconds, json)
-
-
-def check_labels(train: Source, test: Source) -> None:
-    """Raises DataError where a labelled evaluation is not possible."""
-    for which, images in (("training", train), ("test", test)):
-        if images.labels is None or images.classes is None:
-            raise DataError(f"the {which} images have no classes: sort them into class folders, or give labels")
-    missing = sorted(set(test.classes or []) - set(train.classes or []))
-    if missing:
-        raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
-    if train.classes != test.classes:
-        raise DataError(
-            f"the test images have {len(test.classes or [])} classes, the training images "
-            f"{len(train.classes or [])}: they must be the same classes, or their numbers mean other things"
+    for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
+        start = time.monotonic()
+        values = evaluate(name, subject)
+        results[name] = describe_result(
+            values,
+            time.monotonic() - start,
+            backbone.about.get("step"),
+            backbone.about.get("images"),
+            *subject.image_counts,
         )
+        with distributed.together():
+            if distributed.rank() == 0:
+                _write({name: results[name]}, model, out)
+    if distributed.rank() == 0:
+        for note in subject.notes:
+            print(note, file=sys.stderr)
+        _show(results, subject, backbone, time.monotonic() - began, json)
 
 
 def _chosen(evals: str) -> list[str]:
@@ -118,26 +114,17 @@ def _recipe_of(model: str, source: str | None, root: str | None) -> Recipe | Non
     return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
 
 
-def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source]:
-    """Training and test images: those that are named, else those of the run."""
+def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source | None]:
+    """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
     if recipe := _recipe_of(model, source, root):
         data = recipe.data
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"
+    train = build_source(source, root, "train", False)
     if (source == "folder" or ":" in source) and test_root is None:
-        raise DataError("there are no test images: name labelled ones with --test_root DIR (and --root DIR to compare)")
-    return build_source(source, root, "train", False), build_source(source, test_root or root, "test", False)
-
-
-def _features(backbone: Backbone, images: Source, size: int, limit: int, workers: int | None) -> Labelled:
-    """Of the labelled ones of at most `limit` images, spread evenly."""
-    labels = np.asarray(images.labels)
-    labelled = np.flatnonzero(labels >= 0)
-    indices = [int(labelled[i]) for i in spread_indices(len(labelled), limit)]
-    found = extract_features(backbone.features, images, indices, EvalCrop(size), device(), workers)
-    assert found is not None  # nobody asks it to give up
-    return Labelled(found[0].float(), found[1], len(images.classes or []))
+        return train, None
+    return train, build_source(source, test_root or root, "test", False)
 
 
 def _write(results: dict[str, Any], model: str, out: str | None) -> None:
@@ -147,21 +134,22 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
         places.append(Path(model) / RESULTS)
     for place in places:
         try:
-            before = jsons.loads(place.read_text()) if place.is_file() else {}
-            replace_file(place, jsons.dumps({**before, **results}, indent=1) + "\n")
+            write_results(place, results)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{place} can't be written: {error}; mend it, or name another with --out") from None
 
 
-def _show(
-    results: dict[str, Any], sets: tuple[Labelled, Labelled], backbone: Backbone, seconds: float, json: bool
-) -> None:
-    images = [len(part.labels) for part in sets]
+def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds: float, json: bool) -> None:
     if json:
-        about = {"model": backbone.source, "train_images": images[0], "test_images": images[1]}
-        print(jsons.dumps({**about, "seconds": round(seconds, 1), "host": describe_host(), "results": results}))
+        about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
+        print(jsons.dumps({**about, "results": results}))
         return
-    print(f"{backbone.source}: {images[0]} training and {images[1]} test images, {sets[0].classes} classes")
-    for name, value in results.items():
-        print(f"  {name:<24}{value:10.4g}")
-    print(f"chance {100 / sets[0].classes:.1f} %; {seconds:.1f} s; {host_line(describe_host())}")
+    train, test = subject.image_counts
+    sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
+    chance = [f"chance {100 / subject.train.classes:.1f} %"] if train else []
+    print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
+    for name, result in results.items():
+        print(f"{name} ({result['seconds']:.1f} s)")
+        for key, value in result["results"].items():
+            print(f"  {key:<24}{value:10.4g}")
+    print(f"{seconds:.1f} s; {host_line(describe_host())}")

@@ -63,6 +63,16 @@ class Backbone(nn.Module):
         tokens = self.vit.tokens(images)[:, -rows * columns :]
         return tokens.unflatten(1, (rows, columns))
 
+    @torch.no_grad()
+    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
+        """After each of the last `blocks` blocks (of fewer, all) and the final norm: (blocks, b, 1 + patches, width).
+
+        CLS first; registers are left out.
+        """
+        rows, columns = self._grid(self._checked(images))
+        tokens = torch.stack(self.vit.last_tokens(images, blocks))
+        return torch.cat((tokens[:, :, :1], tokens[:, :, -rows * columns :]), dim=2)
+
     def attention(self, images: Tensor) -> Tensor:
         """How much the CLS token of the last block looks at each patch, (b, heads, height, width of the grid).
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dino_ds.errors import CheckpointError, ConfigError, DataError
-from dino_ds.evals.suite import EVALUATIONS, Labelled, Settings, draw_balanced
+from dino_ds.evals.results import read_results
+from dino_ds.evals.subject import Labelled, Settings
+from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.tools.evaluate import run
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
@@ -16,6 +19,9 @@ from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
 
 DEFAULTS = {"source": None, "size": None, "k": "1,5", "temperature": 0.07, "images": None, "workers": 0, "json": True}
+
+
+LABELLED = ["knn", "linear", "ridge", "few-shot", "retrieval", "statistics"]
 
 
 @pytest.fixture
@@ -33,25 +39,39 @@ def _run(place, evals="knn", **changes):
 
 
 def _results(place):
-    return json.loads((place / "results.json").read_text())
+    return {name: kept["results"] for name, kept in read_results(place / "results.json").items()}
 
 
 def test_every_evaluation_gives_numbers(place, capsys):
-    _run(place, ",".join(EVALUATIONS))
+    """One that has its own data is tested with it."""
+    _run(place, ",".join(LABELLED))
     results = _results(place)
     names = {"knn_1", "knn_5", "linear", "ridge", "few_shot_1%", "few_shot_10%", "retrieval_map", "rankme"}
-    assert names <= results.keys()
-    assert json.loads(capsys.readouterr().out)["results"] == results
+    assert results.keys() == set(LABELLED)
+    assert names <= {name for values in results.values() for name in values}
+    written = read_results(place / "results.json")
+    assert json.loads(capsys.readouterr().out)["results"] == written
+    assert {written["knn"][key] for key in ("step", "images", "train_images", "test_images")} == {3, 24, 9}
     _run(place, "knn")
     assert _results(place) == results  # what was not asked for again stays
 
 
+def test_statistics_need_no_labels(place):
+    image_folder(place / "plain", 6)
+    _run(place, "statistics", root=str(place / "plain"), test_root=None)
+    assert read_results(place / "results.json")["statistics"]["test_images"] == 6
+
+
 def test_two_ranks_give_what_one_gives(place):
-    _run(place)
+    """Features differ in their last bits with the images of a batch: 1e-4 of a percent."""
+    _run(place, ",".join(LABELLED))
     one = _results(place)
     (place / "results.json").unlink()
-    run_on_ranks(_run, place)
-    assert _results(place) == one
+    run_on_ranks(_run, place, ",".join(LABELLED))
+    two = _results(place)
+    assert two.keys() == one.keys()
+    for name, values in one.items():
+        assert two[name] == pytest.approx(values, rel=1e-3, abs=1e-4)
 
 
 def test_bad_input_is_one_line(place):
@@ -71,9 +91,15 @@ def test_bad_input_is_one_line(place):
             _run(place, **changes)
 
 
-def test_fewer_images_than_neighbours_uses_all_there_are():
+def test_fewer_images_than_neighbours():
+    """What has no k neighbours is left out and said; where nothing is left, it is an error."""
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
-    assert list(EVALUATIONS["knn"](rows, rows, Settings(ks=(10, 20)))) == ["knn_6"]
+    subject = SimpleNamespace(train=rows, test=rows, settings=Settings(ks=(5, 10, 20)), notes=[])
+    assert list(EVALUATIONS["knn"](subject)) == ["knn_5"]
+    assert subject.notes == ["k = 10, 20 left out: there are 6 training images"]
+    subject.settings = Settings(ks=(10, 20))
+    with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
+        EVALUATIONS["knn"](subject)
 
 
 def test_few_shot_images_are_drawn_by_class():

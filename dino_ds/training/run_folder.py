@@ -16,13 +16,13 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture
-from dino_ds.checkpoint_manifest import Manifest
-from dino_ds.config import Recipe, dump_recipe
-from dino_ds.ds_config import DsConfig
+from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.loading import dump_recipe
+from dino_ds.config.recipe import Recipe, flatten
 from dino_ds.durable import replace_file
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.names import did_you_mean
-from dino_ds.recipe import flatten
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (

@@ -1,0 +1,50 @@
+"""RUN/evaluations.json: the newest result of each evaluation, with the teacher it is of.
+
+{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "train_images": 2880, "test_images": 936, "seconds": 3.1,
+"results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known. `images`: seen by the teacher so far.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from dino_ds.durable import replace_file
+
+RESULTS = "evaluations.json"
+
+
+def describe_result(
+    results: dict[str, float],
+    seconds: float,
+    step: int | None,
+    images: int | None,
+    train_images: int | None = None,
+    test_images: int | None = None,
+) -> dict[str, Any]:
+    """What is kept of one evaluation."""
+    return {
+        "step": step,
+        "images": images,
+        "date": datetime.date.today().isoformat(),
+        "train_images": train_images,
+        "test_images": test_images,
+        "seconds": round(seconds, 1),
+        "results": results,
+    }
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """By evaluation; none where the file is absent. Raises OSError, ValueError."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    if not isinstance(found, dict):
+        raise ValueError("it holds no results of evaluations")
+    # Runs made before results had their step: no step, no use.
+    return {name: kept for name, kept in found.items() if isinstance(kept, dict) and "results" in kept}
+
+
+def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
+    """Put `new` in place of older results of the same evaluations; others stay. Raises OSError, ValueError."""
+    replace_file(path, json.dumps({**read_results(path), **new}, indent=1) + "\n")

@@ -1,0 +1,227 @@
+"""What is evaluated, and on which images: the one contract of all evaluations, after training and during it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.sources import Source
+from dino_ds.errors import DataError
+from dino_ds.evals.features import extract_features, spread_indices
+
+NamedSources = Callable[[], tuple[Source | None, Source | None]]
+
+
+class Model(Protocol):
+    """A frozen network, as `dino_ds.weights.load.Backbone`: images (b, c, h, w), normalised, on its device."""
+
+    image_size: int
+    patch_size: int
+    width: int
+
+    def features(self, images: Tensor) -> Tensor:
+        """(b, width)."""
+        ...
+
+    def patch_tokens(self, images: Tensor) -> Tensor:
+        """(b, rows, columns, width)."""
+        ...
+
+    def attention(self, images: Tensor) -> Tensor:
+        """Of the CLS token, (b, heads, rows, columns)."""
+        ...
+
+    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
+        """After each of the last blocks and the final norm: (blocks, b, 1 + patches, width), CLS first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    ks: numbers of neighbours; temperature of their votes; seed of whatever is drawn; size: pixels of a side (None: the
+    model's); images: of the training set at most, and of the test set unless `test_images` is given (None: all);
+    workers: loader processes a rank (None: by the cores); root: data of a protocol such as DAVIS; epochs and batch
+    (images, over all ranks) of classifiers that are trained by gradient descent.
+    """
+
+    ks: tuple[int, ...] = (10, 20, 100, 200)
+    temperature: float = 0.07
+    seed: int = 0
+    size: int | None = None
+    images: int | None = None
+    test_images: int | None = None
+    workers: int | None = None
+    root: Path | None = None
+    epochs: int = 100
+    batch: int = 256
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1: none is known."""
+
+    features: Tensor
+    labels: Tensor
+    classes: int
+
+
+class GaveUp(Exception):
+    """`give_up` said yes on some rank; raised on all of them."""
+
+
+class Subject:
+    """A model, settings and images. Features are computed at first use, once, every rank its share.
+
+    `sources` gives training and test images, None where none are named; it is asked when they are first needed.
+    `give_up` is asked after each batch. `notes` collects lines for people: what could not be read or was left out.
+
+    Everything here must be used by all ranks together, and is the same on all of them.
+    """
+
+    def __init__(
+        self,
+        backbone: Model,
+        settings: Settings,
+        device: torch.device,
+        sources: NamedSources = lambda: (None, None),
+        give_up: Callable[[], bool] = lambda: False,
+        progress: bool = True,
+    ) -> None:
+        self.backbone, self.settings, self.device = backbone, settings, device
+        self._named, self.give_up, self.progress = sources, give_up, progress
+        self.notes: list[str] = []
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side of what the model sees."""
+        return self.settings.size or self.backbone.image_size
+
+    @cached_property
+    def sources(self) -> tuple[Source | None, Source | None]:
+        """Training and test images, labelled or not. Raises what opening them does."""
+        with distributed.together():
+            return self._named()
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are labelled training and labelled test images."""
+        return all(source is not None and is_labelled(source) for source in self.sources)
+
+    @property
+    def train_source(self) -> Source:
+        """Labelled. Raises DataError where there are none."""
+        return self._labelled_sources[0]
+
+    @property
+    def test_source(self) -> Source:
+        """Labelled, with no class that the training images lack. Raises DataError where there are none."""
+        return self._labelled_sources[1]
+
+    @property
+    def any_source(self) -> Source:
+        """The test images, else the training images; labels are not needed. Raises DataError where there are none."""
+        found = self.sources[1] or self.sources[0]
+        if found is None:
+            raise DataError("there are no images: name some with --root DIR (folder, list, shards, Parquet)")
+        return found
+
+    @cached_property
+    def train(self) -> Labelled:
+        """Features of the labelled training images, at most `settings.images`, evenly spread."""
+        source = self.train_source
+        return self.describe(source, labelled_indices(source, self.settings.images))
+
+    @cached_property
+    def test(self) -> Labelled:
+        """Features of the labelled test images; labels are numbers of the training images' classes.
+
+        Raises DataError where one is of a class of which `train` has no image.
+        """
+        source, classes = self.test_source, self.train_source.classes or []
+        limit = self.settings.test_images or self.settings.images
+        found = self.describe(source, labelled_indices(source, limit))
+        number = torch.tensor([classes.index(name) for name in source.classes or []], device=self.device)
+        labels = number[found.labels]
+        unseen = [classes[i] for i in labels.unique().tolist() if not bool((self.train.labels == i).any())]
+        if unseen:
+            raise DataError(
+                f"none of the {len(self.train.labels)} training images is of {len(unseen)} classes of the test images: "
+                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
+            )
+        return Labelled(found.features, labels, len(classes))
+
+    @cached_property
+    def any_features(self) -> Tensor:
+        """Of `any_source`, (n, d): those of `test` where there are labels."""
+        if self.has_labels:
+            return self.test.features
+        source = self.any_source
+        limit = self.settings.test_images or self.settings.images
+        return self.describe(source, spread_indices(len(source), limit or len(source))).features
+
+    @property
+    def image_counts(self) -> tuple[int | None, int | None]:
+        """Training and other images of which features have been computed so far; None: of none."""
+        done = self.__dict__
+        others = done["test"].labels if "test" in done else done.get("any_features")
+        return len(done["train"].labels) if "train" in done else None, None if others is None else len(others)
+
+    def describe(self, source: Source, indices: list[int]) -> Labelled:
+        """Features of images of any source, in the order of `indices`; unreadable ones are left out and noted."""
+        found = extract_features(
+            self.backbone.features,
+            source,
+            indices,
+            EvalCrop(self.size),
+            self.device,
+            self.settings.workers,
+            self.give_up,
+            progress="features" if self.progress else None,
+        )
+        if found is None:
+            raise GaveUp
+        self.notes += [f"left out, unreadable: {text}" for text in found[2]]
+        return Labelled(found[0].float(), found[1], len(source.classes or []))
+
+    @cached_property
+    def _labelled_sources(self) -> tuple[Source, Source]:
+        train, test = self.sources
+        if train is None:
+            raise DataError("there are no training images: name labelled ones with --root DIR")
+        if test is None:
+            raise DataError(
+                "there are no test images: name labelled ones with --test_root DIR (and --root DIR to compare)"
+            )
+        check_labels(train, test)
+        return train, test
+
+
+def is_labelled(source: Source) -> bool:
+    return source.labels is not None and bool(source.classes)
+
+
+def labelled_indices(source: Source, limit: int | None) -> list[int]:
+    """Of the images that have a label, at most `limit`, evenly spread."""
+    labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
+    return [int(labelled[i]) for i in spread_indices(len(labelled), limit or len(labelled))]
+
+
+def check_labels(train: Source, test: Source) -> None:
+    """Raises DataError where a labelled evaluation is not possible."""
+    for which, images in (("training", train), ("test", test)):
+        if not is_labelled(images):
+            raise DataError(f"the {which} images have no classes: sort them into class folders, or give labels")
+    missing = sorted(set(test.classes or []) - set(train.classes or []))
+    if missing:
+        raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
