@@ -297,19 +297,3 @@ class Recipe(Section):
             for name, part in parts.items()
             if part.unit == self.length.unit and part.value > self.length.value
         ]
-
-
-def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted name -> plain value."""
-    return flatten(recipe.model_dump(mode="json"))
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections -> dotted names."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
