@@ -114,6 +114,12 @@ class Subject:
         with distributed.together():
             return self._named()
 
+    def begin(self) -> None:
+        """Evaluations call it when they have found everything they want and are about to use the model, on all ranks.
+
+        Training rehearses its evaluations up to here before its first step.
+        """
+
     @property
     def has_labels(self) -> bool:
         """Whether there are labelled training images, and labelled test images of the same classes."""
@@ -143,13 +149,13 @@ class Subject:
     @cached_property
     def train_indices(self) -> list[int]:
         """The training images that are used: labelled, at most `settings.images`, evenly spread."""
-        return _labelled_indices(self.train_source, self.settings.images)
+        return labelled_indices(self.train_source, self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
         """The test images that are used. Raises DataError where no training image in use is of the class of one."""
         train, test = self.train_source, self.test_source
-        indices = _labelled_indices(test, self.test_limit)
+        indices = labelled_indices(test, self.test_limit)
         seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
         wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
         if unseen := sorted(wanted - seen):
@@ -211,6 +217,7 @@ class Subject:
 
         Unreadable images are left out and noted. Raises GaveUp, DataError.
         """
+        self.begin()
         progress = "images" if self.progress else None
         found = extract_features(
             describe, source, indices, transform, self.device, self.settings.workers, self.give_up, progress
@@ -245,7 +252,7 @@ def _labels_of(source: Source, indices: list[int]) -> set[int]:
     return set(np.asarray(source.labels)[indices].tolist())
 
 
-def _labelled_indices(source: Source, limit: int | None) -> list[int]:
+def labelled_indices(source: Source, limit: int | None) -> list[int]:
     labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
     return [int(labelled[i]) for i in spread_indices(len(labelled), limit or len(labelled))]
 

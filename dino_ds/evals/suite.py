@@ -34,7 +34,7 @@ Evaluation = Callable[[Subject], dict[str, float]]
 
 def knn(subject: Subject) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
-    train, test, settings = subject.train, subject.test, subject.settings
+    test, train, settings = subject.test, subject.train, subject.settings
     images = len(train.labels)
     ks = [k for k in settings.ks if k <= images]
     if not ks:
@@ -48,7 +48,7 @@ def knn(subject: Subject) -> dict[str, float]:
 
 def linear(subject: Subject) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     probe = fit_linear(train.features, train.labels, train.classes, seed=subject.settings.seed)
     return {
         "linear": probe.accuracy(test.features, test.labels),
@@ -59,13 +59,13 @@ def linear(subject: Subject) -> dict[str, float]:
 
 def ridge(subject: Subject) -> dict[str, float]:
     """Least squares to one-hot labels in closed form"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
 def few_shot(subject: Subject) -> dict[str, float]:
     """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     generator = torch.Generator().manual_seed(subject.settings.seed)
     results = {}
     for fraction in _FEW_SHOT_FRACTIONS:
