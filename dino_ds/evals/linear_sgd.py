@@ -21,7 +21,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
-from dino_ds.evals.features import collate, extract_features
+from dino_ds.evals.features import collate
 from dino_ds.evals.subject import GaveUp, Labelled, Subject
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -157,7 +157,7 @@ def augmented_batches(subject: Subject) -> Iterator[tuple[int, Tensor, Tensor]]:
     finally:
         stop_workers(batches)
     everybodys = sorted(set().union(*distributed.gather_objects(unreadable)))
-    subject.notes += [f"left out, unreadable: {text}" for text in everybodys]
+    subject.note(f"left out, unreadable: {text}" for text in everybodys)
 
 
 def _describe(subject: Subject) -> Callable[[Tensor], Tensor]:
@@ -165,21 +165,8 @@ def _describe(subject: Subject) -> Callable[[Tensor], Tensor]:
 
 
 def _test_inputs(subject: Subject) -> Labelled:
-    source, indices = subject.test_source, subject.test_indices
-    subject.begin()
-    found = extract_features(
-        _describe(subject),
-        source,
-        indices,
-        EvalCrop(subject.size),
-        subject.device,
-        subject.settings.workers,
-        subject.give_up,
-        "test images" if subject.progress else None,
-    )
-    if found is None:
-        raise GaveUp
-    return Labelled(found[0], subject.train_labels_of(found[1]), len(subject.train_source.classes or []))
+    found = subject.extract(_describe(subject), subject.test_source, subject.test_indices, EvalCrop(subject.size))
+    return Labelled(found.features, subject.train_labels_of(found.labels), len(subject.train_source.classes or []))
 
 
 def _report(found: dict[tuple[Kind, float], float], kinds: Sequence[Kind]) -> dict[str, float]:

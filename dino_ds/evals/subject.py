@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
@@ -148,13 +149,13 @@ class Subject:
     @cached_property
     def train_indices(self) -> list[int]:
         """The training images that are used: labelled, at most `settings.images`, evenly spread."""
-        return _labelled_indices(self.train_source, self.settings.images)
+        return labelled_indices(self.train_source, self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
         """The test images that are used. Raises DataError where no training image in use is of the class of one."""
         train, test = self.train_source, self.test_source
-        indices = _labelled_indices(test, self._test_limit)
+        indices = labelled_indices(test, self.test_limit)
         seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
         wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
         if unseen := sorted(wanted - seen):
@@ -165,7 +166,8 @@ class Subject:
         return indices
 
     @property
-    def _test_limit(self) -> int | None:
+    def test_limit(self) -> int | None:
+        """Of test images, or of images without labels, at most; None: all."""
         return self.settings.test_images or self.settings.images
 
     @cached_property
@@ -191,7 +193,7 @@ class Subject:
         if self.has_labels:
             return self.test.features
         source = self.any_source
-        return self.describe(source, spread_indices(len(source), self._test_limit or len(source))).features
+        return self.describe(source, spread_indices(len(source), self.test_limit or len(source))).features
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
@@ -200,23 +202,34 @@ class Subject:
         train, others = done.get("train_indices"), done.get("test_indices", done.get("any_features"))
         return None if train is None else len(train), None if others is None else len(others)
 
-    def describe(self, source: Source, indices: list[int]) -> Labelled:
-        """Features of images of any source, in the order of `indices`; unreadable ones are left out and noted."""
+    def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
+        """The backbone's features of images of any source, prepared as for k-NN: see `extract`."""
+        return self.extract(self.backbone.features, source, indices, EvalCrop(self.size))
+
+    def extract(
+        self,
+        describe: Callable[[Tensor], Tensor],
+        source: Source,
+        indices: Sequence[int],
+        transform: Callable[[Image.Image], Tensor],
+    ) -> Labelled:
+        """What `describe` makes of transformed images (b, ...), in the order of `indices`; each rank does its share.
+
+        Unreadable images are left out and noted. Raises GaveUp, DataError.
+        """
         self.begin()
+        progress = "images" if self.progress else None
         found = extract_features(
-            self.backbone.features,
-            source,
-            indices,
-            EvalCrop(self.size),
-            self.device,
-            self.settings.workers,
-            self.give_up,
-            progress="features" if self.progress else None,
+            describe, source, indices, transform, self.device, self.settings.workers, self.give_up, progress
         )
         if found is None:
             raise GaveUp
-        self.notes += [f"left out, unreadable: {text}" for text in found[2]]
+        self.note([f"left out, unreadable: {text}" for text in found[2]])
         return Labelled(found[0].float(), found[1], len(source.classes or []))
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Say something to people, once; the same on all ranks."""
+        self.notes += [line for line in dict.fromkeys(lines) if line not in self.notes]
 
     @cached_property
     def _labelled_sources(self) -> tuple[Source, Source]:
@@ -239,7 +252,7 @@ def _labels_of(source: Source, indices: list[int]) -> set[int]:
     return set(np.asarray(source.labels)[indices].tolist())
 
 
-def _labelled_indices(source: Source, limit: int | None) -> list[int]:
+def labelled_indices(source: Source, limit: int | None) -> list[int]:
     labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
     return [int(labelled[i]) for i in spread_indices(len(labelled), limit or len(labelled))]
 
