@@ -18,6 +18,7 @@ from dino_ds import distributed
 from dino_ds.architectures import Architecture
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file
@@ -181,7 +182,7 @@ class RunFolder:
 
 
 def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
-    flat = {key: value for key, value in _flatten(recipe).items() if not _is_free(key)}
+    flat = {key: value for key, value in flatten(recipe).items() if not _is_free(key)}
     return {**flat, "gradient_clipping": clipping}
 
 
@@ -205,21 +206,6 @@ def _read_run_id(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
-
-
-def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted name -> plain value."""
-    return _flatten(recipe.model_dump(mode="json"))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def versions() -> dict[str, str]:
