@@ -15,7 +15,7 @@ LAYERS = [
     {"evals"},
     {"training"},
     {"train", "measure"},
-    {"plan"},
+    {"plan", "report"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},

@@ -31,17 +31,19 @@ class PatchModel(Protocol):
 
 
 def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict[str, Figure]:
-    """Normalised images (b, 3, h, w), on the model's device -> the figures "attention" and "pca"."""
+    """Normalised images (b, c, h, w), on the model's device -> the figures "attention" and "pca"."""
     pictures = picture_of(images.cpu(), mean, std)
     attention, tokens = model.attention(images).float().cpu(), model.patch_tokens(images).float().cpu()
     return {"attention": draw_attention(pictures, attention), "pca": draw_pca(pictures, tokens)}
 
 
 def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalised images (b, 3, h, w) -> pictures (b, h, w, 3) in [0, 1]."""
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1]; of other than 3 channels their mean, grey."""
     shape = (1, -1, 1, 1)
-    scaled = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
-    return scaled.clamp(0, 1).permute(0, 2, 3, 1)
+    scaled = (images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)).clamp(0, 1)
+    if scaled.shape[1] != 3:
+        scaled = scaled.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
+    return scaled.permute(0, 2, 3, 1)
 
 
 def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:
