@@ -151,7 +151,8 @@ def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequ
         ranking = rank_database(asked, database).tolist()
         for setup in _SETUPS:
             scores = landmark_scores(ranking, truth.answers, setup)
-            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in scores.items()}
+            kept = scores if boxes else {"map": scores["map"]}
+            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in kept.items()}
     return results
 
 

@@ -150,7 +150,7 @@ def _davis(root):
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"has no DAVIS 2017: .*val.txt is not there; wanted is JPEGImages/480p/"):
+    with pytest.raises(DataError, match=r"no DAVIS 2017 in .*val.txt is not there; wanted is JPEGImages/480p/"):
         davis(subject_of(tmp_path))
     clips(tmp_path, names=("walk",))
     mask = tmp_path / "Annotations/480p/walk/00003.png"
