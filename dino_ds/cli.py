@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
@@ -143,8 +143,8 @@ def _call(command: Command, values: dict[str, Any]) -> None:
         check_torchvision()
     module, _, function = command.runs.partition(":")
     getattr(importlib.import_module(module), function)(**values)
-    if "dino_ds.engine" in sys.modules:
-        from dino_ds.engine import leave
+    if "dino_ds.engine.process" in sys.modules:
+        from dino_ds.engine.process import leave
 
         faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
         leave()

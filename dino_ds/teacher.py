@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 from dino_ds.models.network import DinoNetwork
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.

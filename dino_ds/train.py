@@ -23,20 +23,21 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
-from dino_ds.config import Recipe
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
-from dino_ds.ds_config import resolve_ds_config
-from dino_ds.engine import fp16_supported, init_distributed, memory_gib
+from dino_ds.engine.device import fp16_supported, memory_gib
+from dino_ds.engine.process import init_distributed
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
-from dino_ds.loop import Loop
-from dino_ds.metrics import RunLog
-from dino_ds.run import Run
-from dino_ds.run_folder import Resume, RunFolder, flat_values
-from dino_ds.stop import StopRequests
+from dino_ds.training.loop import Loop
+from dino_ds.training.metrics import RunLog
+from dino_ds.training.run import Run
+from dino_ds.training.run_folder import Resume, RunFolder, flat_values
+from dino_ds.training.stop import StopRequests
 
 
 def train(

@@ -80,7 +80,7 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from dino_ds.engine import init_distributed
+    from dino_ds.engine.process import init_distributed
 
     pretend_fp16()
     init_distributed()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.flags import parse_flags
 

@@ -9,14 +9,14 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture
-from dino_ds.engine import Engine, Progress
+from dino_ds.engine.engine import Engine, Progress
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
 from dino_ds.schedules import Schedules, cosine_schedule, warmup_schedule
-from dino_ds.step import DinoStep
 from dino_ds.teacher import Teacher
+from dino_ds.training.step import DinoStep
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import from_reference_names, golden, golden_meta, golden_network

@@ -8,16 +8,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "ports", "intervals", "goodput"},
-    {"recipe", "lengths", "config", "ds_schema", "ds_check", "ds_config", "distributed", "durable", "health"},
-    {"data", "models", "objective", "schedules", "masters", "costs"}
-    | {"saved_state", "checkpoint_files", "checkpoint_manifest"},
-    {"weights", "optim"},
-    {"teacher", "engine", "engine_masters", "engine_partition", "engine_state"}
-    | {"checkpoint", "checkpoint_saving", "checkpoint_writing", "metrics", "throughput", "build", "run_folder"},
-    {"step", "evals"},
-    {"run", "stop"},
-    {"bad_steps", "reports"},
-    {"loop"},
+    {"config", "distributed", "durable", "health"},
+    {"data", "models", "objective", "schedules", "costs", "checkpoint"},
+    {"weights", "engine"},
+    {"teacher"},
+    {"evals"},
+    {"training"},
     {"train", "measure", "pictures"},
     {"plan"},
     {"bench", "tools", "launching"},
@@ -26,10 +22,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"recipe", "lengths", "config"}, {"ds_schema", "ds_check", "ds_config"}]
-ROOMS += [{"engine", "engine_masters", "engine_partition", "engine_state"}]
-ROOMS += [{"checkpoint", "checkpoint_saving", "checkpoint_writing", "checkpoint_manifest", "checkpoint_files"}]
-ROOMS += [{"errors", "names", "architectures", "text_file", "__init__"}]
+ROOMS = [{"errors", "names", "architectures", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:

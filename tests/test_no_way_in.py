@@ -21,7 +21,7 @@ FORBIDDEN = {
 METHODS = {"extractall", "extract", "unsafe_load"}
 """Of whatever object."""
 ALLOWED = {
-    ("dino_ds/config.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
+    ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/data/own_source.py", "importlib.import_module"): "data.source module:Class, of command line or recipe",
     ("dino_ds/cli.py", "importlib.import_module"): "a command's module, from the table of commands",
@@ -135,7 +135,7 @@ def test_the_search_leaves_others_alone():
 def test_the_loader_of_recipes_is_a_safe_one():
     import yaml
 
-    from dino_ds.config import _Loader
+    from dino_ds.config.loading import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader) and not issubclass(_Loader, yaml.UnsafeLoader | yaml.FullLoader)
     assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dino_ds.optim import group_settings
+from dino_ds.engine.optim import group_settings
 from dino_ds.schedules import cosine_schedule, warmup_schedule
 from tests.engine.harness import tiny_schedules
 

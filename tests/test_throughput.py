@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from dino_ds import metrics
-from dino_ds.throughput import LONG, WARMUP, Host, HostReader, ThroughputWatch
+from dino_ds.training import metrics
+from dino_ds.training.throughput import LONG, WARMUP, Host, HostReader, ThroughputWatch
 
 QUIET = Host(others=0.5, cores=4, memory=0.5)
 

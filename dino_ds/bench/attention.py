@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
-from dino_ds.engine import device
+from dino_ds.engine.device import device
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line

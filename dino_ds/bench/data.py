@@ -14,7 +14,7 @@ from torch import Tensor
 from dino_ds.bench.data_picture import draw
 from dino_ds.bench.pil_pipeline import PilPipeline
 from dino_ds.bench.storage import read_rates
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset, augmented_views
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder

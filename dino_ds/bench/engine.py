@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
-from dino_ds.config import Recipe
-from dino_ds.engine import device
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved

@@ -8,8 +8,8 @@ from typing import Any
 
 from dino_ds.bench.common import MEMORY_STEPS, about, begin, heading
 from dino_ds.bench.rungs import Rung, all_rungs, build_rung, why_skipped
-from dino_ds.config import Recipe
-from dino_ds.engine import device
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.measure.memory import ChildResult, run_in_child
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved

@@ -7,8 +7,8 @@ from typing import Any
 
 from dino_ds.bench.common import about, begin, heading, memory_of_step
 from dino_ds.bench.rungs import CLIPPING
-from dino_ds.config import Recipe
-from dino_ds.engine import device
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.measure.trial import build_trial, resolve

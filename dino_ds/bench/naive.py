@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.config import Recipe
-from dino_ds.engine import Progress
-from dino_ds.masters import WholeMasters
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.engine import Progress
+from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import Prototypes
 from dino_ds.models.network import DinoNetwork
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss, DinoLossOutput
-from dino_ds.optim import parameter_groups
 from dino_ds.teacher import Teacher
 
 

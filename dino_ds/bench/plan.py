@@ -11,7 +11,8 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.bench.common import MEMORY_STEPS, heading
 from dino_ds.bench.rungs import CLIPPING
-from dino_ds.config import Recipe, change_recipe, load_recipe
+from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host

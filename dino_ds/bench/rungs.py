@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine, normalise_prototypes
-from dino_ds.build import build_network, build_schedules
-from dino_ds.config import Recipe, change_recipe
-from dino_ds.ds_config import Levers
-from dino_ds.engine import device
+from dino_ds.config.ds_config import Levers
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.measure.trial import (
     EPOCH_STEPS,
     Trial,
@@ -26,8 +26,9 @@ from dino_ds.measure.trial import (
     synthetic_keys,
 )
 from dino_ds.objective.dino import DinoLoss
-from dino_ds.step import DinoStep
 from dino_ds.teacher import Teacher
+from dino_ds.training.build import build_network, build_schedules
+from dino_ds.training.step import DinoStep
 
 CLIPPING = 3.0
 _PLAIN = Levers(attention="naive", packed=False, cls_only_last_block=False)

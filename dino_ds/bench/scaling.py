@@ -13,8 +13,8 @@ import torch
 from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING
-from dino_ds.config import Recipe
-from dino_ds.engine import device
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import run_in_children
 from dino_ds.measure.tables import markdown_table, print_result, short

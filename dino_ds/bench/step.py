@@ -10,10 +10,11 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.ds_config import DsConfig, change_ds_config
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
-from dino_ds.ds_config import DsConfig, change_ds_config
-from dino_ds.engine import DTYPES, device, memory_gib
+from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
 from dino_ds.measure.memory import MIB

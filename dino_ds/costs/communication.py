@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.costs.memory import element_bytes, persistent_below
-from dino_ds.ds_config import DsConfig
 
 _FP32 = 4
 # DeepSpeed's defaults, elements.
@@ -20,7 +20,7 @@ _MAX_REUSE = 1_000_000_000
 _PREFETCH = 50_000_000
 # As in teacher.py.
 _TEACHER_CHUNK = 128 * 2**20
-# As in optim.py and step.py.
+# As in engine/optim.py and training/step.py.
 _GROUPS = 3
 _VOTES = 3
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dino_ds.architectures import Architecture
-from dino_ds.config import Recipe
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_config import DsConfig, Levers
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import TEACHER_VIEWS, HeadSizes, tokens_of
 from dino_ds.costs.parameters import PROTOTYPES, mlp_widths, parameter_sizes
-from dino_ds.ds_check import offloads_optimizer
-from dino_ds.ds_config import DsConfig, Levers
 
 GIB = 2**30
 _FP32 = 4

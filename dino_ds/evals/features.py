@@ -47,7 +47,7 @@ def extract_features(
     any sizes. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), batch, collate_fn=_collate, **worker_options(workers))
+    loader = DataLoader(_Images(source, mine, transform), batch, collate_fn=collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False
@@ -104,7 +104,7 @@ class _Images(Dataset[tuple[Tensor, int, int] | str]):
             return str(error)
 
 
-def _collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
+def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
     """Images (b, 3, h, w), places and labels (b, 2) of those that could be read, and the texts of the others."""
     good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import DataError

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_ds.ds_config import CHECKOUT
+from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan, visible_devices
 from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile

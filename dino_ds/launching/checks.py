@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dino_ds.ds_config import CHECKOUT
+from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host

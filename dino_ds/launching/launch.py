@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import RECIPES
-from dino_ds.ds_config import resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.loading import RECIPES
 from dino_ds.errors import ConfigError
 from dino_ds.launching.asked import Asked, build_plan
 from dino_ds.launching.checks import Reply, check_machines

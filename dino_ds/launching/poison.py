@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_ds.checkpoint_manifest import read_manifest, step_name
-from dino_ds.config import load_recipe
+from dino_ds.checkpoint.manifest import read_manifest, step_name
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.loader import Position, ResumableSampler, steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.launching.records import last_checkpoint_step

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from dino_ds import distributed
-from dino_ds.ds_config import CHECKOUT
+from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import UserError
 from dino_ds.ports import find_free_port
 
@@ -165,7 +165,7 @@ def _child(folder: str, rank: int) -> None:
     import torch
 
     import dino_ds.measure.trial as _libraries  # noqa: F401
-    from dino_ds.engine import init_distributed
+    from dino_ds.engine.process import init_distributed
 
     init_distributed()
     module, _, name = call["function"].partition(":")

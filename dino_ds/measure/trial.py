@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.data.feed import Feed
 from dino_ds.data.loader import Position
 from dino_ds.data.sources import build_source
-from dino_ds.ds_config import DsConfig, resolve_ds_config
-from dino_ds.engine import fp16_supported, init_distributed
+from dino_ds.engine.device import fp16_supported
+from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.ranges import named_range
-from dino_ds.run import build_feed, build_step
-from dino_ds.step import DinoStep
+from dino_ds.training.run import build_feed, build_step
+from dino_ds.training.step import DinoStep
 
 _FP32_MATMUL = torch.backends.cuda.matmul.fp32_precision
 EPOCH_STEPS = 1000

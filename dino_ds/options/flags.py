@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.config import nearest_knobs, recipe_options, unknown_key
-from dino_ds.ds_check import wrong_key
-from dino_ds.ds_schema import SECTIONS, key_names
+from dino_ds.config.ds_check import wrong_key
+from dino_ds.config.ds_schema import SECTIONS, key_names
+from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home
 from dino_ds.options.commands import TRAIN, Command, Flag

@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterator
 
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.config import recipe_names, recipe_options
-from dino_ds.ds_schema import REFUSED, SECTIONS
+from dino_ds.config.ds_schema import REFUSED, SECTIONS
+from dino_ds.config.loading import recipe_names, recipe_options
 from dino_ds.errors import EXIT_CODES
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, Flag, find_command
 

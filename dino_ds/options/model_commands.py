@@ -39,6 +39,8 @@ MODELS = (
             Flag("k", "text", "10,20,100,200", "numbers of neighbours"),
             Flag("temperature", "number", 0.07, "weights of the neighbours: exp(similarity / temperature)"),
             Flag("images", "int", None, "images of each set, at most", shown="all"),
+            Flag("epochs", "int", 100, "passes of linear-sgd over the training images"),
+            Flag("batch", "int", 256, "images of its steps, over all processes"),
             Flag("workers", "int", None, "data loading processes per rank", shown="by the cores", zero=True),
             Flag("out", "text", None, "JSON file for the results", shown="RUN/evaluations.json of a run"),
             _JSON,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 
 
 def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import json as jsons
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, StorageError
 from dino_ds.measure.tables import print_result
 from dino_ds.plan.backbones import with_backbone
@@ -16,10 +18,10 @@ from dino_ds.plan.gpus import GPUS, Gpu, find_gpu
 from dino_ds.plan.habits import find_bad_habits
 from dino_ds.plan.recommend import recommend, write_ds
 from dino_ds.plan.report import describe, page
-from dino_ds.plan.scaling import save_scaling, scaling_page, simulate_scaling
+from dino_ds.plan.scaling import scaling_page, simulate_scaling
 from dino_ds.plan.speed import Cluster, estimate_step
-from dino_ds.plan.sweep import save_sweep, sweep_page
 from dino_ds.plan.sweep import sweep as run_sweep
+from dino_ds.plan.sweep import sweep_page
 
 _RECOMMENDED = "the recommended config"
 
@@ -78,22 +80,30 @@ def run(
 
 
 def _sweep(recipe: Recipe, world_size: int, folder: Path, json: bool) -> None:
+    from dino_ds.plan.pictures import draw_sweep
+
     result = run_sweep(recipe, world_size)
-    _save(lambda: save_sweep(result, folder), folder)
+    _save(result, sweep_page(result), draw_sweep(result), folder / "plan")
     print_result(sweep_page(result), result, json)
 
 
 def _scaling(recipe: Recipe, cluster: Cluster, folder: Path, json: bool) -> None:
+    from dino_ds.plan.pictures import draw_scaling
+
     result = simulate_scaling(recipe, cluster.gpu, cluster.gpus, cluster.network)
-    _save(lambda: save_scaling(result, folder), folder)
+    _save(result, scaling_page(result), draw_scaling(result), folder / "scaling")
     print_result(scaling_page(result), result, json)
 
 
-def _save(write: Callable[[], None], folder: Path) -> None:
+def _save(result: dict[str, Any], text: str, figure: Any, place: Path) -> None:
+    """`place`.json, .md and .png. Raises StorageError."""
     try:
-        write()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.with_suffix(".json").write_text(jsons.dumps(result, indent=1) + "\n", encoding="utf-8")
+        place.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+        figure.savefig(place.with_suffix(".png"), dpi=85, pil_kwargs={"optimize": True})
     except OSError as error:
-        raise StorageError(f"--out {folder} can't be written to: {error.strerror}") from error
+        raise StorageError(f"--out {place.parent} can't be written to: {error.strerror}") from error
 
 
 def _cluster(name: str | None, memory_gib: float | None, gpus: int, nodes: int, gbit: float | None) -> Cluster:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.config import Recipe
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
-from dino_ds.ds_config import DsConfig, resolve_ds_config
 
 # Assumptions, not measured: what the driver and the libraries' kernels take of a device, NCCL's channels where there
 # are several ranks, and the part of the tensors' size that the allocator can't use between them.

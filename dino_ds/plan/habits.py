@@ -6,9 +6,9 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dino_ds.config import Recipe
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
-from dino_ds.ds_check import offloads_optimizer
 from dino_ds.plan.fit import Fit, fit
 from dino_ds.plan.speed import Cluster, estimate_step
 

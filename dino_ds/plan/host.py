@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dino_ds.config import Recipe
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import TEACHER_VIEWS
 from dino_ds.costs.memory import GIB, count_parameters, element_bytes
-from dino_ds.ds_check import offloads_optimizer
-from dino_ds.ds_config import DsConfig
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
 PROCESS_BYTES = 3 * GIB

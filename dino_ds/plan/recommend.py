@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe
-from dino_ds.ds_config import change_ds_config, load_ds_config
+from dino_ds.config.ds_config import change_ds_config, load_ds_config
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import Fit, fit_with, micro_batches, with_batch
 from dino_ds.plan.speed import Cluster, StepTime, estimate_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import step_traffic
 from dino_ds.costs.flops import TEACHER_VIEWS
 from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes

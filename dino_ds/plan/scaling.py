@@ -5,11 +5,10 @@ Volumes are those of `dino_ds.costs.communication`, links the cards' own, everyt
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.fit import fit_with
@@ -76,16 +75,6 @@ def _micro_batch(recipe: Recipe, gpu: Gpu) -> tuple[int, bool]:
         if micro >= _ENOUGH or (checkpointing and micro):
             return micro, checkpointing
     raise ConfigError(f"{recipe.model.backbone} does not fit {gpu.name} at ZeRO 3 on 8 GPUs: name a larger --gpu")
-
-
-def save_scaling(result: dict[str, Any], folder: Path) -> None:
-    """scaling.json, scaling.md and scaling.png. Raises OSError."""
-    from dino_ds.plan.pictures import draw_scaling
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "scaling.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "scaling.md").write_text(scaling_page(result) + "\n", encoding="utf-8")
-    draw_scaling(result).savefig(folder / "scaling.png", dpi=85, pil_kwargs={"optimize": True})
 
 
 def scaling_page(result: dict[str, Any]) -> str:

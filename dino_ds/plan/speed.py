@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dino_ds.config import Recipe
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, step_traffic
 from dino_ds.costs.flops import TEACHER_VIEWS, HeadSizes, step_flops, tokens_of
 from dino_ds.costs.memory import element_bytes, recipe_sizes, recomputed_blocks
-from dino_ds.ds_check import offloads_optimizer
-from dino_ds.ds_config import DsConfig
 from dino_ds.plan.gpus import Gpu
 
 ASSUMPTIONS = {

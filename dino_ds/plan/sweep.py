@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.backbones import with_backbone
@@ -58,16 +56,6 @@ def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
                     }
                 )
     return {"gpus": world_size, "crops": _crops(recipe), "cells": cells}
-
-
-def save_sweep(result: dict[str, Any], folder: Path) -> None:
-    """plan.json, plan.md and plan.png. Raises OSError."""
-    from dino_ds.plan.pictures import draw_sweep
-
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (folder / "plan.md").write_text(sweep_page(result) + "\n", encoding="utf-8")
-    draw_sweep(result).savefig(folder / "plan.png", dpi=85, pil_kwargs={"optimize": True})
 
 
 def sweep_page(result: dict[str, Any]) -> str:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.ds_config import CHECKOUT
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import ffn_weights
 from dino_ds.costs.memory import GIB, count_parameters
-from dino_ds.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import Fit, fit_with, micro_batches, with_batch
 from dino_ds.plan.gpus import GPUS, Gpu

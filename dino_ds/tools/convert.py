@@ -15,13 +15,14 @@ from pydantic import ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.checkpoint import Checkpoints, find_damage
-from dino_ds.checkpoint_files import FileRecord, write_parts, write_tensors
-from dino_ds.checkpoint_manifest import SavedCheckpoint, check_present, rank_file, read_manifest, whole_file
-from dino_ds.config import Recipe, dump_recipe
+from dino_ds.checkpoint.files import FileRecord, write_parts, write_tensors
+from dino_ds.checkpoint.folder import Checkpoints, find_damage
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, rank_file, read_manifest, whole_file
+from dino_ds.config.loading import dump_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.durable import put_in_place, replace_file
+from dino_ds.engine.saved_state import MASTER, MOMENTS, Piece, SavedParameters, even_shares, layout_of
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
-from dino_ds.saved_state import MASTER, MOMENTS, Piece, SavedParameters, even_shares, layout_of
 
 
 def run(*, checkpoint: str | None, out: str | None, ranks: int | None, student: bool, json: bool) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dino_ds.config import Recipe
-from dino_ds.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.recipe import Recipe
 from dino_ds.tools.doctor_finding import FAILURE, WARNING, Finding
 from dino_ds.tools.doctor_software import look_at_compilers, look_at_software
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import torch
 
-from dino_ds.config import Recipe
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
-from dino_ds.ds_config import DsConfig
-from dino_ds.engine import DTYPES
+from dino_ds.engine.device import DTYPES
 from dino_ds.measure.machine import Gpu, find_gpus
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.tools.doctor_finding import Finding, failure, fine, warning

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from dino_ds.ds_config import DsConfig
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
 
 _SHOWN = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")

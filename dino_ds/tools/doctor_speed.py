@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
-from dino_ds.engine import device
+from dino_ds.engine.device import device
 from dino_ds.errors import UserError
 from dino_ds.measure.memory import ChildFailed, run_in_children
 from dino_ds.measure.timing import synchronize

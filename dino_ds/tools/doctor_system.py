@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.listing import cache_folder
 from dino_ds.data.multicrop import MultiCrop

@@ -11,9 +11,11 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
-from dino_ds.engine import device, init_distributed
+from dino_ds.engine.device import device
+from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, describe_result, write_results
 from dino_ds.evals.subject import Settings, Subject
@@ -34,6 +36,8 @@ def run(
     k: str,
     temperature: float,
     images: int | None,
+    epochs: int,
+    batch: int,
     workers: int | None,
     out: str | None,
     json: bool,
@@ -50,6 +54,8 @@ def run(
         temperature=temperature,
         size=size,
         images=images,
+        epochs=epochs,
+        batch=batch,
         workers=workers,
         root=Path(root).expanduser() if root else None,
     )

@@ -22,10 +22,10 @@ import torch
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config import Recipe
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, estimate_memory
-from dino_ds.ds_config import load_ds_config, resolve_ds_config
-from dino_ds.engine import device
+from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.memory import ChildFailed, ChildResult, run_in_children

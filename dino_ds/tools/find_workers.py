@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.loader import Position
 from dino_ds.data.multicrop import MultiCrop
@@ -20,8 +21,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
-from dino_ds.run import build_feed
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
+from dino_ds.training.run import build_feed
 
 _MICRO_BATCH = 16
 _ROUNDS = 3

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import MultiCropDataset, augmented_views
 from dino_ds.data.decode import pixels
 from dino_ds.data.images import UnreadableImage

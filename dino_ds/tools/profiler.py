@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule,
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config import Recipe
-from dino_ds.engine import device
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval

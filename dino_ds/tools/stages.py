@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views
 from dino_ds.data.decode import decode_rgb, pixels
 from dino_ds.data.images import UnreadableImage

@@ -10,7 +10,7 @@ from PIL import Image
 
 from dino_ds.bench.data import run
 from dino_ds.bench.pil_pipeline import PilPipeline
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError, DataError
 from tests.data.test_multicrop import photo

@@ -9,13 +9,13 @@ import torch
 
 from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
 from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
-from dino_ds.build import build_network
-from dino_ds.ds_config import Levers
-from dino_ds.engine import init_distributed
-from dino_ds.masters import WholeMasters
+from dino_ds.config.ds_config import Levers
+from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.process import init_distributed
 from dino_ds.models.head import Prototypes
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
+from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
 
 EXACT = [rung for rung in all_rungs() if rung.exact]

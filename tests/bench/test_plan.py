@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dino_ds.bench.plan import measure_cell
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 
 SHAPE = {
     "model.width": "256",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.checkpoint import Checkpoints, Choice
-from dino_ds.checkpoint_manifest import SavedCheckpoint
-from dino_ds.checkpoint_saving import Saving
+from dino_ds.checkpoint.folder import Checkpoints, Choice
+from dino_ds.checkpoint.manifest import SavedCheckpoint
+from dino_ds.checkpoint.saving import Saving
 from dino_ds.distributed import Votes
 
 RUN_ID = "0123456789abcdef"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.checkpoint_manifest import Manifest
+from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.errors import CheckpointError
 from tests.checkpoint.small_run import RUN_ID, SmallRun, is_that_of
 from tests.ranks import run_on_ranks

@@ -9,8 +9,8 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from dino_ds import checkpoint_files
-from dino_ds.checkpoint_files import FileRecord, checksum, header_of, is_plain_file, write_tensors
+from dino_ds.checkpoint import files as checkpoint_files
+from dino_ds.checkpoint.files import FileRecord, checksum, header_of, is_plain_file, write_tensors
 from dino_ds.durable import replace_file
 
 TENSORS = {

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import dino_ds.cli as cli
-from dino_ds.config import recipe_options
-from dino_ds.ds_schema import key_names
+from dino_ds.config.ds_schema import key_names
+from dino_ds.config.loading import recipe_options
 from dino_ds.errors import CheckpointError
 from dino_ds.options.commands import COMMANDS, TRAIN, Command
 from dino_ds.options.flags import drop_local_rank, parse_flags

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dino_ds.ds_config import DsConfig, Levers, find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.ds_schema import REFUSED, SECTIONS, key_names
+from dino_ds.config.ds_config import DsConfig, Levers, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_schema import REFUSED, SECTIONS, key_names
 from dino_ds.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dino_ds.ds_config import DsConfig, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import DsConfig, load_ds_config, resolve_ds_config
 from dino_ds.errors import ConfigError
 
 

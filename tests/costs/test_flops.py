@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.costs.flops import HeadSizes, step_flops
-from dino_ds.engine import init_distributed
+from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork

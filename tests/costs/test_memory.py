@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.config.ds_config import Levers
 from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.memory import (
     GIB,
@@ -21,8 +22,7 @@ from dino_ds.costs.memory import (
     state_bytes,
 )
 from dino_ds.costs.parameters import parameter_sizes
-from dino_ds.ds_config import Levers
-from dino_ds.engine import init_distributed
+from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork

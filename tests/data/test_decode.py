@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from dino_ds.config.recipe import DataSection
 from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
 from dino_ds.data.images import UnreadableImage
-from dino_ds.recipe import DataSection
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded, images_of_every_mode
 

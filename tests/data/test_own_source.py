@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds import recipe
+from dino_ds.config import recipe
 from dino_ds.data import torchvision_sets
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
 from dino_ds.data.encoded import read_file

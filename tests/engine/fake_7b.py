@@ -64,12 +64,12 @@ def main() -> None:
     dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
     deepspeed.init_distributed("fake", verbose=False)
 
-    from dino_ds.build import build_network
-    from dino_ds.config import load_recipe
+    from dino_ds.config.ds_config import DsConfig, load_ds_config, resolve_ds_config
+    from dino_ds.config.loading import load_recipe
     from dino_ds.costs.memory import count_parameters
-    from dino_ds.ds_config import DsConfig, load_ds_config, resolve_ds_config
-    from dino_ds.engine import Engine
-    from dino_ds.engine_partition import Placement
+    from dino_ds.engine.engine import Engine
+    from dino_ds.engine.placement import Placement
+    from dino_ds.training.build import build_network
 
     recipe = load_recipe("vit7b16", {})
 

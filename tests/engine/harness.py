@@ -10,16 +10,17 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture
-from dino_ds.ds_config import DsConfig, resolve_ds_config
-from dino_ds.engine import DTYPES, Engine, Progress
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.engine.device import DTYPES
+from dino_ds.engine.engine import Engine, Progress
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.schedules import Schedules
-from dino_ds.step import DinoStep
 from dino_ds.teacher import Teacher
+from dino_ds.training.step import DinoStep
 
 PROTOTYPES = 40
 

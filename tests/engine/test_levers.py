@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_ds.engine import Progress
+from dino_ds.engine.engine import Progress
 from tests.engine.harness import build_step, crops, ds_config, run_windows
 from tests.ranks import run_on_ranks
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.engine import DTYPES, Progress
+from dino_ds.engine.device import DTYPES
+from dino_ds.engine.engine import Progress
 from dino_ds.models.drop_path import sample_keys
 from tests.engine.harness import (
     build_step,

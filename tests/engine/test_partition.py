@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.build import build_network
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.ds_config import DsConfig, Levers, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes
 from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
 from dino_ds.costs.parameters import parameter_sizes
-from dino_ds.ds_config import DsConfig, Levers, resolve_ds_config
-from dino_ds.engine import Engine
-from dino_ds.engine_partition import Placement
+from dino_ds.engine.engine import Engine
+from dino_ds.engine.placement import Placement
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.run import build_step
+from dino_ds.training.build import build_network
+from dino_ds.training.run import build_step
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.engine import Progress
+from dino_ds.engine.engine import Progress
 from dino_ds.errors import NumericError
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, max_difference, run_windows, tiny_network
 from tests.ranks import run_on_ranks

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
 from dino_ds.errors import CheckpointError
-from dino_ds.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
 from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 
@@ -339,7 +339,7 @@ def test_what_differs_is_named():
 def test_large_parameters_are_read_in_parts(monkeypatch):
     saved, _, _ = straight(Setup(2))
     values, _ = by_parameter(saved)
-    monkeypatch.setattr("dino_ds.saved_state._READ_ELEMENTS", 7)
+    monkeypatch.setattr("dino_ds.engine.saved_state._READ_ELEMENTS", 7)
     parameters = SavedParameters(saved)
     for (kind, name), whole in values.items():
         parts = list(parameters.read(kind, name, 3, len(whole) - 2))

@@ -36,7 +36,7 @@ def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
 
 
 def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> None:
-    from dino_ds.step import DinoStep
+    from dino_ds.training.step import DinoStep
 
     original, done = DinoStep.micro_batch, []
 
@@ -68,7 +68,7 @@ def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times
 
 
 def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
-    from dino_ds import checkpoint_writing
+    from dino_ds.checkpoint import writing as checkpoint_writing
 
     original, done = checkpoint_writing.write_tensors, []
 
@@ -91,7 +91,7 @@ def before_latest(step: int, do: Act) -> Fault:
 
 
 def _before_latest(step: int, do: Act, rank: int) -> None:
-    from dino_ds import checkpoint
+    from dino_ds.checkpoint import folder as checkpoint
 
     original = checkpoint.replace_file
 
@@ -112,7 +112,7 @@ def loss_times(factor: float, step: int, on: tuple[int, ...], times: int = 10**9
 
 def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank: int) -> None:
     from dino_ds.objective.dino import DinoLoss
-    from dino_ds.step import DinoStep
+    from dino_ds.training.step import DinoStep
 
     original, steps, seen, done = DinoLoss.__call__, DinoStep.micro_batch, [0], []
 
@@ -143,7 +143,7 @@ def _both(faults: tuple[Fault, ...], rank: int) -> None:
 
 def slow_start(rank: int) -> None:
     """Says when the ranks have joined, and then waits."""
-    from dino_ds import run
+    from dino_ds.training import run
 
     original = run.build_step
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dino_ds.config import Recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import decode_rgb
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import save_listing

@@ -408,7 +408,7 @@ def test_a_report_shows_names_and_runs_none(canary):
         folder.mkdir(parents=True)
         (folder / name.replace("/", "\u2044")).write_bytes(IMAGES["PNG"])
         (folder / f"bad{name.replace('/', '')}").write_bytes(b"not an image")
-    from dino_ds.config import load_recipe
+    from dino_ds.config.loading import load_recipe
 
     small = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "model.patch_size": "8"}
     recipe = load_recipe(None, {"data.root": str(canary / "images"), **small})

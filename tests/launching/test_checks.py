@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import dino_ds.launching.checks as checks
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host

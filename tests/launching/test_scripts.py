@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import LAUNCH, TRAIN
 from dino_ds.options.flags import parse_flags
 from tests.launching.cluster import REPOSITORY

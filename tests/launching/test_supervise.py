@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dino_ds.config import dump_recipe, load_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source

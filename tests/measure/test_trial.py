@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.engine import init_distributed
+from dino_ds.engine.process import init_distributed
 from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child, run_in_children
 from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen

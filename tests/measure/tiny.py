@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 
 TINY = {
     "crops.global_size": "32",

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from dino_ds.cli import main
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 
 
 def _plan(capsys, *words: str):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dino_ds.config import load_recipe
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import GIB, count_parameters
-from dino_ds.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FRAGMENTATION, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS

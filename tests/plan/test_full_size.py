@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dino_ds.config import Recipe, load_recipe
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, recipe_sizes, saved_bytes, state_bytes
-from dino_ds.ds_config import DsConfig, resolve_ds_config
+from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.optim import parameter_groups
 
 IMAGES = 4
 RECIPES = ("vitl16", "vith14", "vitg14", "vit7b16")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from dino_ds.cli import main
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.costs.communication import Traffic
 from dino_ds.plan.gpus import GPUS
 from dino_ds.plan.published import PUBLISHED, measured_share, simulate

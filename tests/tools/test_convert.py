@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.cli import main
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
+from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters
 from dino_ds.errors import StorageError
-from dino_ds.saved_state import MASTER, MOMENTS, SavedParameters
 from dino_ds.tools.convert import run as convert
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, losses_of, train_tiny

@@ -15,8 +15,8 @@ import torch
 import dino_ds.tools.doctor_gpu as doctor_gpu
 import dino_ds.tools.doctor_network as doctor_network
 import dino_ds.tools.doctor_software as doctor_software
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.measure.machine import Gpu
 from dino_ds.tools.doctor_speed import measure_data
 from dino_ds.tools.doctor_system import look_at_system

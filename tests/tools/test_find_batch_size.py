@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
 from dino_ds.tools.find_batch_size import run, with_batch, write_batch

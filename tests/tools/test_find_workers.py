@@ -15,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools import find_workers
 from dino_ds.tools.find_workers import _bottleneck, _counts, _ideal, _recommend
@@ -165,7 +165,7 @@ def test_bottleneck_is_the_costliest_stage_or_the_training_process():
 _JOB = """
 import signal
 import sys
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.feed import Feed
 from dino_ds.tools import find_workers
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.feed import Feed
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop

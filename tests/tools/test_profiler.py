@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from dino_ds.engine import init_distributed
+from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.ranges import named_range
 from dino_ds.tools.profiler import profile_torch, run

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dino_ds import cli
-from dino_ds.config import dump_recipe, load_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval
 

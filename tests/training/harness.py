@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import UserError
 
 REPOSITORY = Path(__file__).parent.parent.parent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm
-from dino_ds.step import DinoStep
+from dino_ds.training.step import DinoStep
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, losses_of, train_tiny
 

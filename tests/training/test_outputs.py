@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dino_ds.config import load_recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.models.vit import VisionTransformer
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, read_metrics, train_tiny, whole_tensors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from dino_ds.config import load_recipe
-from dino_ds.ds_config import load_ds_config
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, losses_of, read_metrics
 

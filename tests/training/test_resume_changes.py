@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.engine import Progress
-from dino_ds.step import DinoStep
+from dino_ds.engine.engine import Progress
+from dino_ds.training.step import DinoStep
 from tests.ranks import run_on_ranks
 from tests.soak import SOAK
 from tests.training.harness import image_folder, log_of, losses_of, train_tiny, whole_tensors

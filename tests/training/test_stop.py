@@ -92,7 +92,7 @@ def _slow_evaluation(rank):
 def _steps_done():
     import gc
 
-    from dino_ds.step import DinoStep
+    from dino_ds.training.step import DinoStep
 
     return next(thing.applied_steps for thing in gc.get_objects() if isinstance(thing, DinoStep))
 

@@ -15,17 +15,13 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from dino_ds.config.lengths import Length
+from dino_ds.config.recipe import Recipe, Section
 from dino_ds.errors import ConfigError
-from dino_ds.lengths import Length
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file
-from dino_ds.recipe import Recipe, Section
 from dino_ds.text_file import is_file, read_text
 
-__all__ = [
-    "Length", "Option", "Recipe", "change_recipe", "dump_recipe", "load_recipe", "recipe_names", "recipe_options",
-]  # fmt: skip
-
-RECIPES = Path(__file__).parent / "recipes"
+RECIPES = Path(__file__).parent.parent / "recipes"
 NONE_WORDS = ("none", "null")
 
 

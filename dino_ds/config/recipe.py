@@ -1,6 +1,6 @@
 """The recipe's schema: what is learned, with the defaults of the DINO paper's ViT-S/16 (main_dino.py).
 
-This one schema makes validation, `--help` and the option table of docs/configs.md; `dino_ds.config` loads it.
+This one schema makes validation, `--help` and the option table of docs/configs.md; `dino_ds.config.loading` loads it.
 No torch here.
 """
 
@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
-from dino_ds.lengths import Length
 from dino_ds.names import did_you_mean, nearest
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.data.bad_images import allowed_bad_images
-from dino_ds.engine import memory_gib
+from dino_ds.engine.device import memory_gib
 from dino_ds.errors import DataError
 from dino_ds.health.collapse import CollapseAlarm
-from dino_ds.metrics import Clock, Meter, RunLog
-from dino_ds.run import Run
-from dino_ds.step import MicroStep
-from dino_ds.throughput import HostReader, ThroughputWatch
+from dino_ds.training.metrics import Clock, Meter, RunLog
+from dino_ds.training.run import Run
+from dino_ds.training.step import MicroStep
+from dino_ds.training.throughput import HostReader, ThroughputWatch
 
 
 class Reports:

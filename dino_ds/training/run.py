@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from dino_ds import distributed
-from dino_ds.build import build_network, build_schedules, build_zeros
-from dino_ds.checkpoint import Checkpoints, Choice
-from dino_ds.checkpoint_files import write_tensors
-from dino_ds.checkpoint_manifest import SavedCheckpoint, read_manifest
-from dino_ds.checkpoint_saving import SaveCost, Saving
-from dino_ds.config import Recipe, change_recipe
+from dino_ds.checkpoint.files import write_tensors
+from dino_ds.checkpoint.folder import Checkpoints, Choice
+from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.saving import SaveCost, Saving
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
@@ -23,18 +24,19 @@ from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.ds_config import DsConfig
 from dino_ds.durable import put_in_place, replace_file
-from dino_ds.engine import DTYPES, Engine, device
-from dino_ds.engine_partition import Placement
+from dino_ds.engine.device import DTYPES, device
+from dino_ds.engine.engine import Engine
+from dino_ds.engine.placement import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import KnnWatch
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
-from dino_ds.run_folder import RunFolder
-from dino_ds.step import DinoStep
 from dino_ds.teacher import Teacher
+from dino_ds.training.build import build_network, build_schedules, build_zeros
+from dino_ds.training.run_folder import RunFolder
+from dino_ds.training.step import DinoStep
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""The wall around DeepSpeed: the only room that knows its engine, its optimizers and its traps.
+"""DeepSpeed's engine, tamed.
 
 It answers three questions: what are the logits, has the step been applied, and where are the FP32 masters.
 """
@@ -6,32 +6,25 @@ It answers three questions: what are the logits, has the step been applied, and 
 from __future__ import annotations
 
 import enum
-import logging
 import math
-import os
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.ds_config import DsConfig
-from dino_ds.engine_masters import masters_of
-from dino_ds.engine_state import Flat, flats_of, put_back, take_out
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine.masters import Masters
+from dino_ds.engine.optim import parameter_groups
+from dino_ds.engine.optimizers import masters_of
+from dino_ds.engine.saved_state import EngineState, SavedState
+from dino_ds.engine.state import Flat, flats_of, put_back, take_out
 from dino_ds.errors import ConfigError, NumericError
-from dino_ds.masters import Masters
 from dino_ds.models.network import DinoNetwork
-from dino_ds.optim import parameter_groups
-from dino_ds.ports import find_free_port
-from dino_ds.saved_state import EngineState, SavedState
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Progress(enum.Enum):
@@ -40,77 +33,6 @@ class Progress(enum.Enum):
     ACCUMULATING = "the window of micro-batches goes on"
     SKIPPED = "the window ended, its gradient was not finite, nothing moved"
     STEPPED = "the window ended and the optimizer moved the weights"
-
-
-def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
-
-    _quiet_deepspeed()
-    if dist.is_initialized():
-        return
-    timeout = timedelta(minutes=timeout_minutes)
-    if "RANK" in os.environ:
-        _join(timeout)
-        return
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
-    # Without these DeepSpeed looks for MPI. Only until then: jobs started from here are no ranks of this group.
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    before = dict(os.environ)
-    os.environ.update(alone)
-    try:
-        _join(timeout)
-    finally:
-        for name in alone.keys() - before.keys():
-            del os.environ[name]
-
-
-@distributed.naming_the_port()
-def _join(timeout: timedelta) -> None:
-    import deepspeed
-
-    accelerator = deepspeed.accelerator.get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
-    else:
-        accelerator.set_device(distributed.local_rank())
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
-
-
-def leave() -> None:
-    """Leave the process group at the end of the program (NCCL warns about ranks that do not); one may join again."""
-    if dist.is_initialized():
-        import deepspeed.comm
-
-        deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that are gone
-
-
-def device() -> torch.device:
-    """The device of this process."""
-    from deepspeed.accelerator import get_accelerator
-
-    name = get_accelerator().device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
-
-
-def fp16_supported() -> bool:
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
-
-
-def memory_gib() -> float:
-    """Peak memory of this process: of the device where there is one, else the peak resident set."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 class Engine:
@@ -234,7 +156,7 @@ class Engine:
                 flat.reset_adam()
 
     def masters(self) -> list[Masters]:
-        """Where the FP32 master weights of this engine are; see `dino_ds.masters`."""
+        """Where the FP32 master weights of this engine are; see `dino_ds.engine.masters`."""
         return masters_of(self._optimizer, self._engine.module, self._name_of)
 
     def state(self) -> EngineState:
@@ -286,9 +208,3 @@ def _read_finiteness_once(optimizer: Any) -> None:
         return last[1]
 
     stage_1_and_2.is_invalid_grad_norm = ask
-
-
-def _quiet_deepspeed() -> None:
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)

@@ -1,7 +1,7 @@
 """An engine's training state, taken out and put back under any ZeRO stage, number of ranks, precision and offload.
 
 DeepSpeed's own files hold each stage's tensors as they lie there, so another stage or number of ranks can't read them.
-Here every engine is a list of flat FP32 tensors with the names of what lies in them (`dino_ds.saved_state`).
+Here every engine is a list of flat FP32 tensors with the names of what lies in them (`dino_ds.engine.saved_state`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds import distributed
-from dino_ds.engine_masters import Names, group_names, master_shards, refresh_weights, sharded_masters_of
-from dino_ds.masters import FlatMasters, PartitionedMasters
-from dino_ds.saved_state import (
+from dino_ds.engine.masters import FlatMasters, PartitionedMasters
+from dino_ds.engine.optimizers import Names, group_names, master_shards, refresh_weights, sharded_masters_of
+from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
     EngineState,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dino_ds.distributed import Votes, sum_across_ranks
-from dino_ds.engine import Engine, Progress
+from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
-from dino_ds.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Knobs, Schedules
 from dino_ds.teacher import Teacher

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.checkpoint_files import FileRecord, file_bytes, write_tensors
-from dino_ds.checkpoint_manifest import rank_file, whole_file
+from dino_ds.checkpoint.files import FileRecord, file_bytes, write_tensors
+from dino_ds.checkpoint.manifest import rank_file, whole_file
 
 Files = dict[str, dict[str, Tensor]]
 """Name of a file -> its tensors."""

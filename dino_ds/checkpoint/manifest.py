@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from dino_ds.checkpoint_files import FileRecord, header_of, is_plain_file
+from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file
 from dino_ds.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -43,7 +43,8 @@ class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
     run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; state: position and
-    counters of the run; layouts: of each rank's tensors (see `dino_ds.saved_state`); files: name -> (bytes, CRC32).
+    counters of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name ->
+    (bytes, CRC32).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -135,7 +136,7 @@ def _damaged(folder: Path, name: str, manifest: Manifest, how: str) -> str:
 
 
 class SavedCheckpoint:
-    """A verified checkpoint: a `dino_ds.saved_state.SavedState`, its whole tensors, and the manifest."""
+    """A verified checkpoint: a `dino_ds.engine.saved_state.SavedState`, its whole tensors, and the manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.bad_steps import BadSteps
 from dino_ds.data.feed import Feed, Views
 from dino_ds.data.loader import NoBatchYet
-from dino_ds.engine import Progress
+from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
-from dino_ds.metrics import RunLog
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
-from dino_ds.reports import Reports
-from dino_ds.run import Run
-from dino_ds.step import MicroStep
-from dino_ds.stop import StopRequests
+from dino_ds.training.bad_steps import BadSteps
+from dino_ds.training.metrics import RunLog
+from dino_ds.training.reports import Reports
+from dino_ds.training.run import Run
+from dino_ds.training.step import MicroStep
+from dino_ds.training.stop import StopRequests
 
 
 class Loop:

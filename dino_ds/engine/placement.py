@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from dino_ds.ds_config import DsConfig
-from dino_ds.engine import DTYPES, device
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine.device import DTYPES, device
 
 
 class Placement:

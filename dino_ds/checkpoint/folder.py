@@ -1,6 +1,6 @@
 """The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
 
-A checkpoint is written under another name (`dino_ds.checkpoint_saving`); renaming the folder makes it one. It is
+A checkpoint is written under another name (`dino_ds.checkpoint.saving`); renaming the folder makes it one. It is
 trusted again only when every byte is as its manifest says. No random-number state: data, augmentation and stochastic
 depth follow from (seed, epoch, index).
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.checkpoint_files import checksum, is_plain_file
-from dino_ds.checkpoint_manifest import (
+from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
     Manifest,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_ds.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 
 Names = Mapping[int, str]
 """id of a parameter -> its name"""

@@ -16,9 +16,10 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture
-from dino_ds.checkpoint_manifest import Manifest
-from dino_ds.config import Recipe, dump_recipe
-from dino_ds.ds_config import DsConfig
+from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.loading import dump_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.names import did_you_mean

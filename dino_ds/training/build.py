@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dino_ds.config import Recipe
-from dino_ds.ds_config import Levers
+from dino_ds.config.ds_config import Levers
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork

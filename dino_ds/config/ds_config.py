@@ -15,13 +15,13 @@ from typing import Any
 
 import hjson
 
-from dino_ds.ds_check import offloads_optimizer, problems_of, wrong_key
-from dino_ds.ds_schema import SECTIONS
+from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
+from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
 from dino_ds.text_file import is_file, read_text
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 # At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
 # one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000

@@ -1,0 +1,67 @@
+"""Into the process group of the launcher, and out of it at the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dino_ds import distributed
+from dino_ds.ports import find_free_port
+
+
+def init_distributed(timeout_minutes: float = 30.0) -> None:
+    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
+
+    _quiet_deepspeed()
+    if dist.is_initialized():
+        return
+    timeout = timedelta(minutes=timeout_minutes)
+    if "RANK" in os.environ:
+        _join(timeout)
+        return
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
+    # Without these DeepSpeed looks for MPI. Only until then: jobs started from here are no ranks of this group.
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    before = dict(os.environ)
+    os.environ.update(alone)
+    try:
+        _join(timeout)
+    finally:
+        for name in alone.keys() - before.keys():
+            del os.environ[name]
+
+
+@distributed.naming_the_port()
+def _join(timeout: timedelta) -> None:
+    import deepspeed
+
+    accelerator = deepspeed.accelerator.get_accelerator()
+    if accelerator.device_name() == "cpu":
+        # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
+        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+    else:
+        accelerator.set_device(distributed.local_rank())
+        deepspeed.init_distributed(verbose=False, timeout=timeout)
+
+
+def leave() -> None:
+    """Leave the process group at the end of the program (NCCL warns about ranks that do not); one may join again."""
+    if dist.is_initialized():
+        import deepspeed.comm
+
+        deepspeed.comm.destroy_process_group()  # torch's own leaves DeepSpeed with groups that are gone
+
+
+def _quiet_deepspeed() -> None:
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
