@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -84,6 +87,16 @@ def raw_pixels(images: Tensor) -> Tensor:
     """Images (b, 3, h, w) -> (b, 3 * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
     size = min(_RAW_PIXELS, images.shape[-1])
     return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, such as by a loader for its workers, is not missing afterwards."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(others[0])
+    np.random.set_state(others[1])
 
 
 class _Images(Dataset[tuple[Tensor, int, int] | str]):

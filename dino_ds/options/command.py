@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flag:
-    """kind: text, int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a step).
+    """kind: text, texts (one or more words: a list), int or number (> 0, with `zero` >= 0), switch (needs no value) or
+    resume (a switch, auto or a step).
 
     `default` is what the function gets; where that is None, `shown` says what it means.
     """

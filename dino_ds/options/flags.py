@@ -43,7 +43,8 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     flags, problems = Flags(), list[str]()
     switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
-    for name, value in _pairs(command, list(argv), switches, problems):
+    lists = {flag.name for flag in command.all_flags if flag.kind == "texts"}
+    for name, value in _pairs(command, list(argv), switches, lists, problems):
         _store(command, flags, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -80,8 +81,10 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _pairs(command: Command, words: list[str], switches: set[str], problems: list[str]) -> Iterator[tuple[str, str]]:
-    """(flag without dashes, value) from `--key value`, `--key=value` and switches."""
+def _pairs(
+    command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
+) -> Iterator[tuple[str, str]]:
+    """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
     while words:
         word = words.pop(0)
         if not _is_flag(word) and command.bare:
@@ -103,6 +106,8 @@ def _pairs(command: Command, words: list[str], switches: set[str], problems: lis
             yield name, words.pop(0) if takes else "true"
         elif words and not _is_flag(words[0]):
             yield name, words.pop(0)
+            while name in lists and words and not _is_flag(words[0]):
+                yield name, words.pop(0)
         else:
             yield name, ""
 
@@ -133,6 +138,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         problems.append(f"--{name}: {unknown}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
+    elif fixed is not None and fixed.kind == "texts":
+        flags.fixed.setdefault(key, []).append(value)
     elif key in target:
         problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
     elif fixed is None:

@@ -63,6 +63,7 @@ def describe_files(
     Every rank its share; returns all features (n, d) in the order of the files, on all ranks, on the device. Raises
     DataError for an image that cannot be read: a benchmark without it is another one.
     """
+    subject.begin()
     progress = what if subject.progress else None
     found = extract_features(
         describe,
@@ -87,6 +88,7 @@ def share(subject: Subject, items: Sequence[T], work: Callable[[T], R], what: st
 
     `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `subject.give_up` says yes on one.
     """
+    subject.begin()
     rank, world = distributed.rank(), distributed.world_size()
     results, gave_up = list[R](), False
     hidden = None if subject.progress and rank == 0 else True
