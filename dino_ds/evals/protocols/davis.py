@@ -43,6 +43,7 @@ def davis(subject: Subject) -> dict[str, float]:
         folder = _BENCHMARK.find(subject.settings.root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
+    subject.begin()
     judged = share(subject, clips, lambda clip: _judge(subject, clip), "davis: clips")
     of_objects = np.array([row for rows in judged for row in rows])
     names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")

@@ -137,6 +137,7 @@ def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequ
         images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]
         queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]
         benchmark.check([*images, *queries])
+    subject.begin()
     prepare = partial(thumbnail, size=subject.settings.size or size)
     describe = describe_at_scales(subject, scales)
 

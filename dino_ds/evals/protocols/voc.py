@@ -40,6 +40,7 @@ def voc(subject: Subject) -> dict[str, float]:
         folder = _BENCHMARK.find(subject.settings.root)
         train, val = (_read_split(folder, split) for split in ("train", "val"))
         _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
+    subject.begin()
     tokens, pixels = list[Tensor](), list[Tensor]()
 
     def learn(pair: Pair) -> None:
