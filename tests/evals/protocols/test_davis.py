@@ -104,12 +104,12 @@ def _slow_propagation(frames, labels):
     return results
 
 
-def test_propagation_equals_a_slow_reference(monkeypatch):
-    """Ten frames, so that the oldest are forgotten; 15 columns, so that not all patches are near; in chunks."""
-    monkeypatch.setattr("dino_ds.evals.protocols.davis._LIKENESSES", 700)
+@pytest.mark.parametrize("grid", [(2, 27), (26, 2)])
+def test_propagation_equals_a_slow_reference(grid):
+    """Ten frames, so that the oldest are forgotten; long sides, so that not all patches are near."""
     generator = torch.Generator().manual_seed(0)
-    frames = torch.randn(10, 2, 15, 4, generator=generator)
-    labels = torch.rand(3, 2, 15, generator=generator).softmax(dim=0)
+    frames = torch.randn(10, *grid, 4, generator=generator)
+    labels = torch.rand(3, *grid, generator=generator).softmax(dim=0)
     propagation = LabelPropagation(frames[0], labels)
     for frame, wanted in zip(frames[1:], _slow_propagation(frames, labels), strict=True):
         np.testing.assert_allclose(propagation(frame).numpy(), wanted, atol=1e-5)
