@@ -88,7 +88,8 @@ def draw_together(runs: Sequence[RunFiles], names: Sequence[str]) -> Markup:
     parts: dict[bool, list[Markup]] = {True: [], False: []}
     for shown in (*_LARGE, *_SMALL, *_others(runs)):
         curves = [_scaled(run, shown) for run in runs]
-        if all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2:
+        flat = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
+        if flat and shown not in _LARGE:
             continue
         if by_images:
             curves = [_over_images(run, curve) for run, curve in zip(runs, curves, strict=True)]
