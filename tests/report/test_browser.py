@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing on the console, nothing fetched, charts to be seen, values to point at, and paper.
+"""The page in a real browser: a silent console, nothing fetched, charts to be seen, values to point at, and paper.
 
 A page beside the report holds it in a frame and measures it there: the report's own policy lets no foreign script in.
 """
@@ -24,7 +24,8 @@ _FLAGS = ("--headless", "--disable-gpu", "--no-first-run", "--disable-background
 _MEASURE = """
 const page = document.querySelector("iframe");
 page.onload = () => {
-  const inside = page.contentWindow, box = part => (r => [r.left, r.top, r.width, r.height])(part.getBoundingClientRect());
+  const inside = page.contentWindow;
+  const box = part => (r => [r.left, r.top, r.width, r.height])(part.getBoundingClientRect());
   const all = query => [...inside.document.querySelectorAll(query)];
   const chart = all("svg")[0], [left, top, width, height] = box(chart);
   chart.dispatchEvent(new inside.PointerEvent("pointermove", {clientX: left + width * .99, clientY: top + height / 2}));
