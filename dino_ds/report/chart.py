@@ -74,6 +74,7 @@ def draw_chart(
     x_unit: str = "steps",
     zero: bool = False,
     small: bool = False,
+    legend: bool = True,
 ) -> Markup:
     """A figure with axes, legend and newest values. zero: y begins at 0. Empty where no line has a finite value.
 
@@ -98,7 +99,7 @@ def draw_chart(
     ).format(
         kind="small" if small else "large",
         title=title,
-        legend=_newest(lines[0]) if lines[0].name == title else join(map(_key, lines)),
+        legend="" if not legend else _newest(lines[0]) if lines[0].name == title else join(map(_key, lines)),
         gaps=gaps,
         width=frame.width,
         height=frame.height,
