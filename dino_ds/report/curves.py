@@ -37,7 +37,7 @@ _SMALL = (
     Shown("teacher_entropy", "Teacher entropy", "nats"),
     Shown("kl", "KL of teacher and student", "nats"),
     Shown("grad_norm", "Gradient norm, before clipping", ""),
-    Shown("lr", "Learning rate", ""),
+    Shown("lr", "Learning rate", "", zero=True),
     Shown("weight_decay", "Weight decay", ""),
     Shown("teacher_momentum", "Teacher momentum", ""),
     Shown("teacher_temp", "Teacher temperature", ""),

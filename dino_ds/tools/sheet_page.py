@@ -45,9 +45,9 @@ def _card(number: int, row: Seen) -> str:
             f'<rect class="{kind}" data-view="{number}-{view}" x="{left}" y="{top}" width="{right - left}" '
             f'height="{bottom - top}" stroke-width="{line:.2f}"/>'
         )
-        words = escape(f"{kind} crop {view + 1}: {describe(parameters)}")
+        words, address = escape(f"{kind} crop {view + 1}: {describe(parameters)}"), embedded_picture(crop)
         crops[kind].append(
-            f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{embedded_picture(crop)}" '
+            f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{address}" '
             f'width="{crop.width}" height="{crop.height}">'
         )
     return (

@@ -72,6 +72,13 @@ def test_thinning_keeps_each_part_s_ends_and_extremes():
     assert set(zip(thin.x, thin.y, strict=True)) <= set(zip(x, curve.y, strict=True))
 
 
+def test_means_are_those_of_the_parts():
+    x, y = np.arange(10.0), np.array([1, 3, 2, np.nan, np.nan, np.nan, 5, 5, 6, 8])
+    means = Curve(x, y).means(5)  # edges at 1.8, 3.6, 5.4, 7.2
+    np.testing.assert_allclose(means.x, [0.5, 2.5, 4.5, 6.5, 8.5])
+    np.testing.assert_allclose(means.y, [2, 2, np.nan, 5, 7])
+
+
 def test_thinning_keeps_gaps_and_short_curves():
     y = np.ones(5000)
     y[2500:2503] = np.nan
