@@ -46,6 +46,13 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:
+    """Rank 0's values on all ranks, in place; every rank must call it."""
+    if world_size() > 1:
+        dist.broadcast(values, 0)
+    return values
+
+
 def gather_objects(value: Any) -> list[Any]:
     """Every rank's `value`, in rank order, on every rank. Small host objects only: it waits for all ranks."""
     if world_size() == 1:

@@ -24,7 +24,8 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.recipe import Recipe, flat_values
+from dino_ds.config.flat import flat_values
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported, memory_gib

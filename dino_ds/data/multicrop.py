@@ -22,6 +22,7 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 NUM_GLOBAL = 2
 _ASPECT = (3 / 4, 4 / 3)
+_PROBE_SCALE = (0.08, 1.0)
 _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
 _BICUBIC = Image.Resampling.BICUBIC
@@ -134,19 +135,52 @@ class EvalCrop:
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32."""
-        if isinstance(image, Image.Image):
-            return to_tensor(self._cut(image))
-        planes = np.stack([np.asarray(self._cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
-        return (torch.from_numpy(planes) / 255 - mean) / std
+        return _normalised(image, self._cut)
 
-    def _cut(self, image: Image.Image) -> Image.Image:
-        short, long = sorted(image.size)
+    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """Left, top, right and bottom of what is left of an image, in its own pixels."""
+        (wide, high), (left, top) = self._resized(width, height)
+        across, down = width / wide, height / high
+        return left * across, top * down, (left + self.size) * across, (top + self.size) * down
+
+    def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) before the cut, and its left upper corner."""
+        short, long = sorted((width, height))
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
-        resized = image.resize((target, other) if image.width <= image.height else (other, target), _BICUBIC)
-        left, top = (round((side - self.size) / 2) for side in resized.size)
-        return resized.crop((left, top, left + self.size, top + self.size))
+        wide, high = (target, other) if width <= height else (other, target)
+        return (wide, high), (round((wide - self.size) / 2), round((high - self.size) / 2))
+
+    def _cut(self, image: Image.Image) -> Image.Image:
+        size, (left, top) = self._resized(*image.size)
+        return image.resize(size, _BICUBIC).crop((left, top, left + self.size, top + self.size))
+
+
+class RandomCrop:
+    """What DINO's linear probe trains on: a crop of 8 to 100 % of the area, bilinear, flipped every second time."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
+        """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32. The seed alone decides."""
+        rng = random.Random(seed)
+        width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
+        box, flip = _draw_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
+        return _normalised(image, lambda plane: self._cut(plane, box, flip))
+
+    def _cut(self, image: Image.Image, box: tuple[int, int, int, int], flip: bool) -> Image.Image:
+        crop = image.crop(box).resize((self.size, self.size), Image.Resampling.BILINEAR)
+        return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
+
+
+def _normalised(image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image]) -> Tensor:
+    """What `cut` makes of an RGB image, or of each channel of uint8 (h, w, c), as (c, height, width) float32."""
+    if isinstance(image, Image.Image):
+        return to_tensor(cut(image))
+    planes = np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
+    return (torch.from_numpy(planes) / 255 - mean) / std
 
 
 def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:

@@ -1,17 +1,20 @@
 """Linear classification of frozen features: logistic regression to its optimum, or a closed form.
 
-Deterministic and free of a learning rate: the regularisation is chosen on a part of the training images.
+Deterministic and free of a learning rate: the regularisation is chosen on a part of the training images. Every rank
+must call a fit with the same rows; each computes its share of the sums over them, and all get the same probe.
 Source of the protocol: DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020) fit L-BFGS logistic regression so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dino_ds import distributed
 
 REGULARISATIONS = tuple(10.0**exponent for exponent in range(-6, 3))
 """Weights of |W|^2 / 2 beside the mean cross-entropy that are tried."""
@@ -62,11 +65,12 @@ def fit_linear(
 def fit_ridge(features: Tensor, labels: Tensor, classes: int, regularisation: float = 1e-3) -> LinearProbe:
     """The closed form: least squares to one-hot labels with |W|^2 * regularisation; one solve of a (d, d) system."""
     mean, scale = _moments(features)
-    x = (features.float() - mean) / scale
-    wanted = F.one_hot(labels, classes).float()
-    average = wanted.mean(dim=0)
-    gram = x.T @ x / len(x) + regularisation * torch.eye(x.shape[1], device=x.device)
-    weight = torch.linalg.solve(gram, x.T @ (wanted - average) / len(x)).T
+    average = torch.bincount(labels, minlength=classes).float() / len(labels)
+    x = (_mine(features).float() - mean) / scale
+    wanted = F.one_hot(_mine(labels), classes).float() - average
+    sums = distributed.sum_across_ranks(torch.cat((x.T @ x, x.T @ wanted), dim=1)) / len(labels)
+    gram = sums[:, : x.shape[1]] + regularisation * torch.eye(x.shape[1], device=x.device)
+    weight = torch.linalg.solve(gram, sums[:, x.shape[1] :]).T
     return LinearProbe(mean, scale, weight.contiguous(), average, regularisation)
 
 
@@ -75,24 +79,57 @@ def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return features.mean(dim=0), features.std(dim=0, unbiased=False).clamp_min(1e-6)
 
 
+def _mine(rows: Tensor) -> Tensor:
+    """This rank's share."""
+    return rows[distributed.rank() :: distributed.world_size()]
+
+
 def _fit(features: Tensor, labels: Tensor, classes: int, strength: float, start: Tensor | None) -> LinearProbe:
     """L-BFGS on the whole set; the last column of the parameters is the bias, which is not regularised."""
     mean, scale = _moments(features)
-    x = (features.float() - mean) / scale
+    x, wanted = (_mine(features).float() - mean) / scale, _mine(labels)
     parameters = torch.zeros(classes, x.shape[1] + 1, device=x.device) if start is None else start.clone()
+
+    def loss_and_gradient(values: Tensor) -> Tensor:
+        """Of the mean cross-entropy over the rows of all ranks: (1 + classes * (width + 1),)."""
+        logits = x @ values[:, :-1].T + values[:, -1]
+        error = logits.softmax(dim=1)
+        error[torch.arange(len(x), device=x.device), wanted] -= 1
+        loss = F.cross_entropy(logits, wanted, reduction="sum")
+        gradient = torch.cat((error.T @ x, error.sum(dim=0)[:, None]), dim=1)
+        return distributed.sum_across_ranks(torch.cat((loss[None], gradient.flatten()))) / len(labels)
+
+    with torch.no_grad():
+        found = _minimise(loss_and_gradient, parameters, strength)
+    return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)
+
+
+def _minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float) -> Tensor:
+    """Rank 0 decides where to look next, so that no rounding can part the ranks; the others compute with it."""
+    message = parameters.new_zeros(1 + parameters.numel())  # whether to go on, and where
+    if distributed.rank() > 0:
+        while float(distributed.broadcast_from_first(message)[0]):
+            loss_and_gradient(message[1:].view_as(parameters))
+        return message[1:].view_as(parameters)
     parameters.requires_grad_(True)
     optimizer = torch.optim.LBFGS(
         [parameters], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
     )
 
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        weight, bias = parameters[:, :-1], parameters[:, -1]
-        value = F.cross_entropy(x @ weight.T + bias, labels) + 0.5 * strength * weight.square().sum()
-        value.backward()
-        return value
+    def tell(go_on: float) -> None:
+        message[0], message[1:] = go_on, parameters.detach().flatten()
+        distributed.broadcast_from_first(message)
 
-    with torch.enable_grad():
-        optimizer.step(loss)
-    found = parameters.detach()
-    return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)
+    def closure() -> Tensor:
+        tell(1.0)
+        values = loss_and_gradient(parameters.detach())
+        parameters.grad = values[1:].view_as(parameters).clone()
+        weight = parameters.detach()[:, :-1]
+        parameters.grad[:, :-1] += strength * weight
+        return values[0] + 0.5 * strength * weight.square().sum()
+
+    try:
+        optimizer.step(closure)
+    finally:
+        tell(0.0)
+    return parameters.detach()

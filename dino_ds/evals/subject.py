@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
@@ -113,10 +114,19 @@ class Subject:
         with distributed.together():
             return self._named()
 
+    def begin(self) -> None:
+        """Evaluations call it when they have found everything they want and are about to use the model, on all ranks.
+
+        Training rehearses its evaluations up to here before its first step.
+        """
+
     @property
     def has_labels(self) -> bool:
-        """Whether there are labelled training and labelled test images."""
-        return all(source is not None and is_labelled(source) for source in self.sources)
+        """Whether there are labelled training images, and labelled test images of the same classes."""
+        train, test = self.sources
+        if train is None or test is None or not (_is_labelled(train) and _is_labelled(test)):
+            return False
+        return set(test.classes or []) <= set(train.classes or [])
 
     @property
     def train_source(self) -> Source:
@@ -131,35 +141,51 @@ class Subject:
     @property
     def any_source(self) -> Source:
         """The test images, else the training images; labels are not needed. Raises DataError where there are none."""
-        found = self.sources[1] or self.sources[0]
-        if found is None:
-            raise DataError("there are no images: name some with --root DIR (folder, list, shards, Parquet)")
-        return found
+        for source in reversed(self.sources):
+            if source is not None:
+                return source
+        raise DataError("there are no images: name some with --root DIR (folder, list, shards, Parquet)")
+
+    @cached_property
+    def train_indices(self) -> list[int]:
+        """The training images that are used: labelled, at most `settings.images`, evenly spread."""
+        return labelled_indices(self.train_source, self.settings.images)
+
+    @cached_property
+    def test_indices(self) -> list[int]:
+        """The test images that are used. Raises DataError where no training image in use is of the class of one."""
+        train, test = self.train_source, self.test_source
+        indices = labelled_indices(test, self.test_limit)
+        seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
+        wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
+        if unseen := sorted(wanted - seen):
+            raise DataError(
+                f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
+                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
+            )
+        return indices
+
+    @property
+    def test_limit(self) -> int | None:
+        """Of test images, or of images without labels, at most; None: all."""
+        return self.settings.test_images or self.settings.images
 
     @cached_property
     def train(self) -> Labelled:
-        """Features of the labelled training images, at most `settings.images`, evenly spread."""
-        source = self.train_source
-        return self.describe(source, labelled_indices(source, self.settings.images))
+        """Features of the training images that are used."""
+        return self.describe(self.train_source, self.train_indices)
 
     @cached_property
     def test(self) -> Labelled:
-        """Features of the labelled test images; labels are numbers of the training images' classes.
+        """Features of the test images that are used; labels are numbers of the training images' classes."""
+        found = self.describe(self.test_source, self.test_indices)
+        return Labelled(found.features, self.train_labels_of(found.labels), len(self.train_source.classes or []))
 
-        Raises DataError where one is of a class of which `train` has no image.
-        """
-        source, classes = self.test_source, self.train_source.classes or []
-        limit = self.settings.test_images or self.settings.images
-        found = self.describe(source, labelled_indices(source, limit))
-        number = torch.tensor([classes.index(name) for name in source.classes or []], device=self.device)
-        labels = number[found.labels]
-        unseen = [classes[i] for i in labels.unique().tolist() if not bool((self.train.labels == i).any())]
-        if unseen:
-            raise DataError(
-                f"none of the {len(self.train.labels)} training images is of {len(unseen)} classes of the test images: "
-                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
-            )
-        return Labelled(found.features, labels, len(classes))
+    def train_labels_of(self, labels: Tensor) -> Tensor:
+        """Numbers of the test images' classes -> those of the training images' classes of the same names."""
+        classes = self.train_source.classes or []
+        numbers = [classes.index(name) for name in self.test_source.classes or []]
+        return torch.tensor(numbers, device=labels.device)[labels]
 
     @cached_property
     def any_features(self) -> Tensor:
@@ -167,32 +193,43 @@ class Subject:
         if self.has_labels:
             return self.test.features
         source = self.any_source
-        limit = self.settings.test_images or self.settings.images
-        return self.describe(source, spread_indices(len(source), limit or len(source))).features
+        return self.describe(source, spread_indices(len(source), self.test_limit or len(source))).features
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
-        """Training and other images of which features have been computed so far; None: of none."""
+        """Training and other images that have been used so far; None: none."""
         done = self.__dict__
-        others = done["test"].labels if "test" in done else done.get("any_features")
-        return len(done["train"].labels) if "train" in done else None, None if others is None else len(others)
+        train, others = done.get("train_indices"), done.get("test_indices", done.get("any_features"))
+        return None if train is None else len(train), None if others is None else len(others)
 
-    def describe(self, source: Source, indices: list[int]) -> Labelled:
-        """Features of images of any source, in the order of `indices`; unreadable ones are left out and noted."""
+    def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
+        """The backbone's features of images of any source, prepared as for k-NN: see `extract`."""
+        return self.extract(self.backbone.features, source, indices, EvalCrop(self.size))
+
+    def extract(
+        self,
+        describe: Callable[[Tensor], Tensor],
+        source: Source,
+        indices: Sequence[int],
+        transform: Callable[[Image.Image], Tensor],
+    ) -> Labelled:
+        """What `describe` makes of transformed images (b, ...), in the order of `indices`; each rank does its share.
+
+        Unreadable images are left out and noted. Raises GaveUp, DataError.
+        """
+        self.begin()
+        progress = "images" if self.progress else None
         found = extract_features(
-            self.backbone.features,
-            source,
-            indices,
-            EvalCrop(self.size),
-            self.device,
-            self.settings.workers,
-            self.give_up,
-            progress="features" if self.progress else None,
+            describe, source, indices, transform, self.device, self.settings.workers, self.give_up, progress
         )
         if found is None:
             raise GaveUp
-        self.notes += [f"left out, unreadable: {text}" for text in found[2]]
+        self.note([f"left out, unreadable: {text}" for text in found[2]])
         return Labelled(found[0].float(), found[1], len(source.classes or []))
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Say something to people, once; the same on all ranks."""
+        self.notes += [line for line in dict.fromkeys(lines) if line not in self.notes]
 
     @cached_property
     def _labelled_sources(self) -> tuple[Source, Source]:
@@ -207,12 +244,15 @@ class Subject:
         return train, test
 
 
-def is_labelled(source: Source) -> bool:
+def _is_labelled(source: Source) -> bool:
     return source.labels is not None and bool(source.classes)
 
 
+def _labels_of(source: Source, indices: list[int]) -> set[int]:
+    return set(np.asarray(source.labels)[indices].tolist())
+
+
 def labelled_indices(source: Source, limit: int | None) -> list[int]:
-    """Of the images that have a label, at most `limit`, evenly spread."""
     labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
     return [int(labelled[i]) for i in spread_indices(len(labelled), limit or len(labelled))]
 
@@ -220,7 +260,7 @@ def labelled_indices(source: Source, limit: int | None) -> list[int]:
 def check_labels(train: Source, test: Source) -> None:
     """Raises DataError where a labelled evaluation is not possible."""
     for which, images in (("training", train), ("test", test)):
-        if not is_labelled(images):
+        if not _is_labelled(images):
             raise DataError(f"the {which} images have no classes: sort them into class folders, or give labels")
     missing = sorted(set(test.classes or []) - set(train.classes or []))
     if missing:

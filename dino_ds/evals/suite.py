@@ -14,15 +14,23 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.errors import DataError
+from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
+from dino_ds.evals.linear_sgd import linear_sgd
+from dino_ds.evals.protocols.copydays import copydays
+from dino_ds.evals.protocols.davis import davis
+from dino_ds.evals.protocols.landmarks import oxford, paris
+from dino_ds.evals.protocols.voc import voc
 from dino_ds.evals.retrieval import class_retrieval
-from dino_ds.evals.statistics import feature_statistics
+from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
 from dino_ds.evals.subject import Subject
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3
 _RETRIEVAL_IMAGES = 5000
+_ALIGNMENT_IMAGES = 2000
+_PURITY_NEIGHBOURS = 10
 
 Evaluation = Callable[[Subject], dict[str, float]]
 """Percent, unless it says otherwise."""
@@ -30,21 +38,21 @@ Evaluation = Callable[[Subject], dict[str, float]]
 
 def knn(subject: Subject) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
-    train, test, settings = subject.train, subject.test, subject.settings
+    test, train, settings = subject.test, subject.train, subject.settings
     images = len(train.labels)
     ks = [k for k in settings.ks if k <= images]
     if not ks:
         raise DataError(f"{images} training images have no {min(settings.ks)} neighbours: give a smaller --k, or more")
     if len(ks) < len(settings.ks):
         left_out = ", ".join(str(k) for k in settings.ks if k > images)
-        subject.notes.append(f"k = {left_out} left out: there are {images} training images")
+        subject.note([f"k = {left_out} left out: there are {images} training images"])
     found = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
     return {f"knn_{k}": accuracy for k, accuracy in found.items()}
 
 
 def linear(subject: Subject) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     probe = fit_linear(train.features, train.labels, train.classes, seed=subject.settings.seed)
     return {
         "linear": probe.accuracy(test.features, test.labels),
@@ -55,13 +63,13 @@ def linear(subject: Subject) -> dict[str, float]:
 
 def ridge(subject: Subject) -> dict[str, float]:
     """Least squares to one-hot labels in closed form"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
 def few_shot(subject: Subject) -> dict[str, float]:
     """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
-    train, test = subject.train, subject.test
+    test, train = subject.test, subject.train
     generator = torch.Generator().manual_seed(subject.settings.seed)
     results = {}
     for fraction in _FEW_SHOT_FRACTIONS:
@@ -85,17 +93,35 @@ def retrieval(subject: Subject) -> dict[str, float]:
 
 
 def statistics(subject: Subject) -> dict[str, float]:
-    """Deviation, RankMe, uniformity of the features: no labels needed"""
-    return feature_statistics(subject.any_features, subject.settings.seed)
+    """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
+    source, settings = subject.any_source, subject.settings
+    views = subject.extract(
+        lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
+        source,
+        spread_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
+        TwoViews(subject.size, settings.seed),
+    ).features
+    found = feature_statistics(subject.any_features, settings.seed)
+    found["alignment"] = alignment(views[:, 0], views[:, 1])
+    if subject.has_labels and len(subject.test.labels) > 1:
+        k = min(_PURITY_NEIGHBOURS, len(subject.test.labels) - 1)
+        found[f"purity_{k}"] = label_purity(subject.test.features, subject.test.labels, k)
+    return found
 
 
 EVALUATIONS: dict[str, Evaluation] = {
     "knn": knn,
     "linear": linear,
+    "linear-sgd": linear_sgd,
     "ridge": ridge,
     "few-shot": few_shot,
     "retrieval": retrieval,
     "statistics": statistics,
+    "oxford": oxford,
+    "paris": paris,
+    "copydays": copydays,
+    "davis": davis,
+    "voc": voc,
 }
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.recipe import Recipe, flat_values, flatten
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock

@@ -8,8 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import recipe_options, show_value
-from dino_ds.config.recipe import Recipe, flat_values
+from dino_ds.config.recipe import Recipe
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Piece, code, folded, join, note, table
 

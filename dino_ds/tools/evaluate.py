@@ -36,6 +36,8 @@ def run(
     k: str,
     temperature: float,
     images: int | None,
+    epochs: int,
+    batch: int,
     workers: int | None,
     out: str | None,
     json: bool,
@@ -52,6 +54,8 @@ def run(
         temperature=temperature,
         size=size,
         images=images,
+        epochs=epochs,
+        batch=batch,
         workers=workers,
         root=Path(root).expanduser() if root else None,
     )

@@ -122,7 +122,7 @@ class RunLog:
                 self._show("add_scalar", name, value, record["step"])
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
-        """An RGB image (3, h, w) in [0, 1] for TensorBoard."""
+        """An RGB image (3, h, w), in [0, 1] or uint8, for TensorBoard."""
         self._show("add_image", name, image, step)
 
     def _append(self, file: FileIO, line: str) -> None:

@@ -29,8 +29,9 @@ from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
+from dino_ds.evals.album import Album
 from dino_ds.evals.features import spread_indices
-from dino_ds.evals.watch import KnnWatch
+from dino_ds.evals.watch import Watch
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
@@ -40,7 +41,7 @@ from dino_ds.training.step import DinoStep
 
 
 class Run:
-    """Student, teacher and objective (`step`), data (`source`, `crops`, `position`) and evaluation (`watch`).
+    """Student, teacher and objective (`step`), data (`source`, `crops`, `position`), evaluation (`watch`, `album`).
 
     Every rank builds one. Raises UserError for data, ds config or checkpoint that can't be used.
     """
@@ -50,8 +51,9 @@ class Run:
         folder.agree()
         with distributed.together():
             self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
-            self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
+        self.watch = Watch.build(recipe, source, self.epoch_steps)
         keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
+        self.album = Album.build(recipe, source, self.epoch_steps, folder.path / "pictures")
         self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
         choice = self._choose()
         folder.take_id(choice.saved.manifest if choice.saved else None)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds import __version__
 from dino_ds.data.multicrop import MEAN, STD
 from dino_ds.errors import ConfigError
+from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, to_huggingface
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone
@@ -69,11 +69,12 @@ def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
             "classifier": "head",
         },
     }
+    how = f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
     with _whole_folder(out) as folder:
         safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, f"timm.create_model('local-dir:{out}', pretrained=True)"))
-    return f"timm.create_model('local-dir:{out}', pretrained=True)"
+        (folder / "README.md").write_text(model_card(model, "timm", how))
+    return how
 
 
 def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -103,7 +104,7 @@ def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, how))
+        (folder / "README.md").write_text(model_card(model, "transformers", how))
     return how
 
 
@@ -112,7 +113,8 @@ def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     network = to_reference(_tensors(model), head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    return f"eval_knn.py --pretrained_weights {out} (head {'included' if head else 'not in the source'})"
+    what = "with its head" if head else f"without a head: {'; '.join(model.notes) or 'there is none in the source'}"
+    return f"eval_knn.py --pretrained_weights {out} ({what})"
 
 
 def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -161,40 +163,6 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path, dict[str, Tensor]], str], str
     "torchscript": (export_torchscript, ".pt"),
 }
 """Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
-
-
-def model_card(model: Backbone, how: str) -> str:
-    """README.md of an exported folder: what it is, how to use it, what it scored."""
-    arch, about = model.vit.arch, model.about
-    results = about.get("results", {})
-    rows = [f"| {name} | {value} |" for name, value in results.items()]
-    table = ["## Results", "", "| evaluation | value |", "|---|---:|", *rows, ""] if rows else []
-    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
-    return "\n".join(
-        [
-            "---",
-            "tags: [dino, self-supervised, vision-transformer, image-feature-extraction]",
-            "library_name: " + ("transformers" if "AutoModel" in how else "timm"),
-            "---",
-            f"# {about.get('timm_name', 'Vision Transformer')}, trained with DINO by dino_ds",
-            "",
-            f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
-            f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
-            *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
-            "",
-            "```python",
-            f"features = {how}",
-            "```",
-            "",
-            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
-            f"std {STD}. Position embeddings of other sizes were resized as {model.vit.pos_embed_interpolation!r} in "
-            "training; other libraries have their own way, so features at other sizes may differ a little.",
-            "",
-            *table,
-            f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
-            "",
-        ]
-    )
 
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:

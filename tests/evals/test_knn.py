@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracies, nearest
+from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
 
@@ -42,15 +44,64 @@ def test_equals_the_definition():
         assert accuracy == _slow_knn(bank, bank_labels, queries, query_labels, k, 0.07)
 
 
-def test_blocks_find_the_same_neighbours(monkeypatch):
-    """Blocks of 7 x 4 with a ragged end, and fewer rows in a block than neighbours are wanted."""
+def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, classes):
+    """`knn_classifier` of facebookresearch/dino's eval_knn.py as it computes: one-hot labels of the neighbours times
+    exp(similarity / temperature), summed; FP32, one query at a time. Returns top-1 in percent and the votes."""
+    bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
+    correct, votes = 0, []
+    for query, label in zip(queries, query_labels, strict=True):
+        distances, indices = torch.mm(query[None], bank.T).topk(k, largest=True, sorted=True)
+        one_hot = torch.zeros(k, classes).scatter_(1, bank_labels[indices[0]][:, None], 1)
+        probabilities = (one_hot * distances[0].div(temperature).exp()[:, None]).sum(dim=0)
+        votes.append(probabilities)
+        correct += int(probabilities.sort(descending=True).indices[0] == label)
+    return 100.0 * correct / len(queries), torch.stack(votes)
+
+
+@pytest.mark.parametrize("k", [1, 10, 20, 100, 200])
+def test_equals_the_reference_protocol(k):
+    """300 images of 8 overlapping classes against 900, as DINO's k-NN counts them: equal to the last decimal; the votes
+    to the rounding of a sum of k FP32 numbers."""
+    generator = torch.Generator().manual_seed(k)
+    centers = torch.randn(8, 16, generator=generator)
+    bank_labels, labels = (torch.randint(0, 8, (n,), generator=generator) for n in (900, 300))
+    bank, queries = (centers[y] + 1.5 * torch.randn(len(y), 16, generator=generator) for y in (bank_labels, labels))
+    accuracy, votes = _reference_knn(bank, bank_labels, queries, labels, k, 0.07, 8)
+    assert 30 < accuracy < 90
+    assert knn_accuracies(bank, bank_labels, queries, labels, [k], 0.07) == {k: accuracy}
+    similarity, index = nearest(queries, bank, k)
+    torch.testing.assert_close(knn_votes(similarity, bank_labels[index], 8, 0.07), votes, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])
+def test_blocks_and_groups_find_the_same_neighbours(monkeypatch, bank_rows, query_rows, k):
+    """Blocks with a ragged end, fewer rows in a block than neighbours are wanted, groups with columns left over."""
     generator = torch.Generator().manual_seed(1)
-    bank, queries = torch.randn(30, 5, generator=generator), torch.randn(11, 5, generator=generator)
-    whole = nearest(queries, bank, 6)
-    monkeypatch.setattr(knn_module, "_BANK_ROWS", 4)
-    monkeypatch.setattr(knn_module, "_QUERY_ROWS", 7)
-    for ours, theirs in zip(nearest(queries, bank, 6), whole, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
+    slow = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).sort(dim=1, descending=True)
+    monkeypatch.setattr(knn_module, "_BANK_ROWS", bank_rows)
+    monkeypatch.setattr(knn_module, "_QUERY_ROWS", query_rows)
+    similarity, index = nearest(queries, bank, k)
+    torch.testing.assert_close(similarity, slow.values[:, :k])
+    assert torch.equal(index, slow.indices[:, :k])
+
+
+def test_groups_keep_equal_values():
+    """All columns of one row are equal: any k of them, each once."""
+    value, index = knn_module._largest(torch.zeros(2, 100), 5)
+    assert value.tolist() == [[0.0] * 5] * 2 and all(len(set(row)) == 5 for row in index.tolist())
+
+
+def _ranks_knn():
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = torch.randn(60, 5, generator=generator), torch.randn(31, 5, generator=generator)
+    labels = [torch.randint(0, 4, (n,), generator=generator) for n in (60, 31)]
+    return knn_accuracies(bank, labels[0], queries, labels[1], (1, 7), 0.07)
+
+
+def test_ranks_share_the_queries():
+    """31 queries on 2 ranks: each counts its own, both know the sum."""
+    assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
 def test_lengths_do_not_matter():
@@ -105,10 +156,10 @@ def _extract():
     features, labels, _ = extract_features(
         lambda images: images.mean(dim=(2, 3)), source, range(11), _to_tensor, torch.device("cpu"), workers=0
     )
-    return sorted(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
+    return list(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
 
 
-def test_ranks_share_the_work_and_see_all_rows():
+def test_ranks_share_the_work_and_see_all_rows_in_order():
     """11 images on 2 ranks: shares of 6 and 5."""
     expected = [(float(i), i % 3) for i in range(11)]
     assert _extract() == expected

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from dino_ds.evals.linear import fit_linear, fit_ridge
+from tests.ranks import run_on_ranks
 
 
 def _problem(images=120, classes=4, width=6, noise=1.0):
@@ -37,6 +39,40 @@ def test_logistic_regression_reaches_the_optimum():
     weight, bias = _gradient_descent(features, labels, 4, 0.05)
     np.testing.assert_allclose(probe.weight.numpy(), weight, atol=1e-3)
     np.testing.assert_allclose(probe.bias.numpy() - probe.bias.numpy().mean(), bias - bias.mean(), atol=1e-3)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.05, 1e-3])
+def test_logistic_regression_equals_scikit_learn_s(strength):
+    """Its C is 1 / (images * regularisation). Both stop near the same optimum; the weaker the regularisation the
+    flatter it is: 1e-3 of the logits' size, and the same decisions."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    features, labels = _problem()
+    x = features.double().numpy()
+    x = (x - x.mean(0)) / x.std(0)
+    theirs = linear_model.LogisticRegression(C=1 / (len(x) * strength), tol=1e-8, max_iter=5000).fit(x, labels.numpy())
+    probe = fit_linear(features, labels, 4, regularisations=[strength])
+    logits, expected = probe(features).double().numpy(), theirs.decision_function(x)
+    logits, expected = (values - values.mean(1, keepdims=True) for values in (logits, expected))
+    np.testing.assert_allclose(logits, expected, atol=2e-3 * np.abs(expected).max())
+    assert (logits.argmax(1) == theirs.predict(x)).mean() == 1
+
+
+def _fits(images, strengths):
+    features, labels = _problem(images)
+    probes = [fit_linear(features, labels, 4, strengths), fit_ridge(features, labels, 4)]
+    return [(p.regularisation, p.weight.numpy(), p.bias.numpy()) for p in probes]
+
+
+@pytest.mark.parametrize(("images", "strengths"), [(121, (0.01, 0.1, 1.0)), (31, (0.1,))])
+def test_ranks_share_the_sums(images, strengths):
+    """Shares of 61 and 60, and of 16 and 15. Both ranks have the same probe, and it is that of one process but for the
+    rounding of the sums, 1e-3."""
+    both, alone = run_on_ranks(_fits, images, strengths), _fits(images, strengths)
+    for first, second, one in zip(*both, alone, strict=True):
+        assert first[0] == second[0] == one[0]
+        for mine, theirs, ours in zip(first[1:], second[1:], one[1:], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+            np.testing.assert_allclose(mine, ours, rtol=1e-3, atol=1e-3)
 
 
 def test_ridge_is_the_normal_equations_solution():

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from dino_ds.evals.retrieval import average_precision, class_retrieval, mean_average_precision, rank_database
-from dino_ds.evals.statistics import alignment, feature_statistics
+from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
+from tests.ranks import run_on_ranks
 
 
 def test_collapse_to_a_point():
@@ -42,6 +44,45 @@ def test_alignment():
     x = torch.randn(9, 4)
     assert alignment(x, 3 * x) == pytest.approx(0, abs=1e-6)
     assert alignment(x, -x) == pytest.approx(4, rel=1e-5)
+
+
+def test_uniformity_of_many_is_that_of_a_sample():
+    """4096 of 6000 evenly spread features: their pairs' mean is that of all to 1 %."""
+    features = torch.randn(6000, 4, generator=torch.Generator().manual_seed(2))
+    unit = F.normalize(features, dim=-1)
+    whole = torch.pdist(unit).square().mul(-2).exp().mean().log()
+    assert feature_statistics(features)["uniformity"] == pytest.approx(float(whole), rel=0.01)
+
+
+def _purity(k=4):
+    features = torch.randn(41, 3, generator=torch.Generator().manual_seed(3))
+    return features, torch.arange(41) % 3, label_purity(features, torch.arange(41) % 3, k)
+
+
+def test_label_purity():
+    """Against a list of all others sorted by cosine, and over ranks: 21 and 20 images."""
+    features, labels, found = _purity()
+    same = 0
+    for i in range(41):
+        others = sorted((j for j in range(41) if j != i), key=lambda j: -torch.cosine_similarity(*features[[i, j]], 0))
+        same += sum(int(labels[j] == labels[i]) for j in others[:4])
+    assert found == pytest.approx(100 * same / (4 * 41))
+    assert [result[2] for result in run_on_ranks(_purity)] == [found, found]
+
+
+def test_label_purity_of_equal_features():
+    """All are each other's neighbours, and no image counts itself: of a class of its own none is like it."""
+    assert label_purity(torch.ones(30, 3), torch.zeros(30), 5) == 100
+    assert label_purity(torch.ones(30, 3), torch.arange(30), 5) == 0
+
+
+def test_two_views_of_an_image_are_two_crops():
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
+    images = [Image.fromarray(image) for image in pixels]
+    views = TwoViews(16, seed=1)
+    first = views(images[0])
+    assert first.shape == (2, 3, 16, 16) and not torch.equal(first[0], first[1])
+    assert torch.equal(first, views(images[0])) and not torch.equal(first, TwoViews(16, seed=2)(images[0]))
 
 
 def _reference_ap(ranks, number):

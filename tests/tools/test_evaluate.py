@@ -19,9 +19,10 @@ from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
 
 DEFAULTS = {"source": None, "size": None, "k": "1,5", "temperature": 0.07, "images": None, "workers": 0, "json": True}
+DEFAULTS |= {"epochs": 2, "batch": 8}
 
 
-LABELLED = ["knn", "linear", "ridge", "few-shot", "retrieval", "statistics"]
+LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics"]
 
 
 @pytest.fixture
@@ -59,6 +60,7 @@ def test_every_evaluation_gives_numbers(place, capsys):
 def test_statistics_need_no_labels(place):
     image_folder(place / "plain", 6)
     _run(place, "statistics", root=str(place / "plain"), test_root=None)
+    assert _results(place)["statistics"].keys() == {"feature_std", "rankme", "uniformity", "alignment"}
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
 
 
@@ -94,9 +96,10 @@ def test_bad_input_is_one_line(place):
 def test_fewer_images_than_neighbours():
     """What has no k neighbours is left out and said; where nothing is left, it is an error."""
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
-    subject = SimpleNamespace(train=rows, test=rows, settings=Settings(ks=(5, 10, 20)), notes=[])
+    notes: list[str] = []
+    subject = SimpleNamespace(train=rows, test=rows, settings=Settings(ks=(5, 10, 20)), note=notes.extend)
     assert list(EVALUATIONS["knn"](subject)) == ["knn_5"]
-    assert subject.notes == ["k = 10, 20 left out: there are 6 training images"]
+    assert notes == ["k = 10, 20 left out: there are 6 training images"]
     subject.settings = Settings(ks=(10, 20))
     with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
         EVALUATIONS["knn"](subject)
