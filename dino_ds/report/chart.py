@@ -22,8 +22,8 @@ _MOST_DOTS = 80
 
 @dataclass(frozen=True)
 class Line:
-    """kind: line, area (filled down to `base`, or to the axis), dots (a line with a dot a point, up to 80), faint or hidden (only
-    its values are shown when one points at it); colour: 1 to 8."""
+    """kind: line, area (filled down to `base`, or to the axis), dots (a line with a dot a point, up to 80) or hidden
+    (only its values are shown when one points at it), faint; colour: 1 to 8."""
 
     name: str
     curve: Curve

@@ -116,6 +116,13 @@ def test_results_of_earlier_versions_are_shown(tmp_path):
     assert "figure value knn_10 76.2 rankme 15.9" in page.text
 
 
+def test_what_training_leaves_of_a_hang_is_named(tmp_path):
+    folder = make_run(tmp_path / "run", log=LOG + "error    rank 1 hangs\n")
+    (folder / "hang-50.txt").touch()
+    page = _report(folder)
+    assert "ended by an error" in page.text and "error 1." in page.text and "More of them in hang-50.txt" in page.text
+
+
 def test_a_name_is_never_taken_for_html(tmp_path):
     """In the folder's name, the log, a key of the metrics, an evaluation, a picture, the environment and the recipe."""
     evil = "<script>alert(1)<"
