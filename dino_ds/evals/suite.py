@@ -95,7 +95,7 @@ def retrieval(subject: Subject) -> dict[str, float]:
 def statistics(subject: Subject) -> dict[str, float]:
     """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
     source, settings = subject.any_source, subject.settings
-    views = subject.extract(
+    views = subject.compute(
         lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
         spread_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
