@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,7 @@ def _from_timm(name: str) -> Weights:
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # whatever timm and the hub's client raise, without a network for one
-        reason = " ".join(str(error).split())[:160]
+        reason = textwrap.shorten(str(error), 160, placeholder=" ...")
         raise CheckpointError(
             f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
         ) from None
@@ -170,10 +171,11 @@ def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise CheckpointError(f"{path} is refused: it holds more than tensors and plain values ({reason})") from None
     except Exception as error:  # torch raises whatever its reader meets
-        raise CheckpointError(f"{path} is not a readable torch file: {' '.join(str(error).split())[:200]}") from None
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
     for key in (network, "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
