@@ -7,7 +7,8 @@ An average kept in bf16 would leave most weights unchanged by a step at m >= .99
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 from dino_ds.models.network import DinoNetwork
+from dino_ds.models.vit import VisionTransformer
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
@@ -78,12 +80,22 @@ class Teacher:
         with self._autocast():
             return self._running(views)
 
-    @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """Images (b, 3, h, w) -> CLS features after the final norm (b, d), FP32."""
+        with self.evaluating():
+            return self.backbone([images]).float()
+
+    @property
+    def backbone(self) -> VisionTransformer:
+        """What runs; its weights are the newest, some perhaps in `dtype`. To be used while `evaluating`."""
+        return self._running.backbone
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The precision of training, no gradients, and nothing compiled."""
         # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
-        with self._autocast(), torch.compiler.set_stance("force_eager"):
-            return self._running.backbone([images]).float()
+        with torch.no_grad(), self._autocast(), torch.compiler.set_stance("force_eager"):
+            yield
 
     def _autocast(self) -> Any:
         return torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)

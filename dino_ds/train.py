@@ -24,6 +24,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.flat import flat_values
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
@@ -36,7 +37,7 @@ from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.training.loop import Loop
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.run import Run
-from dino_ds.training.run_folder import Resume, RunFolder, flat_values
+from dino_ds.training.run_folder import Resume, RunFolder
 from dino_ds.training.stop import StopRequests
 
 

@@ -17,6 +17,8 @@ from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_ta
 from dino_ds.schedules import Schedules, cosine_schedule, warmup_schedule
 from dino_ds.teacher import Teacher
 from dino_ds.training.step import DinoStep
+from dino_ds.weights.export import export_dino
+from dino_ds.weights.load import load
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import from_reference_names, golden, golden_meta, golden_network
@@ -91,6 +93,23 @@ def test_network_at_native_and_local_size():
         torch.testing.assert_close(network([images]), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
     attention = network.backbone.last_attention(recorded["global.input"])
     torch.testing.assert_close(attention, recorded["global.last_attention"], rtol=1e-4, atol=1e-6)
+
+
+def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
+    """Its recorded weights as its training saves them: our features and logits, and the same file written again."""
+    recorded = golden("model")
+    state = {name.removeprefix("weights."): t for name, t in recorded.items() if name.startswith("weights.")}
+    torch.save({"teacher": state}, tmp_path / "theirs.pth")
+    model = load(tmp_path / "theirs.pth", heads=META["vit"]["num_heads"])
+    head = golden_network(META, recorded, "weights.").head
+    head.load_state_dict(model.head)
+    for size in ("global", "local"):
+        features = model.features(recorded[f"{size}.input"])
+        torch.testing.assert_close(features, recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(head(features).detach(), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
+    export_dino(model, tmp_path / "ours.pth", model.head)
+    again = torch.load(tmp_path / "ours.pth", weights_only=True)["teacher"]
+    assert again.keys() == state.keys() and all(torch.equal(again[name], t) for name, t in state.items())
 
 
 def test_head_alone():

@@ -7,15 +7,15 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "ports", "intervals", "goodput"},
-    {"config", "distributed", "durable", "health"},
+    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
+    {"config", "distributed", "health"},
     {"data", "models", "objective", "schedules", "costs", "checkpoint"},
-    {"weights", "engine"},
+    {"weights", "engine", "pictures"},
     {"teacher"},
     {"evals"},
     {"training"},
-    {"train", "measure", "pictures"},
-    {"plan"},
+    {"train", "measure"},
+    {"plan", "report"},
     {"bench", "tools", "launching"},
     {"preflight", "options"},
     {"cli"},

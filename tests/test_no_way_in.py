@@ -12,7 +12,8 @@ TREES = ("dino_ds", "tests", "launch", "setup.py")
 FORBIDDEN = {
     "eval", "exec", "compile", "__import__",
     "os.system", "os.popen", "os.execvp", "os.execv", "os.spawnv", "subprocess.getoutput", "subprocess.getstatusoutput",
-    "pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "cloudpickle.load", "joblib.load", "marshal.loads",
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "pickle._Unpickler", "dill.load", "cloudpickle.load",
+    "joblib.load", "marshal.loads",
     "shelve.open", "pandas.read_pickle", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load",
     "torch.load", "torch.hub.load", "torch.jit.load", "torch.package.PackageImporter", "shutil.unpack_archive",
     "tempfile.mktemp", "logging.config.listen", "code.interact", "importlib.import_module", "runpy.run_path",
@@ -32,6 +33,7 @@ ALLOWED = {
         "dino_ds/measure/memory.py",
         "importlib.import_module",
     ): "a function named by the process that started this one",
+    ("dino_ds/evals/protocols/plain_pickle.py", "pickle._Unpickler"): "every name stands for something of ours",
     ("dino_ds/launching/launch.py", "os.execvp"): "torchrun, words checked, no shell",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}

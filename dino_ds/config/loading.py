@@ -284,7 +284,7 @@ def _type_text(field: FieldInfo) -> str:
         if get_origin(member) is Literal:
             texts.append(", ".join(get_args(member)))
         elif get_origin(member) is tuple:
-            texts.append("low,high")
+            texts.append("names" if get_args(member)[-1] is ... else "low,high")
         else:
             texts.append(words[member] + _limits_text(limits))
     return " or ".join(texts)

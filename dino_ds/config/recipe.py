@@ -52,10 +52,31 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
+EVALUATIONS = (
+    "knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics",
+    "oxford", "paris", "copydays", "davis", "voc",
+)  # fmt: skip
+
+
+def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
+    """ "auto", or names in a list or with commas between them."""
+    if value == "auto":
+        return "auto"
+    words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not words:
+        raise ValueError(f"{value!r} is not auto, nor names of evaluations such as knn,statistics")
+    for name in words:
+        if name not in EVALUATIONS:
+            near = did_you_mean(str(name), EVALUATIONS)
+            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
+    return tuple(dict.fromkeys(words))
+
+
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
 SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
+Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -202,12 +223,17 @@ class TeacherSection(Section):
 
 
 class EvalSection(Section):
-    every: LengthField = _field(Length(5, "epochs"), "how often the teacher is evaluated with k-NN; 0 steps = never")
+    every: LengthField = _field(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
+    evals: Evaluations = _field("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
     root: str | None = _field(None, "labelled test images in a form that data.root may have, with the same classes")
     k: Count = _field(20, "neighbours")
     temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
-    bank_images: Count = _field(10000, "training images among which neighbours are sought, at most")
+    bank_images: Count = _field(10000, "labelled training images that evaluations use, at most")
     test_images: Count = _field(2000, "test images, at most")
+    protocol_root: str | None = _field(None, "folder of the data that an evaluation with its own images reads")
+    pictures_every: LengthField = _field(
+        Length(5, "epochs"), "how often attention and PCA of a few training images are drawn; 0 steps = never"
+    )
 
 
 class Recipe(Section):

@@ -137,13 +137,23 @@ class EvalCrop:
         """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32."""
         return _normalised(image, self._cut)
 
-    def _cut(self, image: Image.Image) -> Image.Image:
-        short, long = sorted(image.size)
+    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
+        """Left, top, right and bottom of what is left of an image, in its own pixels."""
+        (wide, high), (left, top) = self._resized(width, height)
+        across, down = width / wide, height / high
+        return left * across, top * down, (left + self.size) * across, (top + self.size) * down
+
+    def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) before the cut, and its left upper corner."""
+        short, long = sorted((width, height))
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
-        resized = image.resize((target, other) if image.width <= image.height else (other, target), _BICUBIC)
-        left, top = (round((side - self.size) / 2) for side in resized.size)
-        return resized.crop((left, top, left + self.size, top + self.size))
+        wide, high = (target, other) if width <= height else (other, target)
+        return (wide, high), (round((wide - self.size) / 2), round((high - self.size) / 2))
+
+    def _cut(self, image: Image.Image) -> Image.Image:
+        size, (left, top) = self._resized(*image.size)
+        return image.resize(size, _BICUBIC).crop((left, top, left + self.size, top + self.size))
 
 
 class RandomCrop:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -37,16 +40,17 @@ def extract_features(
     workers: int | None,
     give_up: Callable[[], bool] = lambda: False,
     progress: str | None = None,
+    batch: int = _BATCH,
 ) -> tuple[Tensor, Tensor, list[str]] | None:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 
     Every rank must call it; every rank gets all rows, in the order of `indices`. Labels are -1 where there are none.
     Unreadable images are left out; the texts that name them are returned too. `give_up` is asked after each batch:
-    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. Raises DataError where a rank
-    has no image at all.
+    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. With `batch` 1 images may be of
+    any sizes. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), _BATCH, collate_fn=collate, **worker_options(workers))
+    loader = DataLoader(_Images(source, mine, transform), batch, collate_fn=collate, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False
@@ -83,6 +87,16 @@ def raw_pixels(images: Tensor) -> Tensor:
     """Images (b, 3, h, w) -> (b, 3 * 32 * 32) shrunken pixels: the baseline that any learning must beat."""
     size = min(_RAW_PIXELS, images.shape[-1])
     return F.adaptive_avg_pool2d(images.float(), size).flatten(1)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """What is drawn inside, such as by a loader for its workers, is not missing afterwards."""
+    others = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    random.setstate(others[0])
+    np.random.set_state(others[1])
 
 
 class _Images(Dataset[tuple[Tensor, int, int] | str]):

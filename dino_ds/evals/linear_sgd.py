@@ -165,7 +165,7 @@ def _describe(subject: Subject) -> Callable[[Tensor], Tensor]:
 
 
 def _test_inputs(subject: Subject) -> Labelled:
-    found = subject.extract(_describe(subject), subject.test_source, subject.test_indices, EvalCrop(subject.size))
+    found = subject.compute(_describe(subject), subject.test_source, subject.test_indices, EvalCrop(subject.size))
     return Labelled(found.features, subject.train_labels_of(found.labels), len(subject.train_source.classes or []))
 
 

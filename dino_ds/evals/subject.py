@@ -203,10 +203,10 @@ class Subject:
         return None if train is None else len(train), None if others is None else len(others)
 
     def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
-        """The backbone's features of images of any source, prepared as for k-NN: see `extract`."""
-        return self.extract(self.backbone.features, source, indices, EvalCrop(self.size))
+        """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
+        return self.compute(lambda images: self.backbone.features(images), source, indices, EvalCrop(self.size))
 
-    def extract(
+    def compute(
         self,
         describe: Callable[[Tensor], Tensor],
         source: Source,

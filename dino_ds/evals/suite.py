@@ -18,6 +18,10 @@ from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
+from dino_ds.evals.protocols.copydays import copydays
+from dino_ds.evals.protocols.davis import davis
+from dino_ds.evals.protocols.landmarks import oxford, paris
+from dino_ds.evals.protocols.voc import voc
 from dino_ds.evals.retrieval import class_retrieval
 from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
 from dino_ds.evals.subject import Subject
@@ -91,7 +95,7 @@ def retrieval(subject: Subject) -> dict[str, float]:
 def statistics(subject: Subject) -> dict[str, float]:
     """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
     source, settings = subject.any_source, subject.settings
-    views = subject.extract(
+    views = subject.compute(
         lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
         spread_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
@@ -113,6 +117,11 @@ EVALUATIONS: dict[str, Evaluation] = {
     "few-shot": few_shot,
     "retrieval": retrieval,
     "statistics": statistics,
+    "oxford": oxford,
+    "paris": paris,
+    "copydays": copydays,
+    "davis": davis,
+    "voc": voc,
 }
 
 

@@ -1,139 +1,240 @@
-"""k-NN of the teacher while it trains, beside the baselines that make the number mean something."""
+"""Evaluations of the teacher while it trains; for k-NN with the baselines that make the number mean something."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import DataError
-from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
-from dino_ds.evals.knn import knn_accuracies
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.features import generators_kept, raw_pixels
+from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.results import describe_result
+from dino_ds.evals.subject import GaveUp, Settings, Subject
+from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.teacher import Teacher
 
+_CPU = torch.device("cpu")
+Results = dict[str, dict[str, Any]]
+"""By evaluation, as RUN/evaluations.json keeps them."""
 
-class KnnWatch:
-    """Evaluates every `every` steps on fixed subsets of labelled images: a bank to compare with, and test images.
 
-    Keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher.
+class Watch:
+    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images, `train` and `test`.
+
+    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
+    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
     """
 
     def __init__(
         self,
-        bank: Source,
-        test: Source,
+        names: Sequence[str],
         every: int,
-        size: int,
-        k: int,
-        temperature: float,
-        limits: tuple[int, int],
-        workers: int | None,
+        train: Source,
+        test: Source | None,
+        settings: Settings,
+        image_size: int,
     ) -> None:
-        assert bank.labels is not None and test.labels is not None
-        labelled = np.flatnonzero(np.asarray(bank.labels) >= 0)
-        self._bank, self._test = bank, test
-        self._bank_indices = [int(labelled[i]) for i in spread_indices(len(labelled), limits[0])]
-        self._test_indices = spread_indices(len(test), limits[1])
-        self._every, self._crop, self._k, self._temperature = every, EvalCrop(size), k, temperature
-        self._workers = workers
-        self.chance = 100.0 / len(set(test.labels))
-        self._unreadable: dict[str, bool] = {}  # text -> whether it has been said
+        self._names, self._every, self._settings, self._size = names, every, settings, image_size
+        self._sources = (train, test)
+        self.chance = 0.0
+        self._compared: list[float] = []
+        self._notes: list[str] = []
+        self._said: set[str] = set()
         self.raw: float | None = None
         self.untrained: float | None = None
         self.latest: float | None = None
+        for name in names:
+            with distributed.together():  # what an evaluation agrees on inside, all ranks agree on
+                self._check(name)
 
     @classmethod
-    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> KnnWatch | None:
-        """None where evaluation is switched off or there is nothing labelled to evaluate on.
+    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> Watch | None:
+        """None where evaluation is switched off, or by itself and there is nothing labelled to evaluate on.
 
-        Raises DataError if the test images are named but do not fit the training images.
+        All ranks must call it. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
         """
-        settings = recipe.eval
-        every = settings.every.in_steps(recipe.data.global_batch, epoch_steps)
-        own = recipe.data.own_files
-        if every == 0 or (own and settings.root is None):
+        settings, data = recipe.eval, recipe.data
+        every = settings.every.in_steps(data.global_batch, epoch_steps)
+        named = not data.own_files or settings.root is not None
+        names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
+        if every == 0 or not names:
             return None
-        if train.labels is None:
-            raise DataError(
-                f"eval.root is given, but the images of {recipe.data.root} have no classes to compare with; "
-                "sort both into class folders, or leave eval.root out"
-            )
-        root = settings.root if own else recipe.data.root
-        test = build_source(recipe.data.source, root, "test", recipe.data.download)
-        if test.labels is None or test.classes != train.classes:
-            raise DataError(
-                f"eval.root {root} has the classes {_few(test.classes)}, data.root {_few(train.classes)}; "
-                "they must be the same classes"
-            )
-        return cls(
-            train,
-            test,
-            every,
-            recipe.crops.global_size,
-            settings.k,
-            settings.temperature,
-            (settings.bank_images, settings.test_images),
-            recipe.data.workers,
+        test = None
+        with distributed.together():
+            if named:
+                root = settings.root if data.own_files else data.root
+                test = build_source(data.source, root, "test", data.download)
+        how = Settings(
+            ks=(settings.k,),
+            temperature=settings.temperature,
+            images=settings.bank_images,
+            test_images=settings.test_images,
+            workers=data.workers,
+            root=Path(settings.protocol_root).expanduser() if settings.protocol_root else None,
         )
+        return cls(names, every, train, test, how, recipe.crops.global_size)
+
+    def _check(self, name: str) -> None:
+        """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
+        rehearsal = _Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: self._sources)
+        try:
+            with suppress(_Ready):
+                EVALUATIONS[name](rehearsal)
+            if name == "knn":
+                self._check_neighbours(rehearsal)
+        except (ConfigError, DataError) as error:
+            raise _explained(name, error) from None
+
+    def _check_neighbours(self, subject: Subject) -> None:
+        k, bank, tests = self._settings.ks[0], len(subject.train_indices), subject.test_indices
+        if k > bank:
+            raise DataError(f"eval.k {k} is more than the {bank} labelled training images: lower it")
+        labels = subject.test_source.labels
+        assert labels is not None
+        self.chance = 100.0 / len({label for label in labels if label >= 0})
+        self._compared = [k, self._settings.temperature, bank, len(tests)]
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
     def evaluate(
-        self, teacher: Teacher, step: int, device: torch.device, give_up: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
-        """All ranks must call it. At step 0 the teacher is the untrained network.
+        self,
+        teacher: Teacher,
+        step: int,
+        images: int,
+        device: torch.device,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Results | None:
+        """After `step` steps, 0 for the untrained network, of `images` images; all ranks must call it.
 
         `give_up` is asked every batch; where it has said yes on any rank nothing is evaluated: None, on all ranks.
+        What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
+        numbers stay as they are.
         """
-        latest = self._accuracy(teacher.features, device, give_up)
-        raw = self._accuracy(raw_pixels, device, give_up) if latest is not None and self.raw is None else self.raw
-        if latest is None or raw is None:
-            return None
-        self.latest, self.raw = latest, raw
-        if step == 0:
-            self.untrained = latest
-        return {"knn_top1": latest, "knn_raw_pixels": raw, "knn_chance": self.chance}
-
-    def _accuracy(
-        self, describe: Callable[[Tensor], Tensor], device: torch.device, give_up: Callable[[], bool]
-    ) -> float | None:
-        parts = []
-        for source, indices in ((self._bank, self._bank_indices), (self._test, self._test_indices)):
-            found = extract_features(describe, source, indices, self._crop, device, self._workers, give_up)
-            if found is None:
+        with generators_kept(device):
+            try:
+                return self._evaluate(LiveTeacher(teacher, self._size), step, images, device, give_up)
+            except GaveUp:
                 return None
-            for text in found[2]:
-                self._unreadable.setdefault(text, False)
-            parts.append(found[:2])
-        bank, test = parts
-        return knn_accuracies(*bank, *test, [self._k], self._temperature)[self._k]
 
-    def new_unreadable(self) -> list[str]:
-        """Texts that name images left out of the evaluation, each said once; the same on all ranks."""
-        new = [text for text, said in self._unreadable.items() if not said]
-        self._unreadable.update(dict.fromkeys(new, True))
-        return new
+    def _evaluate(
+        self, model: LiveTeacher, step: int, images: int, device: torch.device, give_up: Callable[[], bool]
+    ) -> Results:
+        def subject(of: Any) -> Subject:
+            return Subject(of, self._settings, device, lambda: self._sources, give_up, progress=False)
+
+        asked, results, raw = subject(model), Results(), self.raw
+        for name in self._names:
+            if any(distributed.gather_objects(give_up())):
+                raise GaveUp
+            began = time.monotonic()
+            try:
+                found = evaluate(name, asked)
+                if name == "knn" and raw is None:
+                    (raw,) = evaluate(name, subject(_RawPixels(self._size))).values()
+            except (ConfigError, DataError) as error:
+                if step == 0:
+                    raise _explained(name, error) from None
+                asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
+                continue
+            results[name] = describe_result(found, time.monotonic() - began, step, images, *asked.image_counts)
+        self._notes += asked.notes
+        if "knn" in results:
+            (self.latest,) = results["knn"]["results"].values()
+            self.raw = raw
+            self.untrained = self.latest if step == 0 else self.untrained
+        return results
+
+    def metrics(self, results: Results) -> dict[str, float]:
+        """As metrics.jsonl and TensorBoard have them: k-NN with its baselines, the others as eval/METRIC."""
+        found: dict[str, float] = {}
+        for name, result in results.items():
+            if name == "knn":
+                assert self.latest is not None and self.raw is not None
+                found |= {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+            else:
+                found |= {f"eval/{metric}": value for metric, value in result["results"].items()}
+        return found
+
+    def lines(self, results: Results) -> list[str]:
+        """For people; what was noted is said once. The same on all ranks."""
+        said = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._said]
+        self._said.update(self._notes)
+        self._notes.clear()
+        for name, result in results.items():
+            values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
+            label, text = ("k-NN", self.verdict()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
+            said.append(f"{label:<8} at step {result['step']}: {text}")
+        return said
 
     def verdict(self) -> str:
-        """The honest line: what pixels and chance give, before and after."""
+        """The honest line of k-NN: what pixels and chance give, before and after."""
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest}
+        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+        """Baselines of other images or neighbours are forgotten; they would be compared with what they are not."""
+        if state.get("of", self._compared) == self._compared:
+            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
 
-def _few(classes: list[str] | None) -> str:
-    if not classes:
-        return "none"
-    return ", ".join(classes[:3]) + (f" ... ({len(classes)})" if len(classes) > 3 else "")
+class _RawPixels:
+    """The baseline that any learning must beat, as a `Model` for k-NN."""
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def features(self, images: Tensor) -> Tensor:
+        return raw_pixels(images)
+
+
+class _Ready(Exception):
+    """Everything is there that an evaluation asks for before its first feature."""
+
+
+class _NoModel:
+    """In a rehearsal; nothing of it is used."""
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size, self.patch_size, self.width = image_size, 1, 1
+
+    def features(self, *_: Any) -> Tensor:
+        raise AssertionError("an evaluation calls Subject.begin before it uses the model")
+
+    patch_tokens = attention = last_tokens = features
+
+
+class _Rehearsal(Subject):
+    """Of an evaluation, up to where it would use the model."""
+
+    def begin(self) -> None:
+        if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
+            _ = self.test_indices
+        raise _Ready
+
+    @cached_property
+    def _labelled_sources(self) -> tuple[Source, Source]:
+        if self.sources[1] is None:
+            raise ConfigError("it needs labelled test images: name them with --eval.root DIR, or leave it out")
+        return super()._labelled_sources
+
+
+def _explained(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
+    """An evaluation's own words, with our keys for the flags of `dino-ds eval`."""
+    words = {"--root": "--eval.protocol_root", "--images": "--eval.bank_images", "--k": "--eval.k"}
+    text = re.sub("|".join(words), lambda flag: words[flag[0]], str(error))
+    return type(error)(f"eval.evals {name}: {text}")

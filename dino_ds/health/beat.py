@@ -15,7 +15,7 @@ WISHES = ("", "the stop file", "the end of the launcher")
 _BYTES = 4096
 _TEXT = 128
 """Where the message begins; before it are words of 8 bytes, which are written and read whole."""
-_MOVES, _PHASE, _STEP, _PART, _LISTED, _WISH, _END, _CODE, _LENGTH, _FIRST, _LEFT = range(11)
+_MOVES, _PHASE, _STEP, _PART, _LISTED, _WISH, _END, _CODE, _LENGTH, _FIRST, _LEFT, _BREATHS = range(12)
 
 
 class Beat:
@@ -45,6 +45,10 @@ class Beat:
         words = self._words
         words[_PART] = self._part_numbers.get(name, 0)
         words[_MOVES] += 1
+
+    def breathe(self) -> None:
+        """The rank makes progress inside a phase, in as many pieces as its share of the work has."""
+        self._words[_BREATHS] += 1
 
     def first_step_done(self) -> None:
         """From now on the limits of a process that has warmed up apply."""
@@ -78,6 +82,10 @@ class Beat:
     @property
     def moves(self) -> int:
         return self._words[_MOVES]
+
+    @property
+    def breaths(self) -> int:
+        return self._words[_BREATHS]
 
     @property
     def phase(self) -> str:

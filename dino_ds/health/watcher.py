@@ -75,7 +75,7 @@ class Watcher:
         self._process = find_process(orders.pid)
         self._launchers = launchers_above(orders.pid, "RANK" in os.environ)
         self._disk = _Disk()
-        self._moves, self._idle, self._slowest = -1, 0.0, 0.0
+        self._moves, self._idle, self._slowest = (-1, 0), 0.0, 0.0
         self._doomed_at: float | None = None
         self._failure: Failure | None = None
         self._taken_over = ""
@@ -113,10 +113,11 @@ class Watcher:
 
     def _count(self, seconds: float) -> None:
         beat = self._beat
-        if beat.moves != self._moves:
+        moves = beat.moves, beat.breaths
+        if moves != self._moves:
             if beat.warm and beat.phase in ("data", "step"):
                 self._slowest = max(self._slowest, self._idle)
-            self._moves, self._idle = beat.moves, 0.0
+            self._moves, self._idle = moves, 0.0
         else:
             self._idle += seconds
 

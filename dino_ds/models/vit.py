@@ -178,16 +178,25 @@ class VisionTransformer(nn.Module):
         if (height, width) == (self.grid, self.grid):
             return self.pos_embed
         special = 0 if self.reg_token is not None else 1
-        grid = rearrange(self.pos_embed[:, special:].float(), "1 (h w) d -> 1 d h w", h=self.grid)
-        if self.pos_embed_interpolation == "dino":
-            # The reference's + 0.1 against rounding down; it also shifts the samples, so its weights depend on it.
-            scale = ((height + 0.1) / self.grid, (width + 0.1) / self.grid)
-            resized = F.interpolate(grid, scale_factor=scale, mode="bicubic")
-        else:
-            resized = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
-        assert resized.shape[-2:] == (height, width)
-        patches = rearrange(resized, "1 d h w -> 1 (h w) d").to(self.pos_embed.dtype)
-        return torch.cat((self.pos_embed[:, :special], patches), dim=1)
+        patches = resize_positions(self.pos_embed[:, special:], height, width, self.pos_embed_interpolation)
+        return torch.cat((self.pos_embed[:, :special], patches.to(self.pos_embed.dtype)), dim=1)
+
+
+def resize_positions(patches: Tensor, height: int, width: int, interpolation: str) -> Tensor:
+    """The position embedding of a square grid of patches (1, n, d) -> of a (height, width) grid, FP32.
+
+    "dino": as facebookresearch/dino, and dinov2 without registers; "antialias": as dinov2 with registers, and timm.
+    """
+    side = math.isqrt(patches.shape[1])
+    grid = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=side)
+    if interpolation == "dino":
+        # The reference's + 0.1 against rounding down; it also shifts the samples, so its weights depend on it.
+        scale = ((height + 0.1) / side, (width + 0.1) / side)
+        resized = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+    else:
+        resized = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
+    assert resized.shape[-2:] == (height, width)
+    return rearrange(resized, "1 d h w -> 1 (h w) d")
 
 
 def _adjacent_sizes(views: list[Tensor]) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dino_ds.options.command import JSON as _JSON
 from dino_ds.options.command import Command, Flag
-from dino_ds.options.machine_commands import DOCTOR, LAUNCH
+from dino_ds.options.machine_commands import BENCH_INFERENCE, DOCTOR, LAUNCH
 from dino_ds.options.model_commands import MODELS
 from dino_ds.options.plan_commands import PLAN
 from dino_ds.options.run_commands import RUNS
@@ -255,7 +255,7 @@ _TOOLS = (
     ),
 )
 
-_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, *_TOOLS, *_DATA, *_SHARDING, *RUNS, *MODELS)
+_ALL = (TRAIN, LAUNCH, DOCTOR, PLAN, *BENCHES, BENCH_INFERENCE, *_TOOLS, *_DATA, *_SHARDING, *RUNS, *MODELS)
 COMMANDS: dict[str, Command] = {command.name: command for command in _ALL}
 
 

@@ -43,7 +43,8 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     flags, problems = Flags(), list[str]()
     switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
-    for name, value in _pairs(command, list(argv), switches, problems):
+    lists = {flag.name for flag in command.all_flags if flag.kind == "texts"}
+    for name, value in _pairs(command, list(argv), switches, lists, problems):
         _store(command, flags, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -80,12 +81,15 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _pairs(command: Command, words: list[str], switches: set[str], problems: list[str]) -> Iterator[tuple[str, str]]:
-    """(flag without dashes, value) from `--key value`, `--key=value` and switches."""
+def _pairs(
+    command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
+) -> Iterator[tuple[str, str]]:
+    """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
+    bare = (command.bare or "").split()
     while words:
         word = words.pop(0)
-        if not _is_flag(word) and command.bare:
-            yield command.bare, word
+        if not _is_flag(word) and bare:
+            yield bare.pop(0) if len(bare) > 1 else bare[0], word
             continue
         if not _is_flag(word):
             problems.append(f"unexpected word {word!r}: options are written --key value")
@@ -103,6 +107,8 @@ def _pairs(command: Command, words: list[str], switches: set[str], problems: lis
             yield name, words.pop(0) if takes else "true"
         elif words and not _is_flag(words[0]):
             yield name, words.pop(0)
+            while name in lists and words and not _is_flag(words[0]):
+                yield name, words.pop(0)
         else:
             yield name, ""
 
@@ -133,6 +139,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         problems.append(f"--{name}: {unknown}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
+    elif fixed is not None and fixed.kind == "texts":
+        flags.fixed.setdefault(key, []).append(value)
     elif key in target:
         problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
     elif fixed is None:

@@ -73,7 +73,7 @@ def _command_page(command: Command) -> str:
 
 
 def _flag_row(flag: Flag) -> tuple[str, str, str]:
-    value = {"switch": "", "int": " N", "number": " N"}.get(flag.kind, " X")
+    value = {"switch": "", "int": " N", "number": " N", "texts": " X X ..."}.get(flag.kind, " X")
     return f"--{flag.name}{value}", flag.default_text, flag.description
 
 

@@ -41,4 +41,20 @@ SIMULATE_GOODPUT = Command(
     loads_torch=False,
 )
 
-RUNS = (CONVERT, SIMULATE_GOODPUT)
+REPORT = Command(
+    "report",
+    "one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it",
+    "dino_ds.report.command:run",
+    (
+        Flag("run", "text", None, "the run folder", shown="none"),
+        Flag("compare", "texts", None, "other run folders, side by side with it", shown="none"),
+        Flag("out", "text", None, "the .html file", shown="RUN/report.html, or RUN/compare.html"),
+        _JSON,
+    ),
+    takes_recipe=False,
+    takes_ds=False,
+    loads_torch=False,
+    bare="run",
+)
+
+RUNS = (CONVERT, SIMULATE_GOODPUT, REPORT)

@@ -6,9 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_EDGE = 0.01
-"""Part of the values at each end that may be cut off when colours are stretched."""
-
 
 def mass_mask(attention: Tensor, mass: float) -> Tensor:
     """The fewest patches of each map (..., h, w) that together hold `mass` of it: a mask of the same shape.
@@ -24,24 +21,51 @@ def mass_mask(attention: Tensor, mass: float) -> Tensor:
     return mask.unflatten(-1, attention.shape[-2:])
 
 
-def pca_colours(tokens: Tensor) -> Tensor:
-    """Patch tokens (b, h, w, d) of one set of images -> their first three principal components as RGB (b, h, w, 3).
+class PatchColours:
+    """The first three principal components of patch tokens as RGB.
 
-    One PCA for all images, so that equal colours mean equal things; each colour is stretched to [0, 1] between the 1 %
-    and 99 % points. The sign of a component is arbitrary: made such that its largest weight is positive.
-    Source: DINOv2 (arXiv 2304.07193), figure 1, without its removal of the background.
+    Fitted once, to the tokens (n, d) of all images or frames, so that equal colours mean equal things and nothing
+    flickers or changes its sign from one to the next. A component's sign is arbitrary: its largest weight is positive.
+    Source: DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid.
     """
-    flat = tokens.flatten(0, 2).float()
+
+    def __init__(self, tokens: Tensor) -> None:
+        flat = tokens.double()
+        self.mean = flat.mean(dim=0)
+        variances, axes = _principal_axes(flat - self.mean, 3)
+        # Where there is no variance at all every patch gets the middle grey.
+        self.axes = axes / (variances.sqrt() + 1e-12)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Tokens (..., d) -> colours (..., 3) in [0, 1]."""
+        return torch.sigmoid(2 * ((tokens.double() - self.mean) @ self.axes)).float()
+
+
+def foreground(tokens: Tensor, attention: Tensor) -> Tensor:
+    """Tokens (b, h, w, d) and attention (b, heads, h, w) -> a mask (b, h, w): one side of the first component.
+
+    Of the two sides the one to which the CLS token looks more, patch by patch.
+    Source: DINOv2 (arXiv 2304.07193), section 7.6, where the side is picked by hand.
+    """
+    flat = tokens.flatten(0, 2).double()
     centred = flat - flat.mean(dim=0)
-    _, vectors = torch.linalg.eigh(centred.T @ centred)
-    axes = vectors.flip(dims=(1,))[:, :3]
-    axes = axes * axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
-    values = centred @ axes
-    low, high = (values.quantile(q, dim=0) for q in (_EDGE, 1 - _EDGE))
-    return ((values - low) / (high - low).clamp_min(1e-6)).clamp(0, 1).unflatten(0, tokens.shape[:3])
+    _, axes = _principal_axes(centred, 1)
+    above = (centred @ axes[:, 0] > 0).unflatten(0, tokens.shape[:3])
+    looked_at = attention.mean(dim=1)
+    if above.all() or not above.any():
+        return torch.ones_like(above)
+    return above if looked_at[above].mean() >= looked_at[~above].mean() else ~above
 
 
 def patch_similarity(tokens: Tensor, image: int, row: int, column: int) -> Tensor:
     """Cosines of one patch with all patches of all images: tokens (b, h, w, d) -> (b, h, w)."""
     unit = F.normalize(tokens.float(), dim=-1)
     return unit @ unit[image, row, column]
+
+
+def _principal_axes(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(n, d) -> variances (count,) and unit axes (d, count), the largest first."""
+    values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+    axes = vectors.flip(dims=(1,))[:, :count]
+    signs = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
+    return values.flip(dims=(0,))[:count].clamp_min(0), axes * signs

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json as jsons
 from pathlib import Path
+from typing import Any
 
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
+from dino_ds.evals.results import RESULTS, read_results
 from dino_ds.names import did_you_mean
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
@@ -27,8 +30,24 @@ def run(*, model: str | None, format: str | None, out: str | None, heads: int | 
     place = Path(out).expanduser() if out else default
     if place.exists():
         raise ConfigError(f"{place} is there already: remove it, or name another with --out")
+    backbone.about |= _results(source)
     how = write(backbone, place, backbone.head)
     if json:
-        print(jsons.dumps({"format": format, "out": str(place), "load": how}))
+        print(jsons.dumps({"format": format, "out": str(place), "load": how, "notes": list(backbone.notes)}))
     else:
-        print(f"{place}\nload it: {how}")
+        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in backbone.notes)]))
+
+
+def _results(run: Path) -> dict[str, Any]:
+    """What a model card says of a run: how its teacher was evaluated, on which images. Raises ConfigError."""
+    if not (run / "config.yaml").is_file():
+        return {}
+    try:
+        evaluations = read_results(run / RESULTS)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run / RESULTS} can't be read ({error}): mend or remove it") from None
+    try:
+        data = load_recipe(str(run / "config.yaml"), {}).data
+    except ConfigError:  # of another version
+        return {"evaluations": evaluations}
+    return {"evaluations": evaluations, "data": Path(data.root).name if data.root and data.own_files else data.source}

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import json as jsons
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
+import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.multicrop import MEAN, STD, EvalCrop
+from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source
+from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import nearest
+from dino_ds.names import did_you_mean
 from dino_ds.pictures import draw
+from dino_ds.pictures.canvas import figure_png
+from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
+from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
 from dino_ds.tools.evaluate import find_images
 from dino_ds.weights.load import Backbone, load
 
-_BATCH = 32
-_NEIGHBOURS = 6
-_QUERIES = 6
-_DPI = 110
-KINDS = ("attention", "pca", "similarity", "neighbours", "map")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("attention", "pca", "similarity", "neighbours", "map", "curves")
+_OF_PATCHES, _OF_FEATURES = KINDS[:3], KINDS[3:5]
+_METRICS = "metrics.jsonl"
+_NEIGHBOURS, _QUERIES, _PATCHES = 6, 6, 4
+_THUMBNAIL = 128
+_FEATURES_AT_ONCE, _MAPS_AT_ONCE = 32, 4
+_FEW_PATCHES, _MANY_PATCHES = 16, 30
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What was asked for beyond the images; `map` is a method of `place`."""
+
+    kinds: Sequence[str]
+    queries: str | None
+    patch: str | None
+    foreground: bool
+    map: str
+    bank: int
+    size: int | None
 
 
 def run(
@@ -36,111 +61,206 @@ def run(
     source: str | None,
     root: str | None,
     out: str | None,
-    images: int,
+    only: str | None,
+    images: str,
+    queries: str | None,
+    patch: str | None,
+    foreground: bool,
+    map: str | None,
     bank: int,
     size: int | None,
     json: bool,
 ) -> None:
-    """One PNG of each kind into `out`: `images` images of the source, spread evenly; neighbours among `bank`.
-
-    A run's curves are drawn too. Raises ConfigError, DataError, CheckpointError.
-    """
+    """One PNG of each kind in `only` into `out`. Raises ConfigError, DataError, CheckpointError."""
     if model is None:
         raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
-    backbone = load(model).to("cuda" if torch.cuda.is_available() else "cpu")
-    found = find_images(model, source, root)
+    kinds = _kinds(only, Path(model))
+    for option, given, kind in (
+        ("queries", queries, "neighbours"),
+        ("patch", patch, "similarity"),
+        ("foreground", foreground, "pca"),
+        ("map", map, "map"),
+    ):
+        if given and kind not in kinds:
+            raise ConfigError(f"--{option} is for the picture {kind!r}: add it to --only, or leave --{option} out")
+    wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank, size)
     folder = Path(out) if out else Path(model) / "pictures" if Path(model).is_dir() else Path("pictures")
-    side = _side(backbone, size)
     written = []
-    for name, figure in _figures(backbone, found, images, bank, side, Path(model) / "metrics.jsonl"):
+    for name, figure in _figures(model, _Shown(model, source, root, images), wishes):
+        path = folder / f"{name}.png"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / f"{name}.png", dpi=_DPI)
+            replace_file(path, figure_png(figure))
         except OSError as error:
-            raise ConfigError(f"{folder} can't be written: {error.strerror or error}; mend --out") from None
-        written.append(str(folder / f"{name}.png"))
+            raise ConfigError(f"{path} can't be written: {error.strerror or error}; mend --out") from None
+        written.append(str(path))
     print(jsons.dumps({"pictures": written}) if json else "\n".join(written))
 
 
-def _figures(backbone: Backbone, source: Source, images: int, bank: int, side: int, metrics: Path) -> Any:
+class _Shown:
+    """The images whose patches are shown, and those among which neighbours are sought; opened when first needed."""
+
+    def __init__(self, model: str, source: str | None, root: str | None, images: str) -> None:
+        self._named = (model, source, root)
+        self._opened: Source | None = None
+        self._count = int(images) if images.isdecimal() else None
+        if self._count == 0:
+            raise ConfigError("--images 0: give a number > 0, or name images")
+        self._chosen = choose(images, "images", self.source) if self._count is None else []
+
+    def source(self) -> Source:
+        if self._opened is None:
+            self._opened = find_images(*self._named)
+        return self._opened
+
+    def picked(self) -> list[Picked]:
+        return self._chosen if self._count is None else spread(self.source(), self._count)
+
+    def bank(self, size: int) -> list[Picked]:
+        """Of the images of the run or of --root; where there are none, the chosen ones."""
+        model, source, root = self._named
+        others = source or root or (Path(model) / "config.yaml").is_file()
+        return spread(self.source(), size) if others or self._count is not None else self._chosen
+
+
+def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
     """(name, Figure) one after another."""
-    shown, _ = _read(source, spread_indices(len(source), images), side)
-    pictures = draw.picture_of(shown, MEAN, STD)
-    attention, tokens = _batches(backbone.attention, shown), _batches(backbone.patch_tokens, shown)
-    yield "attention", draw.draw_attention(pictures, attention)
-    yield "pca", draw.draw_pca(pictures, tokens)
-    middle = tokens.shape[1] // 2
-    chosen = [(i, middle, middle) for i in range(min(4, len(shown)))]
-    yield "similarity", draw.draw_similarity(pictures, tokens, chosen)
-    crops, indices = _read(source, spread_indices(len(source), bank), backbone.image_size)
-    features = _batches(backbone.features, crops)
-    thumbnails = draw.picture_of(crops, MEAN, STD).numpy()
-    labels = source.labels
-    names = None if labels is None or source.classes is None else [source.classes[labels[i]] for i in indices]
-    yield "neighbours", _neighbours(features, thumbnails, names)
-    points, method = embed(features)
-    figure = draw.draw_map(points, list(thumbnails), names)
-    figure.suptitle(f"{method} of {len(points)} images' features", fontsize=9)
-    yield "map", figure
-    if metrics.is_file():
-        yield "curves", draw.draw_curves([jsons.loads(line) for line in metrics.read_text().splitlines()])
+    if set(wishes.kinds) - {"curves"}:
+        backbone = load(model).to("cuda" if torch.cuda.is_available() else "cpu")
+        asked = choose(wishes.queries, "queries", shown.source) if wishes.queries else None
+        if set(wishes.kinds) & set(_OF_PATCHES):
+            yield from _patch_figures(backbone, shown.picked(), wishes)
+        if set(wishes.kinds) & set(_OF_FEATURES):
+            yield from _feature_figures(backbone, shown.bank(wishes.bank), asked, wishes)
+    if "curves" in wishes.kinds:
+        yield "curves", draw_curves(_records(Path(model) / _METRICS))
 
 
-def _neighbours(features: Tensor, thumbnails: np.ndarray, names: Sequence[str] | None) -> Any:
-    """Each query's own image, which is its nearest, is left out."""
-    count = min(_NEIGHBOURS, len(features) - 1)
-    queries = spread_indices(len(features), _QUERIES)
-    similarity, index = nearest(features[queries], features, count + 1)
+def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
+    crop = EvalCrop(side_of(backbone, wishes.size))
+    cuts = list(read_cuts(picked, crop, "images"))
+    if not cuts:
+        raise DataError(f"none of {len(picked)} images can be read")
+    grid = crop.size // backbone.patch_size
+    middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
+    patches = find_patches(wishes.patch, cuts, crop, grid) if wishes.patch else middles
+    pixels = torch.stack([cut.pixels for cut in cuts])
+    pictures = _pictures(pixels)
+    attention = _batches(backbone.attention, pixels, _MAPS_AT_ONCE)
+    if "attention" in wishes.kinds:
+        yield "attention", draw.draw_attention(pictures, attention)
+    tokens = _batches(backbone.patch_tokens, pixels, _MAPS_AT_ONCE)
+    if "pca" in wishes.kinds:
+        yield "pca", draw.draw_pca(pictures, tokens, attention if wishes.foreground else None)
+    if "similarity" in wishes.kinds:
+        yield "similarity", draw.draw_similarity(pictures, tokens, patches)
+
+
+def _feature_figures(
+    backbone: Backbone, picked: Sequence[Picked], asked: Sequence[Picked] | None, wishes: _Wishes
+) -> Iterator[tuple[str, Figure]]:
+    bank = _describe(backbone, picked, "bank")
+    if len(bank) < 2:
+        raise DataError(
+            f"{len(bank)} of {len(picked)} images can be read; neighbours and the map want two or more: name them "
+            "with --root, or choose other pictures, such as --only attention,pca,similarity"
+        )
+    if "neighbours" in wishes.kinds:
+        some = [bank[i] for i in spread_indices(len(bank), _QUERIES)]
+        yield "neighbours", _neighbours(_describe(backbone, asked, "queries") if asked else some, bank)
+    if "map" in wishes.kinds:
+        groups = [image.group for image in bank if image.group is not None]
+        features = torch.stack([image.features for image in bank])
+        points, title = place(features, wishes.map), f"{TITLES[wishes.map]} of {len(bank)} images' features"
+        thumbnails = [image.thumbnail for image in bank]
+        yield "map", draw_map(points, thumbnails, groups if len(groups) == len(bank) else None, title)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """An image's features (d,), a small picture of it (uint8, at most 128 pixels a side), and its class."""
+
+    name: str
+    group: str | None
+    features: Tensor
+    thumbnail: np.ndarray
+
+
+def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list[_Described]:
+    found = []
+    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option)
+    while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
+        pixels = torch.stack([cut.pixels for cut in batch])
+        features, small = _batches(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
+        for cut, row, thumbnail in zip(batch, features, small, strict=True):
+            found.append(_Described(cut.picked.name, cut.picked.group, row, thumbnail))
+    return found
+
+
+def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Figure:
+    """The nearest of the bank for each query, which is not its own neighbour."""
+    asked, there = (torch.stack([image.features for image in images]) for images in (queries, bank))
+    # One more than is shown: the query itself may be among them.
+    similarity, index = nearest(asked, there, min(_NEIGHBOURS + 1, len(bank)))
     found, captions = [], []
     for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
-        others = [(i, cosine) for i, cosine in zip(row, cosines, strict=True) if i != query][:count]
-        found.append([thumbnails[i] for i, _ in others])
-        captions.append([f"{cosine:.2f}" + (f" {names[i]}" if names else "") for i, cosine in others])
-    return draw.draw_neighbours([thumbnails[q] for q in queries], found, captions)
+        own = os.path.realpath(query.name)
+        pairs = [(bank[i], cosine) for i, cosine in zip(row, cosines, strict=True)]
+        others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBOURS]
+        found.append([image.thumbnail for image, _ in others])
+        captions.append([query.group or "", *[f"{cosine:.2f} {image.group or ''}" for image, cosine in others]])
+    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions)
 
 
-def embed(features: Tensor) -> tuple[np.ndarray, str]:
-    """Features (n, d) -> points (n, 2), and how: t-SNE where scikit-learn is installed, else principal components."""
-    unit = torch.nn.functional.normalize(features.float(), dim=-1)
-    if len(unit) > 3:
-        try:
-            from sklearn.manifold import TSNE
-
-            perplexity = min(30.0, (len(unit) - 1) / 3)
-            return TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(unit.numpy()), "t-SNE"
-        except ImportError:
-            pass
-    centred = unit - unit.mean(dim=0)
-    _, _, axes = torch.linalg.svd(centred, full_matrices=False)
-    return (centred @ axes[:2].T).numpy(), "PCA (t-SNE needs pip install 'dino_ds[viz]')"
+def _kinds(only: str | None, model: Path) -> list[str]:
+    """Raises ConfigError."""
+    has_curves = (model / _METRICS).is_file()
+    if only is None:
+        return [kind for kind in KINDS if kind != "curves" or has_curves]
+    asked = [word.strip() for word in only.split(",")]
+    for word in asked:
+        if word not in KINDS:
+            raise ConfigError(f"--only {word!r}: there is {', '.join(KINDS)}.{did_you_mean(word, KINDS)}")
+    if "curves" in asked and not has_curves:
+        raise ConfigError(f"--only curves: {model / _METRICS} does not exist; curves are those of a run folder")
+    return [kind for kind in KINDS if kind in asked]
 
 
-def _side(backbone: Backbone, size: int | None) -> int:
-    """Pixels of the images whose patches are shown. Raises ConfigError."""
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Raises ConfigError."""
+    try:
+        return [jsons.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} can't be read: {error}; mend it, or leave curves out with --only") from None
+
+
+def side_of(backbone: Backbone, size: int | None) -> int:
+    """Pixels of the images whose patches are shown: unless `size` says it, twice the native side, within 16 and 30
+    patches, and never less than the native side. Raises ConfigError."""
     patch = backbone.patch_size
     if size is None:
-        return max(backbone.image_size, 16 * patch)
+        native = backbone.image_size // patch
+        return patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
     if size % patch:
-        raise ConfigError(f"--size {size} is not a multiple of the patch size {patch}: use {size // patch * patch}")
+        near = max(round(size / patch), 1) * patch
+        raise ConfigError(f"--size {size} is not a multiple of the patch size {patch}: use {near}")
     return size
 
 
-def _read(source: Source, indices: Sequence[int], side: int) -> tuple[Tensor, list[int]]:
-    """Images (b, 3, side, side), normalised, and which they are; unreadable ones are left out. Raises DataError."""
-    crop = EvalCrop(side)
-    rows, kept = [], []
-    for index in tqdm(indices, desc="images", leave=False, disable=None):
-        try:
-            image = source.load(index)
-        except UnreadableImage:
-            continue
-        rows.append(crop(image if isinstance(image, Image.Image) else np.asarray(image)))
-        kept.append(index)
-    if len(rows) < 2:
-        raise DataError(f"{len(rows)} of {len(indices)} images could be read; pictures want two or more")
-    return torch.stack(rows), kept
+def _pictures(pixels: Tensor) -> Tensor:
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3); of more than three channels the first three are shown,
+    of fewer the first."""
+    pictures = draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
+    return pictures[..., :3] if pictures.shape[-1] >= 3 else pictures[..., :1].expand(-1, -1, -1, 3)
 
 
-def _batches(function: Any, images: Tensor) -> Tensor:
-    where = function.__self__.vit.pos_embed.device
-    return torch.cat([function(part.to(where)).float().cpu() for part in images.split(_BATCH)])
+def _thumbnails(pixels: Tensor) -> np.ndarray:
+    """Normalised images (b, c, h, w) -> uint8 (b, h, w, 3)."""
+    if pixels.shape[-1] > _THUMBNAIL:
+        pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
+    return (255 * _pictures(pixels)).round().byte().numpy()
+
+
+def _batches(function: Callable[[Tensor], Tensor], images: Tensor, at_once: int) -> Tensor:
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.cat([function(part.to(where)).float().cpu() for part in images.split(at_once)])

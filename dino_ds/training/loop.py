@@ -52,6 +52,7 @@ class Loop:
         self._stop.ready(lambda: step.votes.cast("stop"))
         if step.applied_steps == 0:
             self._evaluate()
+            self._draw()
         with closing(run.build_feed()) as feed:
             self._clock.read()
             try:
@@ -128,6 +129,8 @@ class Loop:
             stop = not self._evaluate() and not last
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.views), done)
+        if not stop:
+            self._draw(last)
         if self._saves.due(done) or last or stop:
             self._save(wait=last or stop)
         if stop:
@@ -203,16 +206,31 @@ class Loop:
             return True
         self._beat.enter("evaluate", done)
         with self._clock.paused():
-            found = run.watch.evaluate(run.step.teacher, done, run.step.engine.device, self._stop.heard)
-        if found is None:
-            if done == 0:
-                self._end_early()
-            return False
-        self._log.write({"step": done, **found})
-        for name in run.watch.new_unreadable():
-            self._log.say(f"unreadable image left out of the evaluation: {name}")
-        self._log.say(f"k-NN     at step {done}: {run.watch.verdict()}")
-        return True
+            images = done * run.recipe.data.global_batch
+            found = run.watch.evaluate(run.step.teacher, done, images, run.step.engine.device, self._stop_heard)
+            if found is not None:
+                self._reports.evaluated(found)
+        if found is None and done == 0:
+            self._end_early()
+        return found is not None
+
+    def _draw(self, last: bool = False) -> None:
+        """Rank 0 alone: its teacher is whole."""
+        run, done = self._run, self._run.step.applied_steps
+        if not run.album.due(done, last):
+            return
+        self._beat.enter("evaluate", done)
+        with self._clock.paused():
+            if distributed.rank() == 0:
+                failure = run.album.draw(run.step.teacher, done, run.step.engine.device, self._log.picture)
+                if failure:
+                    self._log.say(f"warning  {failure}")
+            distributed.barrier()
+
+    def _stop_heard(self) -> bool:
+        """Asked again and again by what takes long: the watcher sees that it goes on."""
+        self._beat.breathe()
+        return self._stop.heard()
 
     def _finish(self) -> None:
         run, path = self._run, self._run.folder.path

@@ -8,6 +8,8 @@ from dino_ds import distributed
 from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.engine.device import memory_gib
 from dino_ds.errors import DataError
+from dino_ds.evals.results import RESULTS, write_results
+from dino_ds.evals.watch import Results
 from dino_ds.health.collapse import CollapseAlarm
 from dino_ds.training.metrics import Clock, Meter, RunLog
 from dino_ds.training.run import Run
@@ -66,6 +68,20 @@ class Reports:
         for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
             if line:
                 self._log.say(line)
+
+    def evaluated(self, results: Results) -> None:
+        """What the evaluation has found: metrics, lines, and RUN/evaluations.json."""
+        run, watch = self._run, self._run.watch
+        assert watch is not None
+        if results:
+            self._log.write({"step": run.step.applied_steps, **watch.metrics(results)})
+        for line in watch.lines(results):
+            self._log.say(line)
+        if distributed.rank() == 0:
+            try:
+                write_results(run.folder.path / RESULTS, results)
+            except (OSError, ValueError) as error:
+                self._log.say(f"warning  {RESULTS} can't be written: {error}; training goes on")
 
     def collect_bad_images(self) -> None:
         """Ranks tell each other which images they could not read; each is named and counted once."""

@@ -24,13 +24,14 @@ from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.durable import put_in_place, replace_file
+from dino_ds.durable import replace_file, replacing
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import CheckpointError, DataError, StorageError
+from dino_ds.evals.album import Album
 from dino_ds.evals.features import spread_indices
-from dino_ds.evals.watch import KnnWatch
+from dino_ds.evals.watch import Watch
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
@@ -40,7 +41,7 @@ from dino_ds.training.step import DinoStep
 
 
 class Run:
-    """Student, teacher and objective (`step`), data (`source`, `crops`, `position`) and evaluation (`watch`).
+    """Student, teacher and objective (`step`), data (`source`, `crops`, `position`), evaluation (`watch`, `album`).
 
     Every rank builds one. Raises UserError for data, ds config or checkpoint that can't be used.
     """
@@ -50,8 +51,9 @@ class Run:
         folder.agree()
         with distributed.together():
             self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
-            self.watch = KnnWatch.build(recipe, source, self.epoch_steps)
+        self.watch = Watch.build(recipe, source, self.epoch_steps)
         keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
+        self.album = Album.build(recipe, source, self.epoch_steps, folder.path / "pictures")
         self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
         choice = self._choose()
         folder.take_id(choice.saved.manifest if choice.saved else None)
@@ -193,12 +195,8 @@ class Run:
         saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         path = self.folder.path / "teacher.safetensors"
-        temporary = path.with_name(path.name + ".tmp")
-        try:
+        with replacing(path) as temporary:
             write_tensors(temporary, backbone, {"format": "pt"})
-            put_in_place(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
 

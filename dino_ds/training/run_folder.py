@@ -18,6 +18,7 @@ from dino_ds import distributed
 from dino_ds.architectures import Architecture
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file
@@ -34,8 +35,6 @@ _FREE = (
     "save_in_background",
     "max_bad_steps",
     "hang_seconds",
-    "eval.every",
-    "eval.root",
     "data.workers",
     "data.root",
     "data.download",
@@ -83,8 +82,9 @@ class RunFolder:
         known = self._learned()
         allowed = {key.strip() for key in keys.split(",")}
         for key in sorted(allowed - known.keys()):
-            free = "it may change freely, leave it out" if key in _FREE else "it is no key of the recipe"
-            raise ConfigError(f"--allow_change {key}: {free}.{did_you_mean(key, known) if key not in _FREE else ''}")
+            free = _is_free(key) and key in flat_values(self.recipe)
+            what = "it may change freely, leave it out" if free else "it is no key of the recipe"
+            raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
 
     def agree(self) -> None:
@@ -182,8 +182,12 @@ class RunFolder:
 
 
 def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
-    flat = {key: value for key, value in _flatten(recipe).items() if key not in _FREE}
+    flat = {key: value for key, value in flatten(recipe).items() if not _is_free(key)}
     return {**flat, "gradient_clipping": clipping}
+
+
+def _is_free(key: str) -> bool:
+    return key in _FREE or key.startswith("eval.")
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
@@ -202,21 +206,6 @@ def _read_run_id(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
-
-
-def flat_values(recipe: Recipe) -> dict[str, Any]:
-    """Dotted name -> plain value."""
-    return _flatten(recipe.model_dump(mode="json"))
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flatten(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
 
 
 def versions() -> dict[str, str]:

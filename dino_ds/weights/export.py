@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +13,13 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds import __version__
 from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.durable import replace_file, replacing, replacing_folder
 from dino_ds.errors import ConfigError
+from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, to_huggingface
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone
@@ -31,15 +31,15 @@ _BATCH, _SIDE = 4096, 512
 
 def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
-    with _whole(out) as file:
-        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
     about = {
         "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
         "pos_embed_interpolation": model.vit.pos_embed_interpolation,
         **model.about,
     }
-    out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    with _whole(out) as file:
+        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
+        replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 
 
@@ -69,11 +69,12 @@ def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
             "classifier": "head",
         },
     }
+    how = f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
     with _whole_folder(out) as folder:
         safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, f"timm.create_model('local-dir:{out}', pretrained=True)"))
-    return f"timm.create_model('local-dir:{out}', pretrained=True)"
+        (folder / "README.md").write_text(model_card(model, "timm", how))
+    return how
 
 
 def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -103,7 +104,7 @@ def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, how))
+        (folder / "README.md").write_text(model_card(model, "transformers", how))
     return how
 
 
@@ -112,7 +113,8 @@ def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     network = to_reference(_tensors(model), head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    return f"eval_knn.py --pretrained_weights {out} (head {'included' if head else 'not in the source'})"
+    what = "with its head" if head else f"without a head: {'; '.join(model.notes) or 'there is none in the source'}"
+    return f"eval_knn.py --pretrained_weights {out} ({what})"
 
 
 def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -163,40 +165,6 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path, dict[str, Tensor]], str], str
 """Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
 
 
-def model_card(model: Backbone, how: str) -> str:
-    """README.md of an exported folder: what it is, how to use it, what it scored."""
-    arch, about = model.vit.arch, model.about
-    results = about.get("results", {})
-    rows = [f"| {name} | {value} |" for name, value in results.items()]
-    table = ["## Results", "", "| evaluation | value |", "|---|---:|", *rows, ""] if rows else []
-    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
-    return "\n".join(
-        [
-            "---",
-            "tags: [dino, self-supervised, vision-transformer, image-feature-extraction]",
-            "library_name: " + ("transformers" if "AutoModel" in how else "timm"),
-            "---",
-            f"# {about.get('timm_name', 'Vision Transformer')}, trained with DINO by dino_ds",
-            "",
-            f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
-            f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
-            *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
-            "",
-            "```python",
-            f"features = {how}",
-            "```",
-            "",
-            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
-            f"std {STD}. Position embeddings of other sizes were resized as {model.vit.pos_embed_interpolation!r} in "
-            "training; other libraries have their own way, so features at other sizes may differ a little.",
-            "",
-            *table,
-            f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
-            "",
-        ]
-    )
-
-
 def _tensors(model: Backbone) -> dict[str, Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in model.vit.named_parameters()}
 
@@ -222,30 +190,26 @@ def _example(model: Backbone) -> Tensor:
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
     """A file beside `out` that takes its place when it is written. Raises ConfigError where that can't be."""
-    temporary = out.with_name(f".writing_{out.name}")
-    try:
+    with _said(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        with replacing(out) as file:
+            yield file
 
 
 @contextlib.contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
     """As `_whole`, for a new folder."""
-    temporary = out.with_name(f".writing_{out.name}")
+    with _said(out), replacing_folder(out) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _said(out: Path) -> Iterator[None]:
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{out} can't be written: {reason}; mend --out") from error
 
 
 @contextlib.contextmanager

@@ -7,19 +7,19 @@ import re
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import CheckpointError
+from dino_ds.models.vit import VisionTransformer, resize_positions
+from dino_ds.weights.reference import few
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
     """The architecture that the tensors are of, and the pixels of its native image.
 
     `heads` can't be seen in them: None takes those of the backbone we know of that width and depth, else width / 64.
-    Raises CheckpointError where tensors of a ViT are missing.
+    Raises CheckpointError where tensors of a ViT are missing, for heads that can't be, and where none can be guessed.
     """
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
@@ -28,13 +28,15 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
         hidden = backbone["blocks.0.mlp.fc2.weight"].shape[1]
         registers = backbone["reg_token"].shape[1] if "reg_token" in backbone else 0
         positions = backbone["pos_embed"].shape[1] - (0 if registers else 1)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
+    if positions < 1 or math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"its position embedding has {positions} places for patches: no square")
     arch = Architecture(
         patch,
         width,
         depth,
-        heads or _usual_heads(width, depth),
+        _checked_heads(heads or _usual_heads(width, depth), width),
         mlp_ratio=packed / width,
         swiglu=packed == 2 * hidden,
         layer_scale=1e-5 if "blocks.0.ls1.gamma" in backbone else None,
@@ -48,24 +50,32 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
 
 def _usual_heads(width: int, depth: int) -> int:
     known = (arch.heads for arch in ARCHITECTURES.values() if (arch.width, arch.depth) == (width, depth))
-    return next(known, max(1, width // 64))
+    return next(known, width // 64 if width % 64 == 0 else 0)
+
+
+def _checked_heads(heads: object, width: int) -> int:
+    if heads == 0:
+        raise CheckpointError(f"no file says how many attention heads a width of {width} has: name them with --heads")
+    if not isinstance(heads, int) or heads < 1 or width % heads:
+        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: mend --heads")
+    return heads
 
 
 @torch.no_grad()
-def take_weights(network: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into `network` by name; a position embedding of another size is resized.
+def take_weights(network: VisionTransformer, tensors: dict[str, Tensor]) -> None:
+    """Copy `tensors` into `network` by name; a position embedding of another size is resized as the network does.
 
     Raises CheckpointError for other shapes, and where a tensor of the network is not there.
     """
     own = dict(network.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    fitting = fit_tensors(tensors, shapes, "the weights lack", "the weights are")
+    fitting = fit_tensors(tensors, shapes, network.pos_embed_interpolation, "the weights lack", "the weights are")
     for name, parameter in own.items():
         parameter.copy_(fitting[name].to(parameter.dtype))
 
 
 def fit_tensors(
-    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], lack: str, are: str
+    tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
     """Those of `tensors` that `shapes` names, in these shapes; a position embedding of another size is resized.
 
@@ -75,7 +85,7 @@ def fit_tensors(
     if missing:
         raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
     fitting = {
-        name: fitted(tensors[name], shape) if name.endswith("pos_embed") else tensors[name]
+        name: fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
         for name, shape in shapes.items()
     }
     wrong = [
@@ -88,8 +98,8 @@ def fit_tensors(
     return fitting
 
 
-def fitted(theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A position embedding (1, special + n, d) for the grid of `shape` (bicubic, antialiased); the CLS token's stays.
+def fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
+    """A position embedding (1, special + n, d) for the grid of `shape`; the CLS token's stays.
 
     As it is where widths or special tokens differ.
     """
@@ -98,11 +108,5 @@ def fitted(theirs: Tensor, shape: tuple[int, ...]) -> Tensor:
     special = [count - side**2 for count, side in zip(counts, sides, strict=True)]
     if tuple(theirs.shape) == shape or theirs.shape[2] != shape[2] or special[0] != special[1] or special[0] > 1:
         return theirs
-    grid = rearrange(theirs[:, special[0] :].float(), "1 (h w) d -> 1 d h w", h=sides[0])
-    resized = F.interpolate(grid, size=(sides[1], sides[1]), mode="bicubic", antialias=True)
-    return torch.cat((theirs[:, : special[0]].float(), rearrange(resized, "1 d h w -> 1 (h w) d")), dim=1)
-
-
-def few(names: list[str]) -> str:
-    """The first three names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    patches = resize_positions(theirs[:, special[0] :], sides[1], sides[1], interpolation)
+    return torch.cat((theirs[:, : special[0]].float(), patches), dim=1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.architectures import Architecture
-from dino_ds.errors import ConfigError
+from dino_ds.errors import CheckpointError, ConfigError
 
 _VIT = {
     "norm1": "layernorm_before",
@@ -112,7 +112,7 @@ def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str,
 
 
 def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors under our names; pooler, classifier and mask token are left out."""
+    """Their tensors under our names; pooler, classifier and mask token are left out, what is unknown stays as it is."""
     theirs = {re.sub(r"^(vit|dinov2|dinov2_with_registers)\.", "", name): t for name, t in theirs.items()}
     swiglu = any(".mlp.weights_in." in name for name in theirs)
     vit = any(".layernorm_before." in name for name in theirs)
@@ -122,7 +122,7 @@ def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in theirs.items():
         match = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", name)
         if match is None:
-            if name.startswith(("embeddings.", "layernorm.")) and name != "embeddings.mask_token":
+            if name != "embeddings.mask_token" and not name.startswith(("pooler.", "classifier.")):
                 out[_rename(name, outside)] = tensor
             continue
         prefix, rest = f"blocks.{match[1]}.", match[2]
@@ -131,12 +131,11 @@ def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
             others = [
                 f"encoder.layer.{match[1]}.attention.attention.{part}.{kind}" for part in ("query", "key", "value")
             ]
+            if missing := [other for other in others if other not in theirs]:
+                raise CheckpointError(f"it lacks {missing[0]}")
             out[f"{prefix}attn.qkv.{kind}"] = torch.cat([theirs[other] for other in others])
         elif not rest.startswith("attention.attention."):
             out[prefix + _rename(rest, names)] = tensor
-    if "reg_token" in out:
-        out["cls_token"] = out["cls_token"] + out["pos_embed"][:, :1]
-        out["pos_embed"] = out["pos_embed"][:, 1:]
     return out
 
 
@@ -147,8 +146,8 @@ def _names_of(arch: Architecture) -> dict[str, str]:
 
 
 def _rename(name: str, names: dict[str, str]) -> str:
-    """By the longest beginning that `names` knows."""
+    """By the longest beginning that `names` knows; else `name`."""
     for old in sorted(names, key=len, reverse=True):
         if name == old or name.startswith(f"{old}."):
             return names[old] + name[len(old) :]
-    raise KeyError(name)
+    return name

@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import Architecture
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
@@ -26,7 +27,7 @@ class Backbone(nn.Module):
     `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
-    tensors under our names, empty where the file has none.
+    tensors under our names, empty where there is none; `notes` what of the source was not taken, for people.
     """
 
     def __init__(
@@ -36,11 +37,12 @@ class Backbone(nn.Module):
         source: str,
         about: dict[str, Any],
         head: dict[str, Tensor] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.vit = vit.eval().requires_grad_(False)
         self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
-        self.source, self.about, self.head = source, about, head or {}
+        self.source, self.about, self.head, self.notes = source, about, head or {}, notes
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image) -> Tensor:
@@ -104,21 +106,26 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     Raises CheckpointError for what is no such thing.
     """
     weights = find_weights(path)
-    arch, size, interpolation = _described(weights, heads)
-    vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
-    take_weights(vit, weights.backbone)
-    return Backbone(vit, size, str(path), weights.about, weights.head).to(device)
+    try:
+        arch, size, interpolation = _described(weights, heads)
+        vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
+        take_weights(vit, weights.backbone)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return Backbone(vit, size, str(path), weights.about, weights.head, weights.notes).to(device)
 
 
 def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, str]:
     """Architecture, native pixels and the way to resize the position embedding: as the file says, else as is usual."""
-    about = weights.about
     if weights.kind == "dino_ds":
-        return _described_by_us(weights)
-    if weights.kind == "timm":
-        heads = ARCHITECTURES[about["timm_name"]].heads
-    arch, size = architecture_of(weights.backbone, heads or about.get("num_attention_heads"))
-    return arch, size, "dino" if weights.kind == "dino or timm" else "antialias"
+        described = _described_by_us(weights)
+    else:
+        said = weights.about.get("num_attention_heads")
+        arch, size = architecture_of(weights.backbone, said or heads)
+        described = arch, size, "antialias" if arch.registers or weights.kind == "timm" else "dino"
+    if heads not in (None, described[0].heads):
+        raise CheckpointError(f"--heads {heads}, and the file says {described[0].heads}: leave it out")
+    return described
 
 
 def _described_by_us(weights: Weights) -> tuple[Architecture, int, str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,42 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError
 from dino_ds.names import did_you_mean
 from dino_ds.weights.huggingface import from_huggingface
-from dino_ds.weights.reference import split_reference
+from dino_ds.weights.reference import about_dinov3, few, split_network
+
+_BACKBONE = re.compile(
+    r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
+    r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
+)
+_HEAD = "teacher.head."
+_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+"""Of a Hugging Face folder."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors under our (timm's) names; `kind` says whose file it was; `about`: the JSON beside it, as teacher.json."""
+    """Tensors under our (timm's) names; `kind` says whose file it was; `about`: the JSON beside it, as teacher.json.
+
+    `notes`: what was not taken and why, for people.
+    """
 
     kind: str
     backbone: dict[str, Tensor]
     head: dict[str, Tensor]
     about: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def find_weights(place: str | Path) -> Weights:
     """Of a run folder (its teacher), a file, a Hugging Face folder, or a timm name, which may have to be downloaded.
 
-    Raises CheckpointError for what is no such thing.
+    A run's head lies in its checkpoints. Raises CheckpointError for what is no such thing.
     """
     path = Path(place)
-    if not path.exists() and str(place).partition(".")[0] in ARCHITECTURES:
+    if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
         raise CheckpointError(
@@ -46,7 +61,40 @@ def find_weights(place: str | Path) -> Weights:
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
-    return read_weights(teacher if teacher.is_file() else path)
+    if not teacher.is_file():
+        return read_weights(path)
+    weights = read_weights(teacher)
+    head, notes = _head_of_run(path, weights.about.get("step"))
+    return Weights(weights.kind, weights.backbone, head, weights.about, [*weights.notes, *notes])
+
+
+def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]:
+    """The teacher's head, from the checkpoint that the teacher was written with; else why there is none."""
+    if not isinstance(step, int) or not 0 <= step < 10**12:
+        return {}, []
+    folder = run / "checkpoints" / step_name(step)
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder.relative_to(run)} is not there")
+        manifest = read_manifest(folder)
+        check_present(folder, manifest)
+        whole = SavedCheckpoint(folder, manifest).whole()
+        head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
+        _check_numbers(folder, head)
+    except CheckpointError as error:
+        return {}, [f"its head can't be had ({error})"]
+    return head, []
+
+
+def _is_timm_name(name: str) -> bool:
+    base, _, tag = name.partition(".")
+    if base in ARCHITECTURES:
+        return True
+    if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
+        return False
+    import timm
+
+    return bool(timm.is_model(base))
 
 
 def _from_timm(name: str) -> Weights:
@@ -54,10 +102,20 @@ def _from_timm(name: str) -> Weights:
 
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:  # whatever the hub's client raises without a network
+    except Exception as error:  # whatever timm and the hub's client raise, without a network for one
         reason = " ".join(str(error).split())[:160]
-        raise CheckpointError(f"the weights of {name} can't be had ({reason}); give a file of weights") from None
-    return Weights("timm", dict(model.state_dict()), {}, {"timm_name": name.partition(".")[0]})
+        raise CheckpointError(
+            f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
+        ) from None
+    tensors = dict(model.state_dict())
+    try:
+        network = split_network(tensors, "teacher")
+        backbone = _checked(network.backbone)
+    except CheckpointError as error:
+        raise CheckpointError(f"timm's {name}: {error}") from None
+    heads = model.get_submodule("blocks.0.attn").num_heads
+    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads}
+    return Weights("timm", backbone, {}, about, network.notes)
 
 
 def read_weights(path: Path, network: str = "teacher") -> Weights:
@@ -65,20 +123,40 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
 
     Pickles are read as data only (`weights_only`). Raises CheckpointError for what is no ViT's weights.
     """
-    folder, path = path, path / "model.safetensors" if path.is_dir() else path
+    tensors = _read_folder(path) if path.is_dir() else _read_file(path, network)
+    about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
+    try:
+        if any(".attention.attention.query." in name for name in tensors):
+            _check_huggingface(about)
+            weights = Weights("huggingface", _checked(from_huggingface(tensors)), {}, about)
+        else:
+            found = split_network(tensors, network)
+            kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
+            kind = "dino_ds" if "architecture" in about else kind
+            weights = Weights(kind, _checked(found.backbone), found.head, about, found.notes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    _check_numbers(path, weights.backbone | weights.head)
+    return weights
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no {_FILES[0]}; give a file of weights or a Hugging Face folder")
+    if found.suffix != ".json":
+        return _read_file(found, "teacher")
+    parts = _read_json(found).get("weight_map")
+    names = set(parts.values()) if isinstance(parts, dict) else set()
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(f"{found} names no files of weights beside it")
+    return {name: tensor for part in sorted(names) for name, tensor in _read_file(folder / part, "teacher").items()}
+
+
+def _read_file(path: Path, network: str) -> dict[str, Tensor]:
     if not path.is_file():
-        what = "holds no model.safetensors" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; give a file of weights or a Hugging Face folder")
-    tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
-    about = _read_json(folder / "config.json" if folder.is_dir() else path.with_suffix(".json"))
-    if any(".attention.attention.query." in name for name in tensors):
-        return Weights("huggingface", from_huggingface(tensors), {}, about)
-    backbone, head = split_reference(tensors)
-    if "patch_embed.proj.weight" not in backbone or "blocks.0.attn.qkv.weight" not in backbone:
-        some = ", ".join(sorted(tensors)[:3])
-        raise CheckpointError(f"{path} holds no Vision Transformer that dino_ds knows: its tensors are {some}, ...")
-    kind = "dino_ds" if "architecture" in about else "dinov2" if any(".ls1." in n for n in backbone) else "dino or timm"
-    return Weights(kind, backbone, head, about)
+        raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -99,8 +177,6 @@ def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
     for key in (network, "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    if isinstance(content, dict) and any(str(name).startswith("teacher.") for name in content):  # dinov2's training
-        content = {n.removeprefix(f"{network}."): t for n, t in content.items() if n.startswith(f"{network}.")}
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} holds no weights of a {network}: it is {keys}")
@@ -113,3 +189,38 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _check_huggingface(config: dict[str, Any]) -> None:
+    """What no tensor tells: our MLP has GELU. Raises CheckpointError."""
+    activation = config.get("hidden_act", "gelu")
+    if activation != "gelu" and not config.get("use_swiglu_ffn"):
+        raise CheckpointError(f"its MLP has {activation}, and dino_ds's has gelu")
+
+
+def _checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A backbone that has nothing that ours lacks, and positions in our form. Raises CheckpointError."""
+    unknown = sorted(name for name in backbone if not _BACKBONE.fullmatch(name))
+    if unknown:
+        raise CheckpointError(
+            f"it is another kind of network: dino_ds's ViT has no {few(unknown)}{about_dinov3(unknown)}"
+        )
+    cls, positions = backbone.get("cls_token"), backbone.get("pos_embed")
+    if cls is None or positions is None:
+        raise CheckpointError(f"it lacks {'a class token' if cls is None else 'learned positions: pos_embed'}")
+    if positions.ndim != 3 or cls.shape != (1, 1, positions.shape[2]):
+        raise CheckpointError(f"it has a class token of {list(cls.shape)} and positions of {list(positions.shape)}")
+    only_patches = math.isqrt(positions.shape[1]) ** 2 == positions.shape[1]
+    if "reg_token" in backbone and not only_patches:
+        # As timm: the class token's own position is added to it once and for all.
+        return backbone | {"cls_token": cls + positions[:, :1], "pos_embed": positions[:, 1:]}
+    if "reg_token" not in backbone and only_patches:
+        return backbone | {"pos_embed": torch.cat((torch.zeros_like(cls), positions), dim=1)}
+    return backbone
+
+
+def _check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises CheckpointError for NaN, infinity, and what is no floating-point number."""
+    wrong = [name for name, t in tensors.items() if not t.is_floating_point() or not torch.isfinite(t.float()).all()]
+    if wrong:
+        raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

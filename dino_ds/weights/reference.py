@@ -3,66 +3,92 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dino_ds.errors import CheckpointError
 
-def split_reference(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Backbone and head of one network of a dino or dinov2 checkpoint, under our names; the head may be empty.
+_PATCHES = "patch_embed.proj.weight"
+_DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
+"""Beside a backbone, of no use for features: what masked patches are, and classifiers."""
+_PROTOTYPES = ("prototypes.weight", "weight_v", "parametrizations.weight.original1", "weight")
 
-    DDP's "module." and the wrappers' "backbone." are dropped; heads: `last_layer.weight_v` and `mlp`.
+
+class Network(NamedTuple):
+    """Backbone and head under our names, the head maybe empty; `notes`: what was left out, in words."""
+
+    backbone: dict[str, Tensor]
+    head: dict[str, Tensor]
+    notes: list[str]
+
+
+def split_network(tensors: dict[str, Tensor], network: str) -> Network:
+    """Backbone and head of `network` (teacher or student) among the tensors of a file, whatever is wrapped around them.
+
+    What DDP and torch.compile put into names is dropped. The backbone is what lies beside the patch embedding; its head
+    is `head` or dinov2's `dino_head` beside it. Raises CheckpointError for no ViT, or several and none called so.
     """
-    tensors = {name.removeprefix("module."): t for name, t in tensors.items()}
-    wrapped = any(name.startswith("backbone.") for name in tensors)
-    backbone, head = {}, {}
+    tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
+    prefix = _prefix(tensors, network)
+    owner = prefix.removesuffix("backbone.")
+    backbone, head, others = {}, {}, []
     for name, tensor in tensors.items():
-        if name.startswith(("head.", "dino_head.")):
-            head[name.partition(".")[2]] = tensor
-        elif name.startswith("backbone.") or not wrapped:
-            backbone[name.removeprefix("backbone.")] = tensor
-    return _backbone(backbone), _head(head)
+        beside = re.fullmatch(rf"{re.escape(owner)}(?:dino_)?head\.(.+)", name)
+        inside = name.removeprefix(prefix)
+        if beside and (beside[1].startswith("mlp.") or "last_layer." in beside[1] or "prototypes." in beside[1]):
+            head[beside[1]] = tensor
+        elif name.startswith(prefix) and not _DROPPED.fullmatch(inside):
+            backbone[inside] = tensor
+        else:
+            others.append(name)
+    notes = [f"{len(others)} tensors not used ({few(sorted(others))})"] if others else []
+    return Network(_backbone(backbone), _head(head), notes + _lengths(head))
+
+
+def _prefix(tensors: dict[str, Tensor], network: str) -> str:
+    found = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
+    if not found:
+        names = sorted(tensors)
+        raise CheckpointError(
+            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}{about_dinov3(names)}"
+        )
+    chosen = [prefix for prefix in found if network in prefix] if len(found) > 1 else found
+    if len(chosen) != 1:
+        raise CheckpointError(f"it holds several networks, and not one {network}: {few(found)}; save one of them alone")
+    return chosen[0]
 
 
 def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     out = {}
     for name, tensor in theirs.items():
-        if name == "mask_token" or name.startswith(("head.", "fc.")):
-            continue
         # dinov2's blocks may lie in chunks: blocks.CHUNK.BLOCK.
         name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
         name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
-        out[name] = tensor
-    registers = out.pop("register_tokens", None)
-    if registers is not None and registers.numel() and "pos_embed" in out:
-        # As timm: the CLS token's own position is added to it once and for all.
-        out["cls_token"] = out["cls_token"] + out["pos_embed"][:, :1]
-        out["pos_embed"] = out["pos_embed"][:, 1:]
-        out["reg_token"] = registers
+        out["reg_token" if name == "register_tokens" else name] = tensor
+    if "reg_token" in out and not out["reg_token"].numel():
+        del out["reg_token"]
     return out
-
-
-_PROTOTYPES = (
-    "prototypes.weight",
-    "last_layer.weight_v",
-    "last_layer.parametrizations.weight.original1",
-    "last_layer.weight",
-)
 
 
 def _head(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Ours or the reference's names; of the prototypes only the directions count."""
-    out = {name: t for name, t in theirs.items() if name.startswith("mlp.")}
-    for name in (
-        "prototypes.weight",
-        "last_layer.weight_v",
-        "last_layer.parametrizations.weight.original1",
-        "last_layer.weight",
-    ):
-        if name in theirs:
-            out["prototypes.weight"] = theirs[name]
-            break
+    """Ours or the reference's names; a head of one layer is no sequence there."""
+    out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in theirs.items() if name[:4] == "mlp."}
+    for name in _PROTOTYPES:
+        tensor = theirs.get(name if name.startswith("prototypes") else f"last_layer.{name}")
+        if tensor is not None:
+            return {**out, "prototypes.weight": tensor}
     return out
+
+
+def _lengths(theirs: dict[str, Tensor]) -> list[str]:
+    """Of the prototypes only the directions count here; their lengths were learned where norm_last_layer was off."""
+    for name in ("last_layer.weight_g", "last_layer.parametrizations.weight.original0"):
+        if name in theirs and not torch.all(theirs[name] == 1):
+            shortest, longest = theirs[name].float().aminmax()
+            return [f"its prototypes' lengths ({shortest:.3g} to {longest:.3g}) are left out: they are 1 here"]
+    return []
 
 
 def to_reference(backbone: dict[str, Tensor], head: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,15 +105,29 @@ def to_reference(backbone: dict[str, Tensor], head: dict[str, Tensor]) -> dict[s
     if "reg_token" in backbone:
         positions = backbone["pos_embed"]
         out["backbone.pos_embed"] = torch.cat((torch.zeros_like(positions[:, :1]), positions), dim=1)
+    if "blocks.0.ls1.gamma" in backbone:
+        out["backbone.mask_token"] = torch.zeros_like(backbone["cls_token"][0])
+    one_layer = not any(name.startswith("mlp.1") or name.startswith("mlp.2") for name in head)
     for name, tensor in head.items():
         if name == "prototypes.weight":
             out["head.last_layer.weight_v"] = tensor
             out["head.last_layer.weight_g"] = tensor.new_ones(len(tensor), 1)
         else:
-            out[f"head.{name}"] = tensor
+            out[f"head.{name.replace('mlp.0.', 'mlp.') if one_layer else name}"] = tensor
     return out
 
 
 def _is_swiglu(backbone: dict[str, Tensor]) -> bool:
     """SwiGLU's first MLP layer gives twice what its second takes."""
     return backbone["blocks.0.mlp.fc1.weight"].shape[0] == 2 * backbone["blocks.0.mlp.fc2.weight"].shape[1]
+
+
+def about_dinov3(names: list[str]) -> str:
+    """What to add where a network of these tensors is refused."""
+    theirs = any("rope" in n or "storage_tokens" in n or ".attention.q_proj." in n for n in names)
+    return " (DINOv3's rotary positions are not supported)" if theirs else ""
+
+
+def few(names: list[str]) -> str:
+    """The first three names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

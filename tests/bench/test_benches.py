@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 
 import pytest
 
-from dino_ds.bench import attention, engine, ladder, memory, scaling, step
+from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import COMMANDS
 from dino_ds.ranges import PARTS
+from dino_ds.weights.export import export_safetensors
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.weights.test_weights import _backbone
 
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
@@ -211,3 +215,46 @@ def test_commands_give_what_the_functions_take():
                 {"ds", "ds_path"} if command.takes_ds else set()
             )
             assert wanted == given, name
+
+
+def test_inference(capsys, tmp_path, monkeypatch):
+    """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
+    compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
+    model = _backbone()
+    export_safetensors(model, tmp_path / "teacher.safetensors", {})
+    given = {"batches": "1,3", "size": 40, "rounds": 5, "seconds": 0.1, "warmup": 1, "threads": 1, "heads": None}
+    inference.run(model=str(tmp_path), json=True, **given)
+    result = _result(capsys)
+    rows = {(row["batch"], row["way"]): row for row in result["inference"]}
+    ways = {way for _, way in rows}
+    assert ways | result["skipped"].keys() >= {"fp32", "bf16", "fp32 compiled", "bf16 compiled", "onnxruntime"}
+    assert {batch for batch, _ in rows} == {1, 3} and len(rows) == 2 * len(ways)
+    for (batch, way), row in rows.items():
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] and row["rounds"] == 5
+        assert row["images_per_second"] == pytest.approx(1000 * batch / row["p50_ms"])
+        assert row["ratio"] == pytest.approx(rows[batch, "fp32"]["p50_ms"] / row["p50_ms"])
+        assert row["deviation"] < (0.05 if "bf16" in way else 1e-5)
+
+
+def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
+    export_safetensors(_backbone(), tmp_path / "teacher.safetensors", {})
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", _no_compiler)
+    given = {"batches": "1", "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1, "heads": None}
+    inference.run(model=str(tmp_path), json=True, **given)
+    result = _result(capsys)
+    assert "no bf16 arithmetic" in result["skipped"]["bf16"] and "pip install" in result["skipped"]["onnxruntime"]
+    assert "no C++ compiler" in result["skipped"]["fp32 compiled"] and len(result["inference"]) == 1
+    inference.run(model=str(tmp_path), json=False, **given)
+    page = capsys.readouterr().out
+    assert "| 1, fp32 " in page and "onnxruntime skipped: not installed" in page
+    with pytest.raises(ConfigError, match="multiples of the patch size 8"):
+        inference.run(model=str(tmp_path), json=True, **{**given, "size": 33})
+    with pytest.raises(ConfigError, match=r"--batches '0,2'"):
+        inference.run(model=str(tmp_path), json=True, **{**given, "batches": "0,2"})
+
+
+def _no_compiler(*_):
+    raise RuntimeError("no C++ compiler")

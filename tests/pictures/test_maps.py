@@ -1,12 +1,11 @@
-"""Maps against their definitions; figures as far as their cells go."""
+"""Maps against their definitions."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from dino_ds.pictures.draw import draw_attention, draw_curves, draw_neighbours, draw_pca, draw_similarity, picture_of
-from dino_ds.pictures.maps import mass_mask, patch_similarity, pca_colours
+from dino_ds.pictures.maps import PatchColours, foreground, mass_mask, patch_similarity
 
 
 def test_the_mask_is_the_smallest_that_holds_the_mass():
@@ -22,16 +21,38 @@ def test_the_mask_is_the_smallest_that_holds_the_mass():
         assert set(mask.flatten().nonzero().flatten().tolist()) == kept
 
 
-def test_colours_are_the_first_three_components():
-    """Against an SVD in FP64; stretched, so compared by correlation, which is 1 up to the 2 % that are cut off."""
+def test_colours_are_the_first_three_components_whitened_through_a_sigmoid():
+    """Against an SVD; a component's sign is free."""
     tokens = torch.randn(2, 6, 6, 8, generator=torch.Generator().manual_seed(1)) * torch.arange(8, 0, -1)
-    colours = pca_colours(tokens)
-    assert colours.shape == (2, 6, 6, 3) and colours.min() == 0 and colours.max() == 1
-    flat = tokens.flatten(0, 2).double().numpy()
-    _, _, axes = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    scores = (flat - flat.mean(0)) @ axes[:3].T
+    flat = tokens.flatten(0, 2)
+    colours = PatchColours(flat)(tokens)
+    assert colours.shape == (2, 6, 6, 3)
+    centred = flat.double().numpy() - flat.double().numpy().mean(0)
+    _, _, axes = np.linalg.svd(centred, full_matrices=False)
+    scores = centred @ axes[:3].T
+    wanted = 1 / (1 + np.exp(-2 * scores / scores.std(axis=0)))
+    found = colours.flatten(0, 2).numpy()
     for i in range(3):
-        assert abs(np.corrcoef(scores[:, i], colours.flatten(0, 2)[:, i])[0, 1]) > 0.98
+        assert min(abs(found[:, i] - wanted[:, i]).max(), abs(1 - found[:, i] - wanted[:, i]).max()) < 1e-5
+
+
+def test_colours_do_not_depend_on_what_else_is_coloured():
+    """One PCA for all frames: none flickers because of its neighbours. Flat tokens give grey, not NaN."""
+    tokens = torch.randn(4, 3, 3, 8, generator=torch.Generator().manual_seed(2))
+    colours = PatchColours(tokens.flatten(0, 2))
+    torch.testing.assert_close(colours(tokens)[1:2], colours(tokens[1:2]))
+    assert bool((PatchColours(torch.ones(9, 8))(torch.ones(9, 8)) == 0.5).all())
+
+
+def test_the_foreground_is_the_side_that_the_network_looks_at():
+    generator = torch.Generator().manual_seed(3)
+    inside = torch.zeros(2, 6, 6, dtype=torch.bool)
+    inside[:, 2:4, 1:5] = True
+    tokens = 0.1 * torch.randn(2, 6, 6, 8, generator=generator) + 3.0 * inside[..., None]
+    for looked_at in (inside, ~inside):
+        attention = torch.rand(2, 3, 6, 6, generator=generator) + 2.0 * looked_at[:, None]
+        assert bool((foreground(tokens, attention) == looked_at).all())
+    assert bool(foreground(torch.ones(2, 6, 6, 8), attention).all())
 
 
 def test_similarity_is_the_cosine_and_1_at_the_patch_itself():
@@ -40,21 +61,3 @@ def test_similarity_is_the_cosine_and_1_at_the_patch_itself():
     assert abs(float(found[1, 2, 3]) - 1) < 1e-6
     expected = torch.cosine_similarity(tokens[0, 1, 1], tokens[1, 2, 3], dim=0)
     torch.testing.assert_close(found[0, 1, 1], expected)
-
-
-def test_figures_have_a_cell_for_everything():
-    pictures = picture_of(torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
-    assert pictures.min() >= 0 and pictures.max() <= 1 and pictures.shape == (2, 32, 32, 3)
-    tokens = torch.randn(2, 4, 4, 8)
-    assert len(draw_attention(pictures, torch.rand(2, 3, 4, 4)).axes) == 2 * 5
-    assert len(draw_pca(pictures, tokens).axes) == 4
-    assert len(draw_similarity(pictures, tokens, [(0, 1, 1)]).axes) == 3
-    shown = pictures.numpy()
-    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["a", "b"]])
-    assert [axes.get_xlabel() for axes in figure.axes] == ["", "a", "b"]
-
-
-def test_curves_of_a_run_that_was_never_evaluated():
-    record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
-    records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
-    assert len(draw_curves(records).axes) == 4

@@ -40,6 +40,7 @@ TINY = {
     "log_every": "1",
     "save_every": "0 steps",
     "eval.every": "0 steps",
+    "eval.pictures_every": "0 steps",
 }
 
 

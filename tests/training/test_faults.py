@@ -53,11 +53,14 @@ def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
     [
         ({"data.global_batch": "64"}, ["20 images", "64"]),
         ({"data.root": "/nowhere/images"}, ["/nowhere/images"]),
-        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["no classes"]),
+        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["/nowhere/test"]),
+        ({"eval.root": "SAME", "eval.every": "2 steps"}, ["eval.evals knn: the training images have no classes"]),
+        ({"eval.evals": "statistics,ridge", "eval.every": "2 steps"}, ["eval.evals ridge: it needs labelled test"]),
     ],
 )
 def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {key: value.replace("SAME", str(root)) for key, value in changes.items()}
     message = run_on_ranks(train_tiny, root, run, changes=changes, world=1)[0]
     assert all(part in message for part in parts) and "\n" not in message
     assert not run.exists()
@@ -166,5 +169,5 @@ def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
     (test / "class1/004.png").write_bytes(b"")
     changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps", "optimizer.warmup": "1 steps"}
     assert run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes) == [None, None]
-    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out of the evalu" in line]
-    assert lines == [f"unreadable image left out of the evaluation: {test}/class1/004.png (empty file)"]
+    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out" in line]
+    assert lines == [f"evals    left out, unreadable: {test}/class1/004.png (empty file)"]

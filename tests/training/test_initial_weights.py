@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from shutil import copytree, rmtree
+
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
+from dino_ds.models.head import DinoHead
+from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, losses_of, train_tiny
+from tests.weights.originals import Original, OriginalHead
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,42 @@ def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     log = (tmp_path / "run/log.txt").read_text()
     assert f"started from {trained / 'run'} (dino_ds): 30 tensors of the backbone" in log
-    assert "there is no head in it: the head starts anew" in log
+    assert "the head too (7 tensors)" in log
+
+
+def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
+    """Written as facebookresearch/dino's, it goes strictly into its modules, which then compute our logits."""
+    model, run = load(trained / "run"), tmp_path / "run"
+    whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
+    assert model.head and all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.head.items())
+    dino_ds_export(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
+    k, bottleneck = model.head["prototypes.weight"].shape
+    hidden, arch = model.head["mlp.0.weight"].shape[0], model.vit.arch
+    theirs = nn.ModuleDict(
+        {
+            "backbone": Original(model.image_size, arch.patch_size, arch.width, arch.depth, arch.heads),
+            "head": OriginalHead(arch.width, k, hidden=hidden, bottleneck=bottleneck),
+        }
+    )
+    theirs.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True)["teacher"], strict=True)
+    images = torch.randn(3, 3, model.image_size, model.image_size)
+    head = DinoHead(arch.width, hidden, bottleneck, k, 3)
+    head.load_state_dict(model.head)
+    torch.testing.assert_close(theirs["backbone"](images), model.features(images), rtol=1e-5, atol=1e-5)
+    logits = theirs["head"](theirs["backbone"](images))
+    torch.testing.assert_close(logits, head(model.features(images)).detach(), rtol=1e-5, atol=1e-5)
+    copytree(trained / "run", run)
+    rmtree(run / "checkpoints/step_00000002")
+    alone = load(run)
+    assert not alone.head and alone.notes == ["its head can't be had (checkpoints/step_00000002 is not there)"]
+
+
+def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
+    changes = {"model.init_from": str(trained / "run"), "head.prototypes": "5"}
+    args = (trained / "images", tmp_path / "run")
+    assert run_on_ranks(train_tiny, *args, max_steps=1, changes=changes, world=1) == [None]
+    log = (tmp_path / "run/log.txt").read_text()
+    assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): the head starts anew" in log
 
 
 def test_resume_does_not_read_the_file_again(trained, tmp_path):

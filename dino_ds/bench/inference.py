@@ -1,0 +1,208 @@
+"""`dino-ds bench inference`: latency and throughput of a teacher's features, by batch size and way to run it."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.bench.common import begin
+from dino_ds.engine.device import device
+from dino_ds.errors import ConfigError
+from dino_ds.measure.host import describe_host, host_line
+from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.timing import Timing, synchronize, time_interleaved
+from dino_ds.weights.export import export_onnx
+from dino_ds.weights.load import Backbone, load
+
+BASELINE = "fp32"
+LEAST_ROUNDS = 5
+
+
+class Skipped(Exception):
+    """Why a way to run the network is not measured here."""
+
+
+Features = Callable[[Tensor], Tensor]
+"""Images (b, c, h, w) FP32 on the device -> features (b, d)."""
+
+
+def run(
+    *,
+    model: str | None,
+    batches: str,
+    size: int | None,
+    rounds: int,
+    seconds: float,
+    warmup: int,
+    threads: int,
+    heads: int | None,
+    json: bool,
+) -> None:
+    """Every way to run `model` at every batch size, by turns; random images. Raises ConfigError, CheckpointError."""
+    if model is None:
+        raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
+    sizes = _numbers(batches)
+    begin(1, threads, "bench inference")
+    backbone = load(model, heads=heads).to(device())
+    side = size or backbone.image_size
+    channels = backbone.vit.arch.in_chans
+    backbone.features(torch.zeros(1, channels, side, side, device=device()))  # says now that a size is none
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for batch in tqdm(sizes, desc="batch sizes", leave=False, disable=None):
+            torch.compiler.reset()  # a program for each batch size: together they would fill its cache
+            images = torch.randn(batch, channels, side, side, device=device())
+            ways, why = _ways(backbone, images, Path(folder), threads)
+            skipped |= why
+            rows += _measured(batch, ways, images, rounds, seconds, warmup)
+    arch = backbone.vit.arch
+    result = {
+        "model": model,
+        "backbone": f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads",
+        "size": side,
+        "baseline": BASELINE,
+        "inference": rows,
+        "skipped": skipped,
+        "host": describe_host(),
+    }
+    print_result(_page(result), result, json)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise ConfigError(f"--batches {text!r}: wanted are numbers of images such as 1,4,16,64")
+    return numbers
+
+
+def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
+    """Name -> what computes the features, each tried once; and why others are left out."""
+    builders: dict[str, Callable[[], Features]] = {
+        BASELINE: lambda: backbone.features,
+        "bf16": lambda: _bf16(backbone, compiled=False),
+        "fp32 compiled": lambda: _compiled(backbone),
+        "bf16 compiled": lambda: _bf16(backbone, compiled=True),
+        "onnxruntime": lambda: _onnxruntime(backbone, folder / "model.onnx", threads),
+    }
+    ways, skipped = {}, {}
+    for name, build in builders.items():
+        try:
+            way = build()
+            way(images)
+            ways[name] = way
+        except Skipped as reason:
+            skipped[name] = str(reason)
+        except torch.cuda.OutOfMemoryError:
+            skipped[f"{name}, batch {len(images)}"] = "not enough memory"
+        except (RuntimeError, ConfigError) as error:  # of a compiler or an exporter that is not whole here
+            skipped[name] = " ".join(str(error).split())[:160]
+    return ways, skipped
+
+
+def _compiled(backbone: Backbone) -> Features:
+    other = copy.deepcopy(backbone)
+    other.vit.compile_blocks()
+    return other.features
+
+
+def _bf16(backbone: Backbone, compiled: bool) -> Features:
+    """Weights and activations in bf16; the images are cast in the measured time."""
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise Skipped("this GPU has no bf16 arithmetic")
+    if not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
+    other = copy.deepcopy(backbone).bfloat16()
+    if compiled:
+        other.vit.compile_blocks()
+    return lambda images: other.features(images.bfloat16())
+
+
+def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
+    try:
+        import onnxruntime
+    except ImportError:
+        raise Skipped("not installed: pip install 'dino_ds[onnx]'") from None
+    provider = "CUDAExecutionProvider" if torch.cuda.is_available() else "CPUExecutionProvider"
+    if provider not in onnxruntime.get_available_providers():
+        raise Skipped("it is the package for CPUs: pip install onnxruntime-gpu")
+    if not file.exists():
+        export_onnx(backbone, file, {})
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(file, options, providers=[provider])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0])
+
+
+def _measured(
+    batch: int, ways: dict[str, Features], images: Tensor, rounds: int, seconds: float, warmup: int
+) -> list[dict[str, Any]]:
+    """A row for each way. As many of `rounds` as `seconds` have room for, by the time of the first."""
+    began = time.monotonic()
+    features = {name: way(images).float().cpu() for name, way in ways.items()}
+    synchronize(device())
+    fitting = int(seconds / max(time.monotonic() - began, 1e-9))
+    repeats = max(LEAST_ROUNDS, min(rounds, fitting))
+    runs = {name: (lambda way=way: way(images)) for name, way in ways.items()}
+    timings = time_interleaved(runs, repeats, warmup, device())
+    return [
+        {
+            "batch": batch,
+            "way": name,
+            **{f"p{percent}_ms": _percentile(timing, percent) for percent in (50, 95, 99)},
+            "images_per_second": batch / timing.seconds,
+            "ratio": timings[BASELINE].seconds / timing.seconds,
+            "deviation": _deviation(features[name], features[BASELINE]),
+            "rounds": repeats,
+            "clock": timing.clock,
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def _percentile(timing: Timing, percent: int) -> float:
+    """Milliseconds; between two rounds by their distance."""
+    return 1000 * float(np.percentile(timing.all_seconds, percent))
+
+
+def _deviation(features: Tensor, exact: Tensor) -> float:
+    """The largest over the images of |difference| / |features|."""
+    return float(((features - exact).norm(dim=1) / exact.norm(dim=1)).max())
+
+
+def _page(result: dict[str, Any]) -> str:
+    header = ["batch, way", "p50 ms", "p95 ms", "p99 ms", "images/s", f"x {BASELINE}", "deviation", "rounds"]
+    rows = [
+        [
+            f"{row['batch']}, {row['way']}",
+            *(short(row[f"p{percent}_ms"]) for percent in (50, 95, 99)),
+            short(row["images_per_second"]),
+            f"{row['ratio']:.2f}",
+            f"{row['deviation']:.1e}",
+            str(row["rounds"]),
+        ]
+        for row in result["inference"]
+    ]
+    clock = {"cpu": "CPU time", "wall": "wall time"}[result["inference"][0]["clock"]]
+    lines = [
+        f"bench inference: {result['model']} ({result['backbone']}), {result['size']} pixels, {clock}",
+        host_line(result["host"]),
+        "",
+        markdown_table(header, rows),
+        "",
+        *(f"{name} skipped: {reason}" for name, reason in result["skipped"].items()),
+        f"images/s and the ratio to {BASELINE} by the median; deviation from it: the largest |difference| / |features|",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""Copy detection: find the original of a photo that was cropped, recompressed or changed by hand.
+
+Source: facebookresearch/dino `eval_copy_detection.py`, on the Copydays images of INRIA (Douze et al. 2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.multicrop import to_tensor
+from dino_ds.errors import DataError
+from dino_ds.evals.protocols.places import Benchmark
+from dino_ds.evals.protocols.work import Files, describe_files
+from dino_ds.evals.retrieval import average_precision, rank_database
+from dino_ds.evals.subject import Subject
+
+_BENCHMARK = Benchmark(
+    "Copydays",
+    (".", "copydays"),
+    ("original", "strong"),
+    "a folder with original/, strong/ and, if wanted, jpegqual/QUALITY/, crops/PERCENT/, distractors/ and whitening/",
+    "https://lear.inrialpes.fr/~jegou/data.php#copydays",
+)
+_SIZE, _BATCH = 320, 16
+_FOUND = 20
+"""A search returns so many images."""
+_GROUP = 4
+"""Characters that the names of a photo and of its copies begin with."""
+_GEM_POWER = 4
+
+
+def copydays(subject: Subject) -> dict[str, float]:
+    """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
+    with distributed.together():
+        folder = _BENCHMARK.find(subject.settings.root)
+        blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
+        extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
+        originals = [path.name for path in blocks["original"]]
+        wanted = {block: originals_of([path.name for path in paths], originals) for block, paths in blocks.items()}
+    subject.begin()
+    database = _describe(subject, blocks["original"], "original")
+    if "distractors" in extra:
+        database = torch.cat((database, _describe(subject, extra["distractors"], "distractors")))
+    whiten = Whitening(_describe(subject, extra["whitening"], "whitening")) if "whitening" in extra else _as_they_are
+    database = whiten(database)
+    results = {}
+    for block in list(blocks)[1:]:
+        queries = whiten(_describe(subject, blocks[block], block))
+        results[f"copydays_{block.replace('/', '_')}_map"] = copy_map(queries, database, wanted[block])
+    for kind in ("jpegqual", "crops"):
+        values = [value for name, value in results.items() if name.startswith(f"copydays_{kind}_")]
+        if values:
+            results[f"copydays_{kind}_map"] = sum(values) / len(values)
+    return results
+
+
+class Whitening:
+    """Features (n, d) -> (n, d), less the mean of those given and divided by the deviation along their principal axes.
+
+    As the reference: the axes are those of the second moments about zero, not about the mean.
+    """
+
+    def __init__(self, features: Tensor) -> None:
+        values = features.double()
+        moments = values.T @ values / len(values)
+        variances, axes = torch.linalg.eigh(moments)
+        self._mean = values.mean(dim=0)
+        self._axes = axes / variances.clamp_min(1e-5 * float(variances.max())).sqrt()
+
+    def __call__(self, features: Tensor) -> Tensor:
+        return ((features.double() - self._mean) @ self._axes).to(features.dtype)
+
+
+def squeezed(image: Image.Image, side: int) -> Tensor:
+    """Image -> (3, side, side), normalised."""
+    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC))
+
+
+def pooled(cls: Tensor, patches: Tensor) -> Tensor:
+    """CLS (b, d) and patch tokens (b, rows, columns, d) -> (b, 2 d): beside CLS, the mean of fourth powers of what is
+    positive, its fourth root."""
+    powers = patches.flatten(1, 2).clamp_min(1e-6).pow(_GEM_POWER).mean(dim=1)
+    return torch.cat((cls, powers.pow(1 / _GEM_POWER)), dim=1)
+
+
+def originals_of(copies: Sequence[str], originals: Sequence[str]) -> list[list[int]]:
+    """Names -> for each copy the indices of the originals whose name begins alike. Raises DataError where none does."""
+    groups: dict[str, list[int]] = {}
+    for i, name in enumerate(originals):
+        groups.setdefault(name[:_GROUP], []).append(i)
+    alone = [name for name in copies if name[:_GROUP] not in groups]
+    if alone:
+        raise DataError(
+            f"Copydays: {alone[0]} has no original: none of {len(originals)} names begins with {alone[0][:_GROUP]}"
+        )
+    return [groups[name[:_GROUP]] for name in copies]
+
+
+def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]]) -> float:
+    """Features (q, d) and (m, d) of any length -> mean average precision in percent of the 20 nearest."""
+    ranking = rank_database(queries, database)[:, :_FOUND].tolist()
+    values = [average_precision(row, positives) for row, positives in zip(ranking, wanted, strict=True)]
+    return 100.0 * sum(values) / len(values)
+
+
+def _as_they_are(features: Tensor) -> Tensor:
+    return features
+
+
+def _describe(subject: Subject, paths: Sequence[Path], what: str) -> Tensor:
+    backbone = subject.backbone
+    side = max(1, (subject.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
+
+    def describe(images: Tensor) -> Tensor:
+        tokens = backbone.last_tokens(images, 1)[0]
+        rows = images.shape[-1] // backbone.patch_size
+        return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
+
+    return describe_files(subject, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")
+
+
+def _copies(folder: Path) -> list[str]:
+    """Strong, and those of the others that are there, by number."""
+    found = ["strong"]
+    for kind in ("jpegqual", "crops"):
+        inside = folder / kind
+        numbers = [path.name for path in inside.iterdir() if path.name.isdecimal()] if inside.is_dir() else []
+        found += [f"{kind}/{number}" for number in sorted(numbers, key=int)]
+    return found
+
+
+def _images(folder: Path) -> list[Path]:
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
+    if not found:
+        raise DataError(f"Copydays: {folder} has no images ({' '.join(EXTENSIONS)})")
+    return found

@@ -1,0 +1,89 @@
+"""A linear layer on frozen patch tokens: batch norm and 1 x 1 convolution, fitted to its optimum by all ranks together.
+
+Source of the head: facebookresearch/dinov2 `linear_head.py`. Its batch norm comes to the mean and deviation of the
+training set, which are taken at once here; what is left is convex, so L-BFGS replaces 40,000 steps of AdamW and has no
+learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.distributed import rank, sum_across_ranks
+
+_DECAY = 1e-4
+"""Of |W|^2 / 2, beside the mean cross-entropy."""
+_STEPS = 100
+
+
+@dataclass(frozen=True)
+class PatchProbe:
+    """Patch tokens (..., d) -> logits (..., classes)."""
+
+    mean: Tensor
+    scale: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return ((tokens.float() - self.mean) / self.scale) @ self.weight.T + self.bias
+
+
+def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress: bool = False) -> PatchProbe:
+    """Logistic regression, every pixel a sample. All ranks call it and get the same.
+
+    tokens (n, d) of this rank's patches, in parts, and how many pixels of each class lie in each patch, (n, classes)
+    FP32; all on one device. `progress`: a bar on rank 0.
+    """
+    width, classes, device = tokens[0].shape[1], pixels[0].shape[1], tokens[0].device
+    mean, scale = _moments(tokens)
+    total = float(
+        sum_across_ranks(sum((part.double().sum() for part in pixels), torch.zeros((), device=device).double()))
+    )
+    parameters = torch.zeros(classes, width + 1, device=device, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [parameters], max_iter=_STEPS, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    hidden = None if progress and rank() == 0 else True
+    bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden)
+
+    def loss() -> Tensor:
+        """Its value and gradient over all ranks, the same on each: their line searches agree."""
+        bar.update()
+        optimizer.zero_grad()
+        value = torch.zeros((), device=device)
+        for x, counts in zip(tokens, pixels, strict=True):
+            logits = ((x.float() - mean) / scale) @ parameters[:, :-1].T + parameters[:, -1]
+            part = -(counts * logits.log_softmax(dim=1)).sum() / total
+            part.backward()
+            value += part.detach()
+        assert parameters.grad is not None
+        sum_across_ranks(parameters.grad)
+        sum_across_ranks(value)
+        weight = parameters.detach()[:, :-1]
+        parameters.grad[:, :-1] += _DECAY * weight
+        return value + 0.5 * _DECAY * weight.square().sum()
+
+    with torch.enable_grad(), bar:
+        optimizer.step(loss)
+    found = parameters.detach()
+    return PatchProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous())
+
+
+def _moments(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Mean and deviation (d,) of the tokens of all ranks; one may have none."""
+    sums = torch.zeros(3, tokens[0].shape[1], dtype=torch.float64, device=tokens[0].device)
+    for part in tokens:
+        values = part.double()
+        sums[0] += values.sum(dim=0)
+        sums[1] += values.square().sum(dim=0)
+        sums[2] += len(values)
+    first, second, count = sum_across_ranks(sums)
+    mean = first / count
+    return mean.float(), (second / count - mean.square()).clamp_min(1e-12).sqrt().float()

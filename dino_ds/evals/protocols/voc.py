@@ -1,0 +1,136 @@
+"""Semantic segmentation by a linear layer on patch tokens (Pascal VOC 2012).
+
+Sources: Everingham et al. 2010 for the images and the metric; DINOv2 (arXiv 2304.07193, section 7.4, "linear") for the
+head, fitted as `patch_probe` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.data.multicrop import to_tensor
+from dino_ds.errors import DataError
+from dino_ds.evals.protocols.patch_probe import PatchProbe, fit_patch_probe
+from dino_ds.evals.protocols.places import Benchmark
+from dino_ds.evals.protocols.work import read_image, read_label_map, share
+from dino_ds.evals.subject import Subject
+
+_BENCHMARK = Benchmark(
+    "Pascal VOC 2012",
+    (".", "VOC2012", "VOCdevkit/VOC2012"),
+    ("JPEGImages", "SegmentationClass", "ImageSets/Segmentation/train.txt", "ImageSets/Segmentation/val.txt"),
+    "JPEGImages/NAME.jpg, SegmentationClass/NAME.png and ImageSets/Segmentation/{train,val}.txt",
+    "VOCtrainval_11-May-2012.tar of http://host.robots.ox.ac.uk/pascal/VOC/voc2012",
+)
+_CLASSES, _IGNORED = 21, 255
+_SIZE = 512
+
+
+def voc(subject: Subject) -> dict[str, float]:
+    """Pascal VOC 2012: linear layer on patch tokens, mean IoU of 21 classes"""
+    with distributed.together():
+        folder = _BENCHMARK.find(subject.settings.root)
+        train, val = (_read_split(folder, split) for split in ("train", "val"))
+        _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
+    subject.begin()
+    tokens, pixels = list[Tensor](), list[Tensor]()
+
+    def learn(pair: Pair) -> None:
+        image, labels = _read(pair)
+        patches = _patches(subject, image)
+        tokens.append(patches.flatten(0, 1).half())  # a layer norm's output: far from FP16's ends
+        pixels.append(pixels_of_patches(labels, *patches.shape[:2]).to(subject.device))
+
+    share(subject, train, learn, "voc: training images")
+    if not tokens:  # fewer images than ranks
+        tokens.append(torch.zeros(0, subject.backbone.width, device=subject.device))
+        pixels.append(torch.zeros(0, _CLASSES, device=subject.device))
+    probe = fit_patch_probe(tokens, pixels, subject.progress)
+    confusion = torch.zeros(_CLASSES, _CLASSES, dtype=torch.long, device=subject.device)
+
+    def judge(pair: Pair) -> None:
+        image, labels = _read(pair)
+        found = segment(probe, _patches(subject, image), *labels.shape)
+        confusion.add_(confusion_of(found, torch.from_numpy(labels).to(subject.device)))
+
+    share(subject, val, judge, "voc: test images")
+    return segmentation_scores(distributed.sum_across_ranks(confusion))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A photo and the map of its classes."""
+
+    photo: Path
+    labels: Path
+
+
+def pixels_of_patches(labels: np.ndarray, rows: int, columns: int) -> Tensor:
+    """uint8 (h, w) -> how many pixels of each class lie in each patch of the grid, (rows * columns, 21) FP32.
+
+    A pixel belongs to the patch that its centre lies in; ignored ones (255) to none.
+    """
+    height, width = labels.shape
+    row = ((np.arange(height) + 0.5) * rows / height).astype(np.int64)
+    column = ((np.arange(width) + 0.5) * columns / width).astype(np.int64)
+    place = (row[:, None] * columns + column)[labels != _IGNORED]
+    flat = place * _CLASSES + labels[labels != _IGNORED]
+    counts = np.bincount(flat, minlength=rows * columns * _CLASSES)
+    return torch.from_numpy(counts.reshape(rows * columns, _CLASSES)).float()
+
+
+def segment(probe: PatchProbe, patches: Tensor, height: int, width: int) -> Tensor:
+    """Patches (rows, columns, d) -> classes of pixels (height, width): of the largest logit, bilinearly."""
+    logits = probe(patches).permute(2, 0, 1)[None]
+    return F.interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)[0].argmax(dim=0)
+
+
+def confusion_of(found: Tensor, wanted: Tensor) -> Tensor:
+    """Classes of pixels (h, w) -> how many of each true class (row) were found to be each class (column)."""
+    known = wanted != _IGNORED
+    flat = wanted[known].long() * _CLASSES + found[known].long()
+    return torch.bincount(flat, minlength=_CLASSES**2).view(_CLASSES, _CLASSES)
+
+
+def segmentation_scores(confusion: Tensor) -> dict[str, float]:
+    """In percent, over all pixels of all images; a class that is neither there nor found is left out of the mean."""
+    counts = confusion.double()
+    right = counts.diag()
+    union = counts.sum(dim=0) + counts.sum(dim=1) - right
+    present = union > 0
+    return {
+        "voc_miou": 100 * float((right[present] / union[present]).mean()),
+        "voc_pixel_accuracy": 100 * float(right.sum() / counts.sum()),
+    }
+
+
+def _read_split(folder: Path, split: str) -> list[Pair]:
+    names = _BENCHMARK.names(folder / f"ImageSets/Segmentation/{split}.txt")
+    return [Pair(folder / "JPEGImages" / f"{n}.jpg", folder / "SegmentationClass" / f"{n}.png") for n in names]
+
+
+def _read(pair: Pair) -> tuple[Image.Image, np.ndarray]:
+    """The photo and its labels, below 21 or ignored."""
+    image = read_image(pair.photo)
+    labels = read_label_map(pair.labels, image.size)
+    strange = labels[(labels >= _CLASSES) & (labels != _IGNORED)]
+    if len(strange):
+        raise DataError(f"{pair.labels} has class {strange[0]}: Pascal VOC has {_CLASSES}, and {_IGNORED} is ignored")
+    return image, labels
+
+
+def _patches(subject: Subject, image: Image.Image) -> Tensor:
+    """(rows, columns, d) of the photo, its shorter side resized to 512 pixels, both to multiples of the patch size."""
+    patch = subject.backbone.patch_size
+    scale = (subject.settings.size or _SIZE) / min(image.size)
+    width, height = (max(round(side * scale / patch), 1) * patch for side in image.size)
+    scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
+    return subject.backbone.patch_tokens(scaled[None].to(subject.device))[0].float()

@@ -1,0 +1,77 @@
+"""`dino-ds report`: a run, or several side by side, as one HTML file."""
+
+from __future__ import annotations
+
+import json as jsons
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from dino_ds import __version__
+from dino_ds.durable import replace_file
+from dino_ds.errors import ConfigError
+from dino_ds.report.compare import draw_comparison, names_of
+from dino_ds.report.folder import RunFiles, read_run
+from dino_ds.report.html import build_document, page_script, page_style
+from dino_ds.report.one import draw_one
+from dino_ds.report.summary import summarise
+from dino_ds.report.text import duration, gib, nats, number, percent
+
+_MOST_RUNS = 16
+
+
+def run(*, run: str | None, compare: list[str] | None, out: str | None, json: bool) -> None:
+    """RUN/report.html, or RUN/compare.html of the first of several. Raises ConfigError."""
+    folders = [Path(text).expanduser() for text in ([run] if run else []) + (compare or [])]
+    if not folders or (compare and len(folders) < 2):
+        raise ConfigError("give a run folder, and others with --compare RUN RUN: dino-ds report runs/cifar10")
+    if len(folders) > _MOST_RUNS:
+        raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most that one can tell apart")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a run is named twice: give each folder once")
+    page = Path(out).expanduser() if out else folders[0] / ("compare.html" if compare else "report.html")
+    _check_out(page, folders[0])
+    runs = [read_run(folder) for folder in folders]
+    _write(page, runs)
+    found = [summarise(one) for one in runs]
+    if json:
+        print(jsons.dumps({"report": str(page), **({"runs": found} if compare else found[0])}, allow_nan=False))
+    else:
+        for facts in found:
+            print(_line(facts))
+        print(f"report   {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
+
+
+def _check_out(page: Path, folder: Path) -> None:
+    if page.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {page} must end in .html")
+    where = page.parent
+    if where == folder and not where.is_dir():
+        return  # said of the run folder
+    if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
+        raise ConfigError(f"{page} can't be written: {where} is no folder one may write to; name another with --out")
+
+
+def _write(page: Path, runs: list[RunFiles]) -> None:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names_of(runs))}"
+    body = draw_one(runs[0]) if len(runs) == 1 else draw_comparison(runs)
+    today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    foot = Markup("<footer>Made by dino_ds {} on {} from {}.</footer>").format(
+        __version__, today, ", ".join(str(one.path.resolve()) for one in runs)
+    )
+    try:
+        replace_file(page, build_document(title, body + foot, page_style(), page_script()))
+    except OSError as error:
+        raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
+
+
+def _line(facts: dict[str, Any]) -> str:
+    knn = f", k-NN {percent(facts['knn'].get('teacher'))}" if facts["knn"] else ""
+    return (
+        f"{facts['state']:<9}{facts['run']}: step {number(facts['step'])}, loss {nats(facts['loss'])}{knn}, "
+        f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
+        f"{gib(facts['memory_gib'])}"
+    )

@@ -1,0 +1,171 @@
+"""What a run folder holds, read with patience: a part that is missing or broken becomes a note, never an end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dino_ds.config.flat import flat_values, flatten
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import ConfigError
+from dino_ds.evals.results import RESULTS
+from dino_ds.health.lock import RunLock
+from dino_ds.report.log import RunLog, read_log
+from dino_ds.report.series import Metrics, read_metrics
+
+T = TypeVar("T")
+_LARGEST_JSON = 64 << 20
+_GIB = 2**30
+_TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
+"""What training leaves of a hang, a bug and bad steps."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The newest result of one evaluation; `about` says on what: step, images, date, as far as the file does."""
+
+    name: str
+    results: dict[str, float]
+    about: dict[str, Any]
+
+
+@dataclass
+class RunFiles:
+    """One run. state: finished, stopped, failed, running or unfinished; traces: files that tell more of incidents;
+    notes: what is missing or broken."""
+
+    path: Path
+    name: str
+    metrics: Metrics
+    log: RunLog
+    recipe: Recipe | None = None
+    recipe_text: str = ""
+    ds: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    pictures: list[Path] = field(default_factory=list)
+    checkpoints: dict[int, float] = field(default_factory=dict)
+    traces: list[str] = field(default_factory=list)
+    state: str = "unfinished"
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Recipe, ds JSON and machine by dotted name, for comparisons."""
+        found = flat_values(self.recipe) if self.recipe else {}
+        found |= flatten(self.ds, "ds.")
+        found |= {key: self.environment[key] for key in ("ranks", "devices", "cuda") if key in self.environment}
+        versions = self.environment.get("versions")
+        if isinstance(versions, dict):
+            found |= {f"{name} version": text for name, text in versions.items()}
+        return found
+
+
+def read_run(path: Path) -> RunFiles:
+    """Raises ConfigError where there is no run, or one that has written no metrics."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a run folder: {'it is a file' if path.exists() else 'it does not exist'}")
+    if not (path / "config.yaml").exists() and not (path / "metrics.jsonl").exists():
+        raise ConfigError(f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl")
+    notes: list[str] = []
+    metrics = _read(notes, path / "metrics.jsonl", read_metrics, Metrics({}, 0, 0), "no metrics")
+    if not metrics.lines:
+        raise ConfigError(f"{path} holds no metrics yet: there is nothing to report before the first line of a run")
+    if metrics.broken:
+        notes.append(f"metrics.jsonl: {metrics.broken} broken lines were left out")
+    run = RunFiles(path, path.resolve().name, metrics, RunLog(), notes=notes)
+    run.log = _read(notes, path / "log.txt", _read_log, RunLog(), "how the run started and ended is not known")
+    run.ds = _read(notes, path / "ds_config.json", _read_object, {}, "the ds config is not known")
+    run.environment = _read(notes, path / "environment.json", _read_object, {}, "machine and versions are not known")
+    _read_recipe(run)
+    run.evaluations = _evaluations(path, notes)
+    run.pictures = sorted((path / "pictures").rglob("*.png"))
+    run.checkpoints = _checkpoints(path / "checkpoints")
+    run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
+    run.state = _state(run)
+    return run
+
+
+def _read(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T, so: str) -> T:
+    if not path.exists():
+        notes.append(f"there is no {path.name}: {so}")
+        return otherwise
+    try:
+        return read(path)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        notes.append(f"{path.name} can't be read ({reason}): {so}")
+        return otherwise
+
+
+def _read_log(path: Path) -> RunLog:
+    with path.open(errors="replace") as file:
+        return read_log(file)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
+    content = json.loads(path.read_text())
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    return content
+
+
+def _read_recipe(run: RunFiles) -> None:
+    path = run.path / "config.yaml"
+    run.recipe_text = _read(run.notes, path, lambda p: p.read_text(errors="replace"), "", "the recipe is not known")
+    if run.recipe_text:
+        try:
+            run.recipe = load_recipe(str(path), {})
+        except ConfigError as error:
+            run.notes.append(f"config.yaml is no recipe of this version: {str(error).splitlines()[0]}")
+
+
+def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
+    """Of {name: {"results": {metric: value}, "step": ..., ...}}, and of earlier versions' {metric: value}."""
+    file = path / RESULTS
+    if not file.exists():
+        return []
+    content: dict[str, Any] = _read(notes, file, _read_object, {}, "no evaluations are shown")
+    found = []
+    if flat := _numbers(content):
+        step = {"step": flat.pop("step")} if "step" in flat else {}
+        found.append(Evaluation("", flat, step))
+    for name, entry in content.items():
+        if isinstance(entry, dict):
+            inside = entry.get("results")
+            about = {key: value for key, value in entry.items() if not isinstance(value, (dict, list))}
+            results = _numbers(inside if isinstance(inside, dict) else entry)
+            found.append(Evaluation(name, results, about if isinstance(inside, dict) else {}))
+    return [evaluation for evaluation in found if evaluation.results]
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    return {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+
+
+def _checkpoints(folder: Path) -> dict[int, float]:
+    """Step -> GiB of the checkpoints that are there; others of the run were removed by `keep_checkpoints`."""
+    found = {}
+    for path in sorted(folder.glob("step_*")):
+        digits = path.name.removeprefix("step_")
+        if digits.isascii() and digits.isdigit():
+            with suppress(OSError):  # a run that goes on removes old ones
+                found[int(digits)] = sum(file.stat().st_size for file in path.iterdir()) / _GIB
+    return found
+
+
+def _state(run: RunFiles) -> str:
+    if run.log.ended:
+        return run.log.ended
+    try:
+        RunLock(run.path).check_free(0)
+    except ConfigError:
+        return "running"
+    return "unfinished"

@@ -1,0 +1,100 @@
+"""The figures of a run that a reader wants first; `--json` prints them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from dino_ds.costs.memory import count_parameters
+from dino_ds.report.folder import RunFiles
+from dino_ds.report.series import Curve, Metrics
+
+KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
+
+
+def summarise(run: RunFiles) -> dict[str, Any]:
+    """Plain values for JSON; None for what the run does not say. Losses in nats, accuracies in percent."""
+    metrics = run.metrics
+    return {
+        "run": str(run.path),
+        "state": run.state,
+        "trained": trained(run),
+        "step": int(max(curve.x[-1] for curve in metrics.curves.values())),
+        "planned_steps": run.log.planned_steps,
+        "images": _count(metrics["images"]),
+        "epoch": _count(metrics["epoch"]),
+        "training_seconds": training_seconds(metrics),
+        **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
+        "knn": summarise_knn(metrics),
+        "images_per_second": mean_rate(metrics),
+        "data_wait_fraction": _mean(metrics["data_wait_fraction"]),
+        "memory_gib": _most(metrics["memory_gib"]),
+        "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
+        "skipped_steps": _count(metrics["skipped_steps"]),
+        "bad_images": _count(metrics["bad_images"]),
+        "evaluations": {e.name or "earlier": {**e.about, "results": e.results} for e in run.evaluations},
+        "incidents": run.log.counts,
+        "notes": run.notes,
+    }
+
+
+def trained(run: RunFiles) -> str:
+    """Such as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
+    if run.recipe is None:
+        return "a network whose recipe can't be read"
+    model = run.recipe.model
+    arch = model.architecture()
+    weights = count_parameters(run.recipe) / 1e6
+    sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"
+    return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"
+
+
+def training_seconds(metrics: Metrics) -> float | None:
+    """Of the steps alone: images over images per second, window by window; evaluations and pauses do not count."""
+    images, rate = metrics["images"], metrics["images_per_second"]
+    if not len(images) or len(images) != len(rate):
+        return None
+    seconds = np.diff(images.y, prepend=0) / rate.y
+    return float(seconds[np.isfinite(seconds)].sum())
+
+
+def mean_rate(metrics: Metrics) -> float | None:
+    """Images per second of training."""
+    seconds, images = training_seconds(metrics), _last(metrics["images"])
+    return images / seconds if seconds and images else None
+
+
+def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
+    """The newest and the best accuracy of the teacher beside its baselines, in percent; None without evaluations.
+
+    The untrained network is the teacher at step 0.
+    """
+    curve = metrics[KNN]
+    if not len(curve.finite):
+        return None
+    best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
+    found = {"teacher": _last(curve), "best": float(curve.y[best]), "best_step": int(curve.x[best])}
+    if curve.x[0] == 0:
+        found["untrained"] = _last(Curve(curve.x[:1], curve.y[:1]))
+    found |= {"raw_pixels": _last(metrics[RAW_PIXELS]), "chance": _last(metrics[CHANCE])}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _last(curve: Curve) -> float | None:
+    """None where the last value is not there or not finite."""
+    return curve.last if math.isfinite(curve.last) else None
+
+
+def _count(curve: Curve) -> int | None:
+    value = _last(curve)
+    return None if value is None else int(value)
+
+
+def _most(curve: Curve) -> float | None:
+    return float(curve.finite.max()) if len(curve.finite) else None
+
+
+def _mean(curve: Curve) -> float | None:
+    return float(curve.finite.mean()) if len(curve.finite) else None

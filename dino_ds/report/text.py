@@ -1,0 +1,45 @@
+"""Numbers and durations as people read them."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """So many significant digits, thousands with commas, no exponent between 1e-4 and 1e15."""
+    if value is None or math.isnan(value):
+        return "–" if value is None else "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) < 1e-4:
+        return f"{value:.{digits - 1}g}"
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1f} %"
+
+
+def duration(seconds: float | None) -> str:
+    """Its two largest units, such as "3 h 12 min"."""
+    if seconds is None:
+        return "–"
+    left = round(seconds)
+    parts: list[str] = []
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        if count or (name == "s" and not parts):
+            parts.append(f"{count} {name}")
+    return " ".join(parts[:2])
+
+
+def gib(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} GiB" if value >= 0.1 else f"{number(value, 2)} GiB"
+
+
+def nats(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,124 @@
+"""Images that a user picks, by number or by file, and the patches of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.named_files import NamedFiles
+from dino_ds.data.own_files import open_files
+from dino_ds.data.sources import Source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.features import spread_indices
+
+_MOST_OF_A_FOLDER = 16
+_FORMS = "numbers or files with commas between, or a folder"
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Image `index` of a source. `named`: whether somebody asked for this very one, so that it may not be missing."""
+
+    source: Source
+    index: int
+    named: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.source.name(self.index)
+
+    @property
+    def group(self) -> str | None:
+        """The name of its class."""
+        labels, classes = self.source.labels, self.source.classes
+        return None if labels is None or classes is None or labels[self.index] < 0 else classes[labels[self.index]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a network gets of an image: (c, side, side), normalised; `size` is the image's (width, height)."""
+
+    picked: Picked
+    pixels: Tensor
+    size: tuple[int, int]
+
+
+def spread(source: Source, count: int) -> list[Picked]:
+    """At most `count` images, evenly spread."""
+    return [Picked(source, index) for index in spread_indices(len(source), count)]
+
+
+def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]:
+    """Those that `text` names: numbers into `images()`, files, folders (at most 16 of each), commas between.
+
+    Raises ConfigError, DataError.
+    """
+    chosen: list[Picked] = []
+    for word in (part.strip() for part in text.split(",")):
+        path = os.path.expanduser(word)
+        if word.isdecimal():
+            source = images()
+            if int(word) >= len(source):
+                raise ConfigError(f"--{option} {word}: there are {len(source)} images, 0 to {len(source) - 1}")
+            chosen.append(Picked(source, int(word), named=True))
+        elif os.path.isdir(path):
+            chosen += spread(open_files(path), _MOST_OF_A_FOLDER)
+        elif os.path.lexists(path):
+            chosen.append(Picked(NamedFiles([path]), 0, named=True))
+        else:
+            raise ConfigError(f"--{option} {word!r}: there is no such file or folder; wanted are {_FORMS}")
+    return chosen
+
+
+def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str) -> Iterator[Cut]:
+    """One after another; unreadable ones are left out unless they were named. Raises DataError."""
+    for one in tqdm(picked, desc=option, unit=" images", leave=False, disable=None):
+        try:
+            image = one.source.load(one.index)
+        except UnreadableImage as error:
+            if one.named:
+                raise DataError(f"--{option}: {error} can't be read: mend it, or name another") from None
+            continue
+        if isinstance(image, Image.Image):
+            yield Cut(one, crop(image), image.size)
+        else:
+            array = np.asarray(image)
+            yield Cut(one, crop(array), (array.shape[1], array.shape[0]))
+
+
+def find_patches(text: str, cuts: Sequence[Cut], crop: EvalCrop, grid: int) -> list[tuple[int, int, int]]:
+    """ "X,Y" or "IMAGE:X,Y", several with spaces between -> (image, row, column) each.
+
+    X and Y are pixels of the image as it is, from its left upper corner; IMAGE counts those shown from 1, and is 1
+    where it is left out; `grid`: patches of a side. Raises ConfigError.
+    """
+    found = []
+    for word in text.split():
+        match = re.fullmatch(r"(?:(\d+):)?(\d+),(\d+)", word)
+        if not match:
+            raise ConfigError(f"--patch {word!r} is not X,Y or IMAGE:X,Y in pixels; several want spaces between")
+        image, x, y = int(match[1] or 1), int(match[2]), int(match[3])
+        if not 1 <= image <= len(cuts):
+            raise ConfigError(f"--patch {word}: {len(cuts)} images are shown, 1 to {len(cuts)}")
+        cut = cuts[image - 1]
+        what, (width, height) = f"--patch {word}: {Path(cut.picked.name).name}", cut.size
+        if x >= width or y >= height:
+            raise ConfigError(f"{what} has {width} x {height} pixels, so X is 0 to {width - 1}, Y 0 to {height - 1}")
+        left, top, right, bottom = crop.box(width, height)
+        column, row = (x + 0.5 - left) / (right - left) * grid, (y + 0.5 - top) / (bottom - top) * grid
+        if not (0 <= column < grid and 0 <= row < grid):
+            raise ConfigError(
+                f"{what} is shown without its borders: X {left:.0f} to {right:.0f}, Y {top:.0f} to {bottom:.0f}"
+            )
+        found.append((image - 1, int(row), int(column)))
+    return found

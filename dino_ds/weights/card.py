@@ -1,0 +1,88 @@
+"""The model card of an exported folder: README.md with the metadata that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from dino_ds import __version__
+from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.weights.load import Backbone
+
+
+def model_card(model: Backbone, library: str, how: str) -> str:
+    """What it is, how `library` (timm or transformers) loads it, and what it scored.
+
+    Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
+    """
+    arch, about = model.vit.arch, model.about
+    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(_metadata(about, library), sort_keys=False).rstrip(),
+            "---",
+            f"# {_name(about)}, trained with DINO by dino_ds",
+            "",
+            f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
+            f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
+            *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
+            "",
+            "```python",
+            f"features = {how}",
+            "```",
+            "",
+            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
+            f"std {STD}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
+            f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
+            "their own way, so features at other sizes may differ a little.",
+            "",
+            *_table(about),
+            f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
+            "",
+        ]
+    )
+
+
+def _name(about: dict[str, Any]) -> str:
+    return str(about.get("timm_name", "Vision Transformer"))
+
+
+def _metadata(about: dict[str, Any], library: str) -> dict[str, Any]:
+    """With a model-index where there are results: of this very teacher, and none that is not known."""
+    metadata: dict[str, Any] = {
+        "library_name": library,
+        "pipeline_tag": "image-feature-extraction",
+        "tags": ["dino", "self-supervised", "vision-transformer", "image-feature-extraction"],
+    }
+    data = str(about.get("data", "images"))
+    results = [
+        {
+            "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
+            "dataset": {"type": data, "name": data},
+            "metrics": [{"type": metric, "name": metric, "value": value} for metric, value in known.items()],
+        }
+        for evaluation, kept in about.get("evaluations", {}).items()
+        if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))
+    ]
+    return metadata | ({"model-index": [{"name": f"{_name(about)}-dino", "results": results}]} if results else {})
+
+
+def _table(about: dict[str, Any]) -> list[str]:
+    rows = [
+        f"| {evaluation} | {metric} | {value:.4g} | {_or_dash(kept.get('step'))} | "
+        f"{_or_dash(kept.get('train_images'))} / {_or_dash(kept.get('test_images'))} |"
+        for evaluation, kept in about.get("evaluations", {}).items()
+        for metric, value in _known(kept).items()
+    ]
+    header = "| evaluation | metric | value | step | images, training / test |"
+    return ["## Results", "", header, "|---|---|---:|---:|---:|", *rows, ""] if rows else []
+
+
+def _known(kept: dict[str, Any]) -> dict[str, float]:
+    return {metric: value for metric, value in kept["results"].items() if isinstance(value, (int, float))}
+
+
+def _or_dash(value: object) -> str:
+    return "–" if value is None else str(value)

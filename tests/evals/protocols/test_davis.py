@@ -1,0 +1,175 @@
+"""Video object segmentation: J, F and the propagation against slow references, and clips of moving squares."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.errors import DataError
+from dino_ds.evals.protocols.davis import LabelPropagation, davis, frame_sides, hard_labels, judge_masks
+from dino_ds.evals.protocols.mask_metrics import boundaries, boundary_similarity, dilate, region_similarity
+from tests.evals.protocols.tiny import clips, label_map, subject_of
+from tests.ranks import run_on_ranks
+
+
+def _masks(count=6, height=30, width=41, seed=0):
+    """Blobs; the last two empty and full."""
+    rough = torch.rand(count, 1, 5, 6, generator=torch.Generator().manual_seed(seed))
+    masks = torch.nn.functional.interpolate(rough, (height, width), mode="bilinear")[:, 0] > 0.5
+    masks[-2], masks[-1] = False, True
+    return masks
+
+
+def _slow_boundary(mask):
+    height, width = mask.shape
+    found = set()
+    for y in range(height):
+        for x in range(width):
+            inside = [(a, b) for a, b in ((y, x + 1), (y + 1, x), (y + 1, x + 1)) if a < height and b < width]
+            if y == height - 1 or x == width - 1:  # along the border only the next pixel of the border
+                inside = [(a, b) for a, b in inside if a == y or b == x]
+            if any(mask[a, b] != mask[y, x] for a, b in inside):
+                found.add((y, x))
+    return found
+
+
+def _slow_f(found, wanted):
+    radius = math.ceil(0.008 * math.hypot(*found.shape))
+    a, b = _slow_boundary(found), _slow_boundary(wanted)
+
+    def share(points, others):
+        near = [any((y - v) ** 2 + (x - u) ** 2 <= radius**2 for v, u in others) for y, x in points]
+        return sum(near) / len(near) if near else 1.0
+
+    precision, recall = share(a, b), share(b, a)
+    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
+
+
+def test_region_and_boundary_equal_slow_references():
+    found, wanted = _masks(seed=0), _masks(seed=1)
+    pairs = [(a, b) for a in range(6) for b in range(6)]
+    first = torch.stack([found[a] for a, _ in pairs])
+    second = torch.stack([wanted[b] for _, b in pairs])
+    j, f = region_similarity(first, second), boundary_similarity(first, second)
+    for i, (one, other) in enumerate(zip(first.numpy(), second.numpy(), strict=True)):
+        union = (one | other).sum()
+        assert float(j[i]) == (pytest.approx((one & other).sum() / union, abs=1e-12) if union else 1.0)
+        assert float(f[i]) == pytest.approx(_slow_f(one, other), abs=1e-12)
+    assert float(j[pairs.index((4, 4))]) == 1 and float(f[pairs.index((5, 5))]) == 1  # both empty, both full
+
+
+def test_boundaries_and_disks():
+    masks = _masks()
+    for mask, ours in zip(masks.numpy(), boundaries(masks), strict=True):
+        assert {tuple(p) for p in ours.nonzero().tolist()} == _slow_boundary(mask)
+    dot = torch.zeros(1, 30, 41, dtype=torch.bool)
+    dot[0, 2, 20] = True
+    near = {(y, x) for y in range(30) for x in range(41) if (y - 2) ** 2 + (x - 20) ** 2 <= 64}
+    assert {tuple(p) for p in dilate(dot, 8)[0].nonzero().tolist()} == near
+
+
+def test_judging_is_the_mean_over_frames_of_each_object():
+    wanted = torch.zeros(4, 20, 20, dtype=torch.uint8)
+    wanted[:, 2:10, 2:10], wanted[:, 12:18, 12:18] = 1, 2
+    found = wanted.clone()
+    found[0][found[0] == 2] = 0
+    first, second = judge_masks(found, wanted, 2)
+    assert first == (1, 1, 1, 1) and second == (0.75, 0.75, 0.75, 0.75)
+
+
+def _slow_propagation(frames, labels):
+    """As the reference says it, patch by patch; frames (t, rows, columns, d), labels (classes, rows, columns)."""
+    rows, columns = labels.shape[1:]
+    unit = (frames / frames.norm(dim=-1, keepdim=True)).double().numpy()
+    known = [(unit[0], labels.double().numpy())]
+    results = []
+    for t in range(1, len(frames)):
+        context = [known[0], *known[1:][-7:]]
+        out = np.zeros(labels.shape)
+        for y in range(rows):
+            for x in range(columns):
+                votes = []
+                for features, seg in context:
+                    for v in range(max(0, y - 12), min(rows, y + 13)):
+                        for u in range(max(0, x - 12), min(columns, x + 13)):
+                            votes.append((math.exp(unit[t, y, x] @ features[v, u] / 0.1), seg[:, v, u]))
+                best = sorted(votes, key=lambda vote: -vote[0])[:5]
+                out[:, y, x] = sum(w * seg for w, seg in best) / sum(w for w, _ in best)
+        known.append((unit[t], out))
+        results.append(out)
+    return results
+
+
+@pytest.mark.parametrize("grid", [(2, 27), (26, 2)])
+def test_propagation_equals_a_slow_reference(grid):
+    """Ten frames, so that the oldest are forgotten; long sides, so that not all patches are near."""
+    generator = torch.Generator().manual_seed(0)
+    frames = torch.randn(10, *grid, 4, generator=generator)
+    labels = torch.rand(3, *grid, generator=generator).softmax(dim=0)
+    propagation = LabelPropagation(frames[0], labels)
+    for frame, wanted in zip(frames[1:], _slow_propagation(frames, labels), strict=True):
+        np.testing.assert_allclose(propagation(frame).numpy(), wanted, atol=1e-5)
+
+
+def test_sides_are_the_reference_s():
+    """480p of DAVIS is 854 x 480: 480 x 832 for patches of 16 and 8."""
+    assert frame_sides(854, 480, 480, 16) == frame_sides(854, 480, 480, 8) == (480, 832)
+    assert frame_sides(480, 854, 480, 16) == (832, 480)
+    assert frame_sides(854, 480, 480, 14) == (476, 840)
+    assert frame_sides(100, 100, 96, 32) == (96, 96)
+
+
+def test_pixels_take_the_class_that_wins_when_each_is_stretched():
+    """A class that peaks at 0.4 over this frame wins there over one at 0.6 that reaches 1 elsewhere."""
+    soft = torch.tensor([[[1.0, 0.6, 1.0, 1.0]], [[0.0, 0.4, 0.0, 0.0]], [[0.0, 0.0, 0.0, 0.0]]])
+    assert hard_labels(soft, 1, 2, 8)[0].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    full = torch.stack((torch.zeros(2, 3), torch.ones(2, 3)))
+    assert hard_labels(full, 4, 8, 12).min() == 1  # an object that fills the frame
+
+
+def test_moving_squares_are_followed(tmp_path):
+    clips(tmp_path / "DAVIS")
+    results = davis(subject_of(tmp_path, size=192))
+    assert results["davis_jf_mean"] > 90 and results["davis_j_recall"] == 100, results
+
+
+def test_two_ranks_give_what_one_gives(tmp_path):
+    """Three clips on two ranks."""
+    clips(tmp_path)
+    one = davis(subject_of(tmp_path, size=64))
+    for two in run_on_ranks(_davis, tmp_path):
+        assert two == pytest.approx(one, abs=1e-9)
+
+
+def _davis(root):
+    return davis(subject_of(root, size=64))
+
+
+def test_what_is_wrong_is_said_in_one_line(tmp_path):
+    with pytest.raises(DataError, match=r"no DAVIS 2017 in .*val.txt is not there; wanted is JPEGImages/480p/"):
+        davis(subject_of(tmp_path))
+    clips(tmp_path, names=("walk",))
+    mask = tmp_path / "Annotations/480p/walk/00003.png"
+    mask.unlink()
+    with pytest.raises(DataError, match=r"not complete: 1 files are not there, such as .*walk/00003.png"):
+        davis(subject_of(tmp_path))
+    label_map(mask, np.zeros((96, 100)))
+    with pytest.raises(DataError, match=r"mode P and size \(100, 96\): wanted is a PNG with a palette, \(160, 96\)"):
+        davis(subject_of(tmp_path))
+    Image.new("RGB", (160, 96)).save(mask)
+    with pytest.raises(DataError, match="in mode RGB"):
+        davis(subject_of(tmp_path))
+    mask.write_bytes(b"no image")
+    with pytest.raises(DataError, match="no readable PNG"):
+        davis(subject_of(tmp_path))
+    label_map(mask, np.zeros((96, 160)))
+    label_map(tmp_path / "Annotations/480p/walk/00000.png", np.zeros((96, 160)))
+    with pytest.raises(DataError, match="has no object"):
+        davis(subject_of(tmp_path))
+    (tmp_path / "ImageSets/2017/val.txt").write_text("../walk\n")
+    with pytest.raises(DataError, match="no name of an image"):
+        davis(subject_of(tmp_path))

@@ -1,0 +1,140 @@
+"""Revisited Oxford and Paris: the metrics against a slow reference, the reader, and a benchmark of colours."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.protocols.landmarks import describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
+from tests.evals.protocols.tiny import landmarks, subject_of
+from tests.ranks import run_on_ranks
+
+
+def _slow_scores(ranking, positives, junk):
+    """AP by trapezia and precision at 1, 5 and 10 of one query: the list without junk, walked from its start."""
+    kept = [image for image in ranking if image not in junk]
+    area, found, places = 0.0, 0, []
+    for place, image in enumerate(kept, start=1):
+        if image in positives:
+            before = found / (place - 1) if place > 1 else 1.0
+            found += 1
+            area += (1 / len(positives)) * (before + found / place) / 2
+            places.append(place)
+    precisions = []
+    for k in (1, 5, 10):
+        depth = min(max(places), k)
+        precisions.append(len([place for place in places if place <= depth]) / depth)
+    return [area, *precisions]
+
+
+def test_scores_equal_a_slow_reference():
+    generator = np.random.default_rng(0)
+    ranking, answers = [], []
+    for query in range(20):
+        ranking.append(generator.permutation(40).tolist())
+        drawn = generator.permutation(40)[:12].tolist()
+        sizes = (0, 0, 4) if query == 3 else (3, 5, 4)
+        easy, hard, junk = drawn[: sizes[0]], drawn[3 : 3 + sizes[1]], drawn[8 : 8 + sizes[2]]
+        answers.append({"easy": easy, "hard": hard, "junk": junk})
+    rules = {"easy": ("easy", "junk hard"), "medium": ("easy hard", "junk"), "hard": ("hard", "junk easy")}
+    for setup, (found, passed) in rules.items():
+        rows = []
+        for row, answer in zip(ranking, answers, strict=True):
+            positives = [i for key in found.split() for i in answer[key]]
+            if positives:  # revisitop leaves the others out of all means
+                rows.append(_slow_scores(row, positives, [i for key in passed.split() for i in answer[key]]))
+        assert len(rows) == 19
+        wanted = 100 * np.mean(rows, axis=0)
+        ours = landmark_scores(ranking, answers, setup)
+        assert [ours[key] for key in ("map", "mp1", "mp5", "mp10")] == pytest.approx(wanted.tolist(), abs=1e-10)
+
+
+def test_nothing_to_find_is_no_number():
+    assert math.isnan(landmark_scores([[0, 1]], [{"easy": [], "hard": [], "junk": [0]}], "medium")["map"])
+
+
+def test_colours_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
+    """Whole, the photo is mostly another landmark's; in its box it is its own."""
+    landmarks(tmp_path)
+    results = oxford(subject_of(tmp_path))
+    assert {value for name, value in results.items() if "whole" not in name} == {100.0}
+    assert results["oxford_whole_medium_map"] < 50
+    assert len(results) == 15
+
+
+def test_two_ranks_give_what_one_gives(tmp_path):
+    landmarks(tmp_path, "rparis6k")
+    one = paris(subject_of(tmp_path, size=64))
+    for two in run_on_ranks(_paris, tmp_path):
+        assert two == pytest.approx(one, abs=1e-9)
+
+
+def _paris(root):
+    return paris(subject_of(root, size=64))
+
+
+def test_scales_are_summed_and_odd_sides_lose_their_rest():
+    images = torch.randn(1, 3, 35, 44, generator=torch.Generator().manual_seed(0))
+    subject = subject_of(None)
+    total = 0
+    for scale in (1.0, 2**-0.5, 0.5):
+        height, width = int(35 * scale), int(44 * scale)
+        scaled = images
+        if scale < 1:
+            scaled = torch.nn.functional.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
+        assert scaled.shape[-2:] == (height, width)
+        total = total + subject.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
+    assert describe_at_scales(subject, (0.1,))(images).isfinite().all()  # smaller than a patch
+    ours = describe_at_scales(subject, (1.0, 2**-0.5, 0.5))(images)
+    torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_ground_truth_of_every_protocol(tmp_path, protocol):
+    truth = read_ground_truth(landmarks(tmp_path, protocol=protocol) / "gnd_roxford5k.pkl")
+    assert truth.answers == [{"easy": [0], "hard": [1], "junk": [2]}, {"easy": [6], "hard": [7], "junk": [8]}]
+    assert truth.boxes == [(0.0, 0.0, 39.6, 39.6)] * 2
+    assert truth.queries == ["query_0", "query_1"] and len(truth.images) == 12
+
+
+def test_what_is_missing_is_said_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"--root DIR.*revisitop"):
+        oxford(subject_of(None))
+    with pytest.raises(
+        DataError, match=r"no roxford5k in .*, .*/roxford5k: .*gnd_roxford5k.pkl is not there; wanted is"
+    ):
+        oxford(subject_of(tmp_path))
+    folder = landmarks(tmp_path)
+    (folder / "jpg/place_1_000001.jpg").unlink()
+    with pytest.raises(DataError, match=r"not complete: 1 files are not there, such as .*place_1_000001.jpg"):
+        oxford(subject_of(tmp_path))
+    (folder / "jpg/place_1_000001.jpg").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"1 images can't be read, such as .*place_1_000001.jpg"):
+        oxford(subject_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"imlist": ["../../etc/passwd"]}, "no name of an image"),
+        ({"imlist": []}, "no list of integers"),
+        ({"qimlist": ["a"]}, "1 queries, 2 answers"),
+        ({"gnd": 5}, "no ground truth"),
+        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [12], "hard": [], "junk": []}] * 2}, "not below 12"),
+        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [0.5], "hard": [], "junk": []}] * 2}, "no list of integers"),
+        ({"gnd": [{"bbx": [0, 0, 10**9, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no box"),
+        ({"gnd": [{"bbx": [0, 0, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no ground truth"),
+        ({"gnd": [{"easy": [], "hard": [], "junk": []}] * 2}, "bbx"),
+    ],
+)
+def test_a_wrong_ground_truth_is_refused(tmp_path, change, words):
+    path = landmarks(tmp_path) / "gnd_roxford5k.pkl"
+    content = {**pickle.loads(path.read_bytes()), **change}
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(DataError, match=words):
+        read_ground_truth(path)

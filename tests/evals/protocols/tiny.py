@@ -1,0 +1,121 @@
+"""Tiny benchmarks in their true layouts, and a model that sees nothing but colours."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.evals.subject import Settings, Subject
+
+COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
+
+
+class Colours:
+    """A patch's token is its mean colour and its likeness to each of COLOURS; the feature is the tokens' mean."""
+
+    image_size, patch_size, width = 32, 8, 3 + len(COLOURS)
+
+    def patch_tokens(self, images: Tensor) -> Tensor:
+        mean = F.avg_pool2d(images, self.patch_size).permute(0, 2, 3, 1)
+        shades = (torch.tensor(COLOURS) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+        distance = (mean[..., None, :] - shades).square().sum(dim=-1)
+        return torch.cat((0.1 * mean, (-distance).exp()), dim=-1)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.patch_tokens(images).mean(dim=(1, 2))
+
+    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
+        return torch.cat((self.features(images)[:, None], self.patch_tokens(images).flatten(1, 2)), dim=1)[None]
+
+    def attention(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def subject_of(root: Path | None, **settings: object) -> Subject:
+    return Subject(Colours(), Settings(root=root, workers=0, **settings), torch.device("cpu"), progress=False)
+
+
+def photo(path: Path, blocks: list[list[int]], side: int = 40) -> None:
+    """A photo of plain blocks of COLOURS by number, with a little noise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.array(COLOURS)[np.array(blocks)].repeat(side, 0).repeat(side, 1)
+    noise = np.random.default_rng(len(path.name)).integers(-8, 9, pixels.shape)
+    Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(path, quality=95)
+
+
+def label_map(path: Path, labels: np.ndarray) -> None:
+    """As DAVIS and VOC keep them: a PNG with a palette."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(labels.astype(np.uint8), "P")
+    image.putpalette(list(range(256)) * 3)
+    image.save(path)
+
+
+def landmarks(root: Path, dataset: str = "roxford5k", protocol: int = 2) -> Path:
+    """Four landmarks, a colour each, with three images; two queries. Beside a query's landmark is another one."""
+    folder = root / dataset
+    names = [f"place_{i // 3}_{i % 3:06d}" for i in range(12)]
+    for i, name in enumerate(names):
+        photo(folder / "jpg" / f"{name}.jpg", [[i // 3] * (1 + i % 3)])
+    truth = []
+    for query, landmark in enumerate((0, 2)):
+        photo(folder / "jpg" / f"query_{query}.jpg", [[landmark, landmark + 1, landmark + 1]])
+        first = 3 * landmark
+        easy, hard, junk = np.array([first]), [first + 1], np.array([first + 2], dtype=np.int32)
+        truth.append({"bbx": [0.0, 0.0, 39.6, 39.6], "easy": easy, "hard": hard, "junk": junk})
+    content = {"gnd": truth, "imlist": names, "qimlist": ["query_0", "query_1"]}
+    (folder / f"gnd_{dataset}.pkl").write_bytes(pickle.dumps(content, protocol=protocol))
+    return folder
+
+
+def copies(root: Path) -> Path:
+    """Three originals, a strong copy of two, and JPEGs of bad quality."""
+    for i in range(3):
+        photo(root / "original" / f"20{i:02d}00.jpg", [[i, i + 1]])
+        photo(root / "jpegqual" / "3" / f"20{i:02d}00.jpg", [[i, i + 1]], side=39)
+        photo(root / "distractors" / f"other{i}.jpg", [[5, i]])
+    photo(root / "strong" / "200001.jpg", [[0, 1], [0, 1]])
+    photo(root / "strong" / "200202.jpg", [[2, 3, 3]])
+    return root
+
+
+def clips(root: Path, names: tuple[str, ...] = ("walk", "run", "sit"), frames: int = 6) -> Path:
+    """Two squares of their own colours that move over a ground, a pixel block a frame."""
+    for clip, name in enumerate(names):
+        for t in range(frames):
+            labels = np.zeros((96, 160), dtype=np.uint8)
+            left = 8 * (t + clip)
+            labels[16:48, left : left + 32] = 1
+            labels[56:88, 120 - left : 152 - left] = 2
+            pixels = np.array(COLOURS)[labels + clip]
+            path = root / "JPEGImages/480p" / name / f"{t:05d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path, quality=100, subsampling=0)
+            label_map(root / "Annotations/480p" / name / f"{t:05d}.png", labels)
+    (root / "ImageSets/2017").mkdir(parents=True, exist_ok=True)
+    (root / "ImageSets/2017/val.txt").write_text("\n".join(names) + "\n")
+    return root
+
+
+def segments(root: Path, train: int = 6, val: int = 4) -> Path:
+    """Scenes of blocks, whose class is their colour; class 0 among them, a border of 255 around."""
+    generator = np.random.default_rng(0)
+    sets = {"train": train, "val": val}
+    for split, count in sets.items():
+        names = [f"2007_{split}_{i}" for i in range(count)]
+        for name in names:
+            blocks = generator.permutation(np.arange(24) % 4).reshape(4, 6)
+            photo(root / "JPEGImages" / f"{name}.jpg", blocks.tolist(), side=16)
+            labels = np.array([0, 5, 7, 20])[blocks].repeat(16, 0).repeat(16, 1)
+            labels[0], labels[:, -1] = 255, 255
+            label_map(root / "SegmentationClass" / f"{name}.png", labels)
+        (root / "ImageSets/Segmentation").mkdir(parents=True, exist_ok=True)
+        (root / f"ImageSets/Segmentation/{split}.txt").write_text("\n".join(names) + "\n")
+    return root

@@ -1,0 +1,177 @@
+"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/training/test_evaluation.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.config import recipe
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals import album as album_module
+from dino_ds.evals import watch as watch_module
+from dino_ds.evals.album import Album
+from dino_ds.evals.subject import Settings
+from dino_ds.evals.suite import EVALUATIONS
+from dino_ds.evals.watch import Watch
+from tests.evals.protocols.tiny import clips
+from tests.training.harness import image_folder
+
+CPU = torch.device("cpu")
+K = 5
+
+
+class _Live:
+    """In the place of LiveTeacher: a few pixels are the features."""
+
+    image_size, patch_size, width = 32, 8, 6
+
+    def __init__(self, *_):
+        pass
+
+    def features(self, images):
+        return images[:, :, 10, 10:12].flatten(1)
+
+    def patch_tokens(self, images):
+        return torch.nn.functional.unfold(images, 8, stride=8).mT.unflatten(1, [side // 8 for side in images.shape[2:]])
+
+    def attention(self, images):
+        return self.patch_tokens(images).abs().permute(0, 3, 1, 2)[:, :3]
+
+
+@pytest.fixture(autouse=True)
+def live(monkeypatch):
+    monkeypatch.setattr(watch_module, "LiveTeacher", _Live)
+    monkeypatch.setattr(album_module, "LiveTeacher", _Live)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("watch")
+    roots = image_folder(folder / "images", 24, 3), image_folder(folder / "test", 9, 3, seed=1)
+    return tuple(build_source("folder", str(root), "train", False) for root in roots)
+
+
+def _watch(sources, names=("knn", "linear"), k=K, limit=None):
+    return Watch(names, 2, *sources, Settings(ks=(k,), workers=0, images=limit, test_images=100), 32)
+
+
+def _evaluate(watch, step, give_up=lambda: False):
+    return watch.evaluate(None, step, 8 * step, CPU, give_up)
+
+
+def test_names_of_the_recipe_are_those_of_the_table():
+    assert tuple(EVALUATIONS) == recipe.EVALUATIONS
+
+
+def test_whoever_gives_up_keeps_nothing(sources):
+    """At any question: between the evaluations, or between the batches of one."""
+    questions = []
+    assert _evaluate(_watch(sources), 0, lambda: questions.append(1)) is not None
+    assert len(questions) > 4
+    for patience in range(len(questions)):
+        asked, watch = iter(range(100)), _watch(sources)
+        assert _evaluate(watch, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
+        assert watch.latest is None and watch.raw is None
+
+
+def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
+    """Before the first step it is an error: nothing is lost yet."""
+    watch = _watch(sources)
+    assert set(_evaluate(watch, 0)) == {"knn", "linear"}
+
+    def fail(_):
+        raise DataError("the disk is gone")
+
+    monkeypatch.setitem(EVALUATIONS, "linear", fail)
+    found = _evaluate(watch, 2)
+    assert set(found) == {"knn"}
+    assert watch.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"
+    with pytest.raises(DataError, match=r"eval\.evals linear: the disk is gone"):
+        _evaluate(watch, 0)
+
+
+def test_baselines_of_other_neighbours_are_forgotten(sources):
+    """They would be compared with what they are not; the raw pixels are measured again."""
+    first, same, other = _watch(sources), _watch(sources), _watch(sources, k=3)
+    _evaluate(first, 0)
+    state = json.loads(json.dumps(first.state_dict()))
+    same.load_state_dict(state)
+    other.load_state_dict(state)
+    assert (same.raw, same.untrained, same.latest) == (first.raw, first.untrained, first.latest)
+    _evaluate(other, 2)
+    assert other.untrained is None and other.raw is not None
+    assert "untrained" not in other.verdict() and "untrained" in same.verdict()
+
+
+def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
+    train, test = sources
+    unlabelled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
+    with pytest.raises(DataError, match=r"eval\.k 5 is more than the 4 labelled training images"):
+        _watch(sources, limit=4)
+    with pytest.raises(DataError, match=r"eval\.evals linear: .* of 2 classes of the test images.*eval\.bank_images"):
+        _watch(sources, ("linear",), limit=1)
+    with pytest.raises(ConfigError, match=r"eval\.evals ridge: it needs labelled test images: name them with --eval"):
+        _watch((train, None), ("statistics", "ridge"))
+    for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
+        with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
+            _watch(pair, ("linear",))
+
+
+def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
+    train, test = sources
+    for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "has no DAVIS 2017")):
+        with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
+            Watch(("davis",), 2, train, test, Settings(root=root), 32)
+
+
+def test_the_papers_probe_is_rehearsed_too(sources):
+    assert _watch(sources, ("linear-sgd",)).due(2)
+    with pytest.raises(ConfigError, match=r"eval\.evals linear-sgd: it needs labelled test images"):
+        _watch((sources[0], None), ("linear-sgd",))
+
+
+def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
+    """Whole ones are found good before training, and evaluated."""
+    clips(tmp_path, ("walk",), frames=4)
+    watch = Watch(("davis",), 2, *sources, Settings(root=tmp_path, size=96, workers=0), 32)
+    assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
+
+
+def test_statistics_need_no_labels(tmp_path):
+    train = build_source("folder", str(image_folder(tmp_path)), "train", False)
+    watch = _watch((train, None), ("statistics",))
+    found = _evaluate(watch, 0)
+    assert found["statistics"]["test_images"] == 20
+    assert watch.metrics(found)["eval/rankme"] > 1
+
+
+def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path):
+    root = image_folder(tmp_path / "images")
+    source = build_source("folder", str(root), "train", False)
+    (root / "005.png").write_bytes(b"")
+    album, shown = Album(source, 2, tmp_path / "pictures", 32), []
+    for step in (0, 2):
+        assert album.draw(None, step, CPU, lambda name, image, step: shown.append((name, step, image))) is None
+    names = [(name, step) for name, step, _ in shown]
+    assert names == [("attention", 0), ("pca", 0), ("attention", 2), ("pca", 2)]
+    assert torch.equal(shown[0][2], shown[2][2]) and shown[0][2].dtype == torch.uint8
+    with Image.open(tmp_path / "pictures/step_00000002/pca.png") as picture:
+        assert picture.size == (shown[3][2].shape[2], shown[3][2].shape[1])
+        assert 2.5 < picture.width / (picture.height / 2) < 3.5  # three of the four
+
+
+def test_a_picture_that_can_not_be_drawn_costs_a_line(sources, tmp_path):
+    """Here: a file where the folder should be."""
+    (tmp_path / "pictures").write_text("")
+    line = Album(sources[0], 2, tmp_path / "pictures", 32).draw(None, 2, CPU, lambda *_: None)
+    assert line.startswith("no pictures of step 2: ") and line.endswith("training goes on")
+
+
+def test_when_pictures_are_due(sources, tmp_path):
+    album, never = Album(sources[0], 2, tmp_path, 32), Album(sources[0], 0, tmp_path, 32)
+    assert [step for step in range(5) if album.due(step)] == [0, 2, 4] and album.due(3, last=True)
+    assert not never.due(0) and not never.due(3, last=True)

@@ -1,0 +1,171 @@
+"""Figures as far as what lies in them goes, and as files and tensors."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.errors import ConfigError
+from dino_ds.pictures.canvas import Sheet, figure_pixels, figure_png, figure_tensor
+from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.draw import (
+    draw_attention,
+    draw_neighbours,
+    draw_patches,
+    draw_pca,
+    draw_similarity,
+    head_colours,
+    heat,
+    overlay,
+    picture_of,
+)
+from dino_ds.pictures.embedding import METHODS, draw_map, find_method, place
+
+
+@pytest.fixture
+def pictures():
+    return picture_of(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), (0.5,) * 3, (0.25,) * 3)
+
+
+def _shown(figure):
+    """Pictures in a figure and its words."""
+    axes = figure.axes[0]
+    return [image.get_array() for image in axes.images], [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def test_figures_show_everything(pictures):
+    assert pictures.min() >= 0 and pictures.max() <= 1 and pictures.shape == (2, 32, 32, 3)
+    tokens, attention = torch.randn(2, 4, 4, 8), torch.rand(2, 3, 4, 4)
+    shown, words = _shown(draw_attention(pictures, attention))
+    assert len(shown) == 2 * 2 * (1 + 3) and words == ["image, all heads", "head 0", "head 1", "head 2"]
+    assert "12 of 14 heads" in _shown(draw_attention(pictures, torch.rand(2, 14, 4, 4)))[1][0]
+    assert len(_shown(draw_pca(pictures, tokens))[0]) == 4
+    figure = draw_similarity(pictures, tokens, [(0, 1, 1)])
+    assert len(_shown(figure)[0]) == 2 + 1 + 2
+    cross = figure.axes[0].lines[-1]
+    assert cross.get_color() == "red"
+    shown = pictures.numpy()
+    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]])
+    assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
+
+
+def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
+    tokens = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(1))
+    tokens[:, :2] += 9
+    attention = torch.rand(2, 3, 4, 4)
+    attention[:, :, :2] += 5
+    plain, cut = (_shown(draw_pca(pictures, tokens, *given))[0] for given in ((), (attention,)))
+    assert (cut[1][2:] == 0).all() and (cut[1][:2] > 0).all()
+    assert (plain[1] > 0).all() and not np.allclose(plain[1][:2], cut[1][:2])
+
+
+def test_a_patch_has_the_colour_of_the_head_that_looks_at_it(pictures):
+    """Two heads, each at a patch of its own and one at which both look; elsewhere the picture is dark."""
+    weights = torch.zeros(2, 2, 2)
+    weights[0, 0, 0] = weights[1, 1, 1] = weights[0, 0, 1] = 1
+    weights[1, 0, 1] = 3
+    colours = head_colours(2)
+    grey = torch.full((32, 32, 3), 0.4)
+    found = torch.from_numpy(overlay(grey, weights, colours))[8::16, 8::16]
+    mixed = 0.25 * colours[0] + 0.75 * colours[1]
+    wanted = torch.stack([torch.stack([colours[0], mixed]), torch.stack([torch.zeros(3), colours[1]])])
+    wanted = 0.5 * wanted + 0.2
+    wanted[1, 0] = 0.1
+    torch.testing.assert_close(found.float(), wanted)
+    warm = heat(grey, weights[1])
+    assert warm[8, 24].sum() > warm[24, 24].sum() > warm[8, 8].sum()
+
+
+def test_a_figure_as_a_file_and_as_a_tensor(pictures):
+    figure = draw_pca(pictures, torch.randn(2, 4, 4, 8))
+    tensor = figure_tensor(figure, dpi=60)
+    assert tensor.dtype == torch.uint8 and tensor.shape[0] == 3 and tensor.is_contiguous()
+    file, small = figure_png(figure, dpi=60), figure_png(figure, dpi=60, palette=True)
+    image = Image.open(io.BytesIO(file))
+    assert image.size == (tensor.shape[2], tensor.shape[1]) and image.mode == "RGB"
+    assert bool((np.asarray(image) == tensor.permute(1, 2, 0).numpy()).all())
+    assert len(small) < len(file) and Image.open(io.BytesIO(small)).size == image.size
+
+
+def test_pictures_keep_their_shape_and_place():
+    """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
+    sheet = Sheet(1, 2)
+    sheet.put(0, 1, np.zeros((10, 20, 3)))
+    pixels = figure_pixels(sheet.figure, dpi=100)
+    rows, columns = np.nonzero((pixels < 50).all(axis=-1))
+    assert abs((np.ptp(columns) + 1) / (np.ptp(rows) + 1) - 2) < 0.05
+    assert columns.min() > pixels.shape[1] / 2
+
+
+def test_a_model_on_a_batch(pictures):
+    class Model:
+        def patch_tokens(self, images):
+            return torch.randn(len(images), 4, 4, 8)
+
+        def attention(self, images):
+            return torch.rand(len(images), 3, 4, 4)
+
+    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
+
+
+def test_likes_lie_together_on_the_map():
+    """Every method keeps three far clusters apart: neighbours on the map are of one cluster. The same points again."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 3
+    features = 8 * torch.eye(8)[labels] + torch.randn(60, 8, generator=generator)
+    for method in (name for name in METHODS if name != "umap"):
+        points = torch.from_numpy(place(features, method))
+        distances = torch.cdist(points, points) + 1e9 * torch.eye(60)
+        assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
+        assert bool((torch.from_numpy(place(features, method)) == points).all())
+    assert place(features[:2], "tsne").shape == (2, 2)
+
+
+def test_umap_where_it_is_installed():
+    pytest.importorskip("umap")
+    features = torch.eye(6).repeat(5, 1) + 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+    points = torch.from_numpy(place(features, "umap"))
+    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
+    assert (distances.argmin(dim=1) % 6 == torch.arange(30) % 6).float().mean() > 0.9
+    assert place(features[:5], "umap").shape == (5, 2)
+
+
+def test_a_method_that_is_not_there(monkeypatch):
+    """t-SNE is for those who have scikit-learn; nobody else has to say so."""
+    assert find_method("pca") == "pca" and find_method(None) == "tsne"
+    with pytest.raises(ConfigError, match=r"'pacmap': there is tsne, umap, pca"):
+        find_method("pacmap")
+    for method, module, extra in (("tsne", "sklearn", "viz"), ("umap", "umap", "umap")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
+            find_method(method)
+    assert find_method(None) == "pca"
+
+
+def test_the_map_names_its_groups_where_there_are_few():
+    points, thumbnails = np.random.default_rng(0).normal(size=(30, 2)), [np.zeros((8, 8, 3), dtype=np.uint8)] * 30
+    few = draw_map(points, thumbnails, [f"g{i % 3}" for i in range(30)], "a title")
+    assert [text.get_text() for text in few.legends[0].texts] == ["g0", "g1", "g2"]
+    assert len(few.axes[0].images) == 30 and few.texts[0].get_text() == "a title"
+    assert not draw_map(points, thumbnails, [f"g{i}" for i in range(30)], "").legends
+    assert not draw_map(points, thumbnails, None, "").legends
+
+
+def test_curves_with_and_without_evaluations():
+    record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
+    records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
+    assert [axes.get_title() for axes in draw_curves(records).axes][:2] == [
+        "loss = teacher entropy + KL",
+        "learning rate",
+    ]
+    knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
+    panel = draw_curves([*records, knn]).axes[1]
+    assert "50.0 at the end" in panel.get_title()
+    assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0"]
+    figure_pixels(draw_curves([]), dpi=50)

@@ -1,0 +1,160 @@
+"""The networks of facebookresearch/dino and dinov2 in short: their modules' names, and their arithmetic as published.
+
+Sources: dino `vision_transformer.py` (VisionTransformer, DINOHead); dinov2 `models/vision_transformer.py` with its
+layers Mlp, SwiGLUFFN and LayerScale, and how its `hub/backbones.py` builds the released ones.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) * (d // self.heads) ** -0.5).softmax(dim=-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(b, n, d))
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = (int(4 * width * 2 / 3) + 7) // 8 * 8
+        self.w12, self.w3 = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+class LayerScale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, scaled: bool, swiglu: bool) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(width, eps=1e-6), Attention(width, heads)
+        self.norm2, self.mlp = nn.LayerNorm(width, eps=1e-6), SwiGlu(width) if swiglu else Mlp(width)
+        self.ls1, self.ls2 = (LayerScale(width) if scaled else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        return x + self.ls2(self.mlp(self.norm2(x)))
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, patch: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, kernel_size=patch, stride=patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Original(nn.Module):
+    """dino's ViT, or with `v2` dinov2's; `chunks` as its training has them in checkpoints."""
+
+    def __init__(
+        self,
+        size: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        v2: bool = False,
+        registers: int = 0,
+        swiglu: bool = False,
+        chunks: int = 0,
+    ) -> None:
+        super().__init__()
+        self.patch, self.registers = patch, registers
+        self.patch_embed = PatchEmbed(patch, width)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
+        if registers:
+            self.register_tokens = nn.Parameter(torch.zeros(1, registers, width))
+        if v2:
+            self.mask_token = nn.Parameter(torch.zeros(1, width))
+        blocks = [Block(width, heads, v2, swiglu) for _ in range(depth)]
+        if chunks:
+            each = depth // chunks
+            parts = [[nn.Identity()] * i + blocks[i : i + each] for i in range(0, depth, each)]
+            self.blocks = nn.ModuleList(nn.Sequential(*part) for part in parts)
+        else:
+            self.blocks = nn.ModuleList(blocks)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=0.2)
+
+    def _positions(self, height: int, width: int) -> Tensor:
+        side = math.isqrt(self.pos_embed.shape[1] - 1)
+        if height == width == side:
+            return self.pos_embed
+        grid = self.pos_embed[:, 1:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        if self.registers:  # released with interpolate_antialias=True, interpolate_offset=0.0
+            grid = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
+        else:
+            grid = F.interpolate(grid, scale_factor=((height + 0.1) / side, (width + 0.1) / side), mode="bicubic")
+        return torch.cat((self.pos_embed[:, :1], grid.permute(0, 2, 3, 1).flatten(1, 2)), dim=1)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """(b, 3, h, w) -> CLS features (b, width)."""
+        height, width = images.shape[2] // self.patch, images.shape[3] // self.patch
+        x = torch.cat((self.cls_token.expand(len(images), -1, -1), self.patch_embed(images)), dim=1)
+        x = x + self._positions(height, width)
+        if self.registers:
+            x = torch.cat((x[:, :1], self.register_tokens.expand(len(images), -1, -1), x[:, 1:]), dim=1)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)[:, 0]
+
+
+class OriginalHead(nn.Module):
+    """dino's DINOHead: torch's weight_norm over the last layer."""
+
+    def __init__(self, width: int, prototypes: int, layers: int = 3, hidden: int = 2048, bottleneck: int = 256) -> None:
+        super().__init__()
+        if layers == 1:
+            self.mlp: nn.Module = nn.Linear(width, bottleneck)
+        else:
+            parts: list[nn.Module] = [nn.Linear(width, hidden), nn.GELU()]
+            for _ in range(layers - 2):
+                parts += [nn.Linear(hidden, hidden), nn.GELU()]
+            self.mlp = nn.Sequential(*parts, nn.Linear(hidden, bottleneck))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reference's checkpoints have the old weight_norm's names
+            self.last_layer = nn.utils.weight_norm(nn.Linear(bottleneck, prototypes, bias=False))
+        self.last_layer.weight_g.data.fill_(1)
+
+    @torch.no_grad()
+    def forward(self, features: Tensor) -> Tensor:
+        """(b, width) -> logits (b, prototypes)."""
+        return self.last_layer(F.normalize(self.mlp(features), dim=-1))

@@ -1,0 +1,57 @@
+"""The model card of a run: its results for people, and for the Hugging Face hub."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dino_ds.errors import ConfigError
+from dino_ds.tools.export import run as dino_ds_export
+from dino_ds.weights.export import export_safetensors
+from tests.weights.test_weights import _backbone
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+KNN = {"step": 3, "results": {"knn_10": 76.25, "knn_20": None}, "train_images": 2880, "test_images": 936}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder's files as far as an export reads them; its teacher is of step 3."""
+    export_safetensors(_backbone(), tmp_path / "run/teacher.safetensors", {})
+    (tmp_path / "run/config.yaml").write_text("data:\n  source: photos\n")
+    return tmp_path / "run"
+
+
+def _card(run, format="hf"):
+    dino_ds_export(model=str(run), format=format, out=str(run / "out"), heads=None, json=True)
+    return huggingface_hub.ModelCard.load(run / "out/README.md")
+
+
+@pytest.mark.parametrize(("format", "library"), [("hf", "transformers"), ("timm", "timm")])
+def test_results_are_read_as_the_hub_reads_them(run, format, library):
+    (run / "evaluations.json").write_text(
+        json.dumps({"knn": KNN, "linear": KNN | {"step": 2, "results": {"top1": 80}}})
+    )
+    card = _card(run, format)
+    assert card.data.library_name == library and card.data.pipeline_tag == "image-feature-extraction"
+    (result,) = card.data.eval_results  # that of step 2 is of another teacher
+    assert (result.metric_type, result.metric_value, result.dataset_name) == ("knn_10", 76.25, "photos")
+    assert "| knn | knn_10 | 76.25 | 3 | 2880 / 936 |" in card.text and "| linear | top1 | 80 | 2 |" in card.text
+    assert "knn_20" not in card.text and "3 steps = 24 images" in card.text
+
+
+@pytest.mark.parametrize("content", [None, {}, {"knn_10": 76.2, "linear": 86.1}])
+def test_without_results_there_is_no_table(run, content):
+    """None was made, or by a version that did not say of which step."""
+    if content is not None:
+        (run / "evaluations.json").write_text(json.dumps(content))
+    card = _card(run)
+    assert "## Results" not in card.text and not card.data.eval_results
+
+
+def test_results_that_can_not_be_read_are_one_line(run):
+    (run / "evaluations.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*mend or remove it"):
+        _card(run)
+    assert not (run / "out").exists()

@@ -1,0 +1,304 @@
+"""Weights in: networks of other projects, built as they build them, give the same features when read: 1e-5."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+from dino_ds.errors import CheckpointError
+from dino_ds.models.head import DinoHead
+from dino_ds.weights.load import load
+from dino_ds.weights.read import read_weights
+from tests.weights.originals import Original, OriginalHead
+
+SMALL = {"size": 32, "patch": 8, "width": 64, "depth": 2, "heads": 1}
+
+
+def _images(*size: int, images: int = 3) -> torch.Tensor:
+    return torch.randn(images, 3, *(size or (32, 32)), generator=torch.Generator().manual_seed(1))
+
+
+def _random(model: nn.Module) -> nn.Module:
+    """Weights that matter everywhere."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def _same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert theirs.std() > 0.05
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+class TestFacebook:
+    @pytest.mark.parametrize("changes", [{}, {"width": 384, "heads": 6}], ids=["64", "ViT-S"])
+    def test_dino(self, tmp_path, changes):
+        """At the native size and at others, whose positions are resized in its own way."""
+        original = Original(**(SMALL | changes))
+        torch.save(original.state_dict(), tmp_path / "dino.pth")
+        ours = load(tmp_path / "dino.pth")
+        for size in ((32, 32), (40, 24), (64, 64)):
+            _same(ours.features(_images(*size)), original(_images(*size)))
+
+    @pytest.mark.parametrize("swiglu", [False, True])
+    @pytest.mark.parametrize("registers", [0, 4])
+    def test_dinov2(self, tmp_path, registers, swiglu):
+        """LayerScale, mask token, SwiGLU, registers with a position of the class token; two ways to resize."""
+        original = Original(**SMALL, v2=True, registers=registers, swiglu=swiglu)
+        torch.save(original.state_dict(), tmp_path / "dinov2.pth")
+        ours = load(tmp_path / "dinov2.pth")
+        for size in ((32, 32), (40, 24), (16, 16)):
+            _same(ours.features(_images(*size)), original(_images(*size)))
+        assert "mask_token" in str(ours.notes)
+
+    @pytest.mark.parametrize("network", ["teacher", "student"])
+    def test_checkpoints_of_dino_s_training(self, tmp_path, network):
+        """{"student", "teacher", "optimizer", ...}, the student inside DDP, the head beside the backbone."""
+        backbones = {name: Original(**SMALL) for name in ("student", "teacher")}
+        heads = {name: OriginalHead(64, 40, hidden=48, bottleneck=16) for name in backbones}
+        content = {}
+        for name, backbone in backbones.items():
+            wrapped = nn.ModuleDict({"backbone": backbone, "head": heads[name]})
+            ddp = "module." if name == "student" else ""
+            content[name] = {f"{ddp}{key}": t for key, t in wrapped.state_dict().items()}
+        content |= {"optimizer": {"state": {}}, "epoch": 3, "dino_loss": {"center": torch.zeros(1, 40)}}
+        torch.save(content, tmp_path / "checkpoint.pth")
+        read = read_weights(tmp_path / "checkpoint.pth", network)
+        head = DinoHead(64, 48, 16, 40, 3)
+        head.load_state_dict(read.head)
+        features = backbones[network](_images())
+        _same(head(features).detach(), heads[network](features))
+        if network == "teacher":
+            _same(load(tmp_path / "checkpoint.pth").features(_images()), features)
+
+    def test_a_head_of_one_layer_and_one_with_lengths(self, tmp_path):
+        wrapped = nn.ModuleDict({"backbone": Original(**SMALL), "head": OriginalHead(64, 40, 1, bottleneck=16)})
+        wrapped["head"].last_layer.weight_g.data.mul_(torch.linspace(0.5, 2, 40)[:, None])
+        torch.save({"teacher": wrapped.state_dict()}, tmp_path / "a.pth")
+        read = read_weights(tmp_path / "a.pth")
+        head = DinoHead(64, 48, 16, 40, 1)
+        head.load_state_dict(read.head)
+        features = torch.randn(5, 64)
+        expected = wrapped["head"](features) / wrapped["head"].last_layer.weight_g.detach().t()
+        _same(head(features).detach(), expected)
+        assert read.notes == ["its prototypes' lengths (0.5 to 2) are left out: they are 1 here"]
+
+    def test_a_checkpoint_of_dinov2_s_training(self, tmp_path):
+        """teacher. and student. in one dict, blocks in chunks, iBOT's head beside DINO's."""
+        teacher, student = (Original(**SMALL, v2=True, chunks=2) for _ in range(2))
+        parts = {"backbone": teacher, "dino_head": OriginalHead(64, 40), "ibot_head": OriginalHead(64, 40)}
+        whole = nn.ModuleDict({"teacher": nn.ModuleDict(parts), "student": nn.ModuleDict({"backbone": student})})
+        torch.save({"model": whole.state_dict(), "iteration": 3}, tmp_path / "model_0000003.rank_0.pth")
+        ours = load(tmp_path / "model_0000003.rank_0.pth")
+        _same(ours.features(_images()), teacher(_images()))
+        assert ours.head["prototypes.weight"].equal(parts["dino_head"].last_layer.weight_v)
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda s: {"state_dict": {f"module.backbone.{n}": t for n, t in s.items()}},
+            lambda s: {"model": {f"_orig_mod.{n}": t for n, t in s.items()}},
+            lambda s: {"state_dict": {f"model.encoder.{n}": t for n, t in s.items()}, "epoch": 1},
+            lambda s: {f"teacher_{n}": t for n, t in {f"backbone.{n}": t for n, t in s.items()}.items()},
+            lambda s: s | {"head.weight": torch.zeros(10, 64), "head.bias": torch.zeros(10)},
+            lambda s: {n: t.half() for n, t in s.items()},
+        ],
+        ids=["state_dict, DDP", "compiled", "lightning", "teacher_backbone", "classifier", "half"],
+    )
+    def test_wrapped(self, tmp_path, wrap):
+        original = Original(**SMALL)
+        torch.save(wrap(original.half().float().state_dict()), tmp_path / "a.pth")
+        ours = load(tmp_path / "a.pth")
+        _same(ours.features(_images()), original(_images()))
+        assert not ours.head
+
+
+TIMM = {
+    "vit_small_patch16_224": {"embed_dim": 64, "num_heads": 1},
+    "vit_small_patch14_dinov2": {"embed_dim": 64, "num_heads": 1},
+    "vit_small_patch14_reg4_dinov2": {"embed_dim": 64, "num_heads": 1},
+    "vit_giant_patch14_reg4_dinov2": {"embed_dim": 192, "num_heads": 3},
+    "deit3_small_patch16_224": {"embed_dim": 64, "num_heads": 1},
+}
+
+
+@pytest.mark.parametrize("size", [32, 48])
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(tmp_path, name, size):
+    """With its classifier, whose place the file has; DeiT III has no position for the class token."""
+    pool = {"global_pool": "token", "num_classes": 7, "img_size": size, "patch_size": 8, "depth": 2}
+    theirs = _random(timm.create_model(name, **(TIMM[name] | pool)))
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    ours = load(tmp_path / "model.safetensors")
+    images = _images(size, size)
+    with torch.no_grad():
+        _same(ours.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
+    assert ours.image_size == size and "head.bias" in str(ours.notes)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "index", "bin"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("ViT", {"intermediate_size": 256}),
+        ("Dinov2", {"mlp_ratio": 4}),
+        ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True}),
+    ],
+)
+def test_huggingface(tmp_path, kind, changes, form):
+    """Their own model, saved by `save_pretrained`; heads of 48 only config.json tells. In one file or several."""
+    transformers = pytest.importorskip("transformers")
+    numbers = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = getattr(transformers, f"{kind}Config")(**numbers, **changes)
+    theirs = _random(getattr(transformers, f"{kind}ForImageClassification")(config))
+    theirs.save_pretrained(tmp_path, max_shard_size="200KB" if form == "index" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").is_file() == (form == "index")
+    if form == "bin":
+        state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+        torch.save(state, tmp_path / "pytorch_model.bin")
+        (tmp_path / "model.safetensors").unlink()
+    ours = load(tmp_path)
+    with torch.no_grad():
+        tokens = theirs.base_model(pixel_values=_images()).last_hidden_state
+    _same(ours.features(_images()), tokens[:, 0])
+    if kind == "Dinov2WithRegisters":  # the one whose way to resize positions is ours
+        with torch.no_grad():
+            tokens = theirs.base_model(pixel_values=_images(40, 24)).last_hidden_state
+        _same(ours.features(_images(40, 24)), tokens[:, 0])
+
+
+class TestRefused:
+    """One line each, which says what is there."""
+
+    def _saved(self, tmp_path, change=lambda state: state):
+        path = tmp_path / "a.pth"
+        torch.save(change(dict(Original(**SMALL).state_dict())), path)
+        return path
+
+    def _line(self, path, **how):
+        with pytest.raises(CheckpointError) as caught:
+            load(path, **how)
+        line = str(caught.value)
+        assert "\n" not in line and str(path) in line
+        return line
+
+    @pytest.mark.parametrize("part", [0.1, 0.5, 0.99])
+    @pytest.mark.parametrize("name", ["a.pth", "a.safetensors"])
+    def test_truncated(self, tmp_path, name, part):
+        path, state = tmp_path / name, Original(**SMALL).state_dict()
+        safetensors.torch.save_file(state, path) if name.endswith("tensors") else torch.save(state, path)
+        path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
+        assert "is not a readable" in self._line(path)
+
+    @pytest.mark.parametrize("name", ["resnet18", "convnext_atto", "vit_small_patch16_dinov3"])
+    def test_other_networks_of_timm(self, tmp_path, name):
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        torch.save({n: torch.zeros(t.shape) for n, t in model.state_dict().items()}, tmp_path / "a.pth")
+        assert "no Vision Transformer" in (line := self._line(tmp_path / "a.pth")) or "another kind of net" in line
+
+    def test_clip_and_deit_with_a_second_token(self, tmp_path):
+        clip = self._saved(tmp_path, lambda s: s | {"norm_pre.weight": torch.ones(64)})
+        assert "another kind of network: dino_ds's ViT has no norm_pre.weight" in self._line(clip)
+        deit = self._saved(tmp_path, lambda s: s | {"dist_token": torch.zeros(1, 1, 64)})
+        assert "has no dist_token" in self._line(deit)
+
+    def test_dinov3(self, tmp_path):
+        """Facebook's names, and Hugging Face's."""
+        add = {"storage_tokens": torch.zeros(1, 4, 64), "rope_embed.periods": torch.zeros(8)}
+        path = self._saved(tmp_path, lambda s: s | add)
+        assert "DINOv3's rotary positions are not supported" in self._line(path)
+        names = ("embeddings.cls_token", "layer.0.attention.q_proj.weight")
+        torch.save({name: torch.zeros(1) for name in names}, tmp_path / "a.pth")
+        assert "DINOv3's rotary positions are not supported" in self._line(tmp_path / "a.pth")
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_numbers_that_are_none(self, tmp_path, value):
+        def spoil(state):
+            state["blocks.1.mlp.fc2.weight"][3, 5] = value
+            return state
+
+        assert "NaN, infinity" in (line := self._line(self._saved(tmp_path, spoil))) and "blocks.1.mlp.fc2" in line
+
+    def test_heads(self, tmp_path):
+        path = self._saved(tmp_path)
+        assert "5 attention heads do not divide the width 64" in self._line(path, heads=5)
+        assert load(path, heads=2).vit.arch.heads == 2
+        torch.save(Original(**(SMALL | {"width": 96, "heads": 3})).state_dict(), path)
+        assert "name them with --heads" in self._line(path)
+        (tmp_path / "model.safetensors").write_bytes(safetensors.torch.save(load(path, heads=3).vit.state_dict()))
+        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3}))
+        assert "--heads 2, and the file says 3" in self._line(tmp_path, heads=2)
+        (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": "many"}))
+        assert "many attention heads do not divide" in self._line(tmp_path)
+
+    def test_two_networks_without_a_teacher(self, tmp_path):
+        state = Original(**SMALL).state_dict()
+        both = {f"{part}_encoder.{n}": t for part in ("base", "momentum") for n, t in state.items()}
+        torch.save({"state_dict": both}, tmp_path / "a.pth")
+        assert "several networks, and not one teacher: base_encoder., momentum_encoder." in self._line(
+            tmp_path / "a.pth"
+        )
+
+    def test_positions_that_are_no_square(self, tmp_path):
+        path = self._saved(tmp_path, lambda s: s | {"pos_embed": torch.zeros(1, 12, 64)})
+        assert "11 places for patches: no square" in self._line(path)
+
+    def test_another_activation(self, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        numbers = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 32}
+        config = transformers.ViTConfig(**numbers, intermediate_size=64, patch_size=8, hidden_act="quick_gelu")
+        transformers.ViTModel(config).save_pretrained(tmp_path)
+        assert "its MLP has quick_gelu" in self._line(tmp_path)
+
+
+class TestTimmName:
+    """Weights by timm's name: from the hub's cache, without a network."""
+
+    NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        """Empty, and nothing can be downloaded."""
+        constants = pytest.importorskip("huggingface_hub.constants")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.file_download.constants", constants)
+        return tmp_path / "hub"
+
+    def test_from_the_cache(self, cache):
+        """The real ViT-Ti/16 with its classifier, as the hub keeps it, and the same features as timm's."""
+        theirs = _random(timm.create_model(self.NAME, depth=12))
+        snapshot = cache / f"models--timm--{self.NAME}/snapshots/0123abcd"
+        snapshot.mkdir(parents=True)
+        safetensors.torch.save_file(theirs.state_dict(), snapshot / "model.safetensors")
+        (snapshot.parent.parent / "refs").mkdir()
+        (snapshot.parent.parent / "refs/main").write_text("0123abcd")
+        ours = load(self.NAME)
+        images = _images(224, 224, images=1)
+        with torch.no_grad():
+            _same(ours.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
+        assert (ours.vit.arch.heads, ours.image_size) == (3, 224)
+
+    def test_without_a_network(self, cache):
+        with pytest.raises(CheckpointError, match=f"the weights of {self.NAME} are not in the cache") as caught:
+            load(self.NAME)
+        assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
+
+    def test_other_networks_of_timm(self, monkeypatch):
+        """What is no plain ViT is said to be none; names that are near one of ours are told."""
+        create = timm.create_model
+        monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
+        with pytest.raises(CheckpointError, match=r"timm's resnet18: it holds no Vision Transformer"):
+            load("resnet18")
+        with pytest.raises(CheckpointError, match=r"timm's vit_tiny_r_s16_p8_224: .*no patch_embed.backbone"):
+            load("vit_tiny_r_s16_p8_224")
+        with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
+            load("vit_smal_patch16_224")
