@@ -18,7 +18,7 @@ MODELS = (
                 "evals",
                 "text",
                 "knn",
-                "knn, linear, ridge, few-shot, retrieval, statistics, oxford, paris, copydays, davis, voc",
+                "knn, linear, linear-sgd, ridge, few-shot, retrieval, statistics, oxford, paris, copydays, davis, voc",
             ),
             Flag("source", "text", None, "as data.source of a recipe", shown="the run's, else folder"),
             Flag(
