@@ -17,12 +17,13 @@ from dino_ds.report.text import number
 COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 20, 22
 _LABEL_HEIGHT = 13
+_MOST_DOTS = 80
 
 
 @dataclass(frozen=True)
 class Line:
-    """kind: line, area (filled down to `base`, or to the axis), dots (a line with a dot a point), faint or hidden (only
-    its values are shown when one points at it); colour: 1 to 8."""
+    """kind: line, area (filled down to `base`, or to the axis), dots (a line with a dot a point, up to 80) or hidden
+    (only its values are shown when one points at it), faint; colour: 1 to 8."""
 
     name: str
     curve: Curve
@@ -74,10 +75,12 @@ def draw_chart(
     x_unit: str = "steps",
     zero: bool = False,
     small: bool = False,
+    legend: bool = True,
 ) -> Markup:
     """A figure with axes, legend and newest values. zero: y begins at 0. Empty where no line has a finite value.
 
-    y is logarithmic where all values are positive and the largest is 100 times the smallest.
+    y is logarithmic where all values are positive and the largest is 100 times the smallest. Of a curve with more
+    points than can be told apart all that it touches is faint, and its mean is drawn over that.
     """
     lines = [line for line in lines if len(line.curve.finite)]
     if not lines:
@@ -98,7 +101,7 @@ def draw_chart(
     ).format(
         kind="small" if small else "large",
         title=title,
-        legend=_newest(lines[0]) if lines[0].name == title else join(map(_key, lines)),
+        legend="" if not legend else _newest(lines[0]) if lines[0].name == title else join(map(_key, lines)),
         gaps=gaps,
         width=frame.width,
         height=frame.height,
@@ -135,39 +138,40 @@ def _newest(line: Line) -> Markup:
 
 
 def _path(line: Line, frame: _Frame) -> Markup:
-    curve = line.curve.thinned()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        y = np.log10(curve.y) if frame.log else curve.y
-    words = list(_words(curve.x, y))
-    drawn = Markup('<path class="c{} {}" data-name="{}" d="{}"/>').format(
-        line.colour, line.kind, line.name, "".join(words)
-    )
+    """The exact points have a name, which page.js looks for."""
+    exact = list(_words(line.curve.thinned(), frame.log))
+    is_long = line.curve.is_long() and line.kind not in ("dots", "hidden")
+    words = list(_words(line.curve.means(), frame.log)) if is_long else exact
+    path = Markup('<path class="c{} {}"{} d="{}"/>')
+    name = Markup(' data-name="{}"').format(line.name)
+    parts = [path.format(line.colour, "faint", name, "".join(exact))] if is_long else []
     if line.kind == "area" and len(words) > 1:
-        closed = _closed(words, curve.x[np.isfinite(y)], line.base, frame)
-        return Markup('<path class="c{} fill" d="{}"/>').format(line.colour, closed) + drawn
-    if line.kind == "dots" or len(words) == 1:
-        dots = "".join(f"M{word[1:]}h0" for word in words)
-        drawn += Markup('<path class="c{} dot" d="{}"/>').format(line.colour, dots)
-    return drawn
+        parts.append(path.format(line.colour, "fill", "", _closed(words, line.base, frame)))
+    parts.append(path.format(line.colour, line.kind, "" if is_long else name, "".join(words)))
+    if (line.kind == "dots" and len(words) <= _MOST_DOTS) or len(words) == 1:
+        parts.append(path.format(line.colour, "dot", "", "".join(f"M{word[1:]}h0" for word in words)))
+    return join(parts)
 
 
-def _closed(words: Sequence[str], x: np.ndarray, base: Curve | None, frame: _Frame) -> str:
+def _closed(words: Sequence[str], base: Curve | None, frame: _Frame) -> str:
     """The outline of the area between a line and what it stands on."""
-    floor = f"{frame.y[0]:.6g}"
-    under = [f"M{x[0]:.10g} {floor}", f"L{x[-1]:.10g} {floor}"]
     if base is not None and len(base.finite):
-        thin = base.thinned()
-        under = list(_words(thin.x, thin.y))
+        under = list(_words(base.means() if base.is_long() else base, frame.log))
+    else:
+        floor = f"{frame.y[0]:.6g}"
+        under = [f"M{word[1:].split()[0]} {floor}" for word in (words[0], words[-1])]
     return ("".join(words) + "".join(reversed(under))).replace("M", "L").replace("L", "M", 1) + "Z"
 
 
-def _words(x: np.ndarray, y: np.ndarray) -> Iterator[str]:
+def _words(curve: Curve, log: bool) -> Iterator[str]:
     """Commands of a path: it begins anew after a value that is not finite."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        heights = np.log10(curve.y) if log else curve.y
     begins = True
-    for across, down in zip(x.tolist(), y.tolist(), strict=True):
-        if math.isfinite(down):
-            yield f"{'M' if begins else 'L'}{across:.10g} {down:.6g}"
-        begins = not math.isfinite(down)
+    for x, y in zip(curve.x.tolist(), heights.tolist(), strict=True):
+        if math.isfinite(y):
+            yield f"{'M' if begins else 'L'}{x:.10g} {y:.6g}"
+        begins = not math.isfinite(y)
 
 
 def _levels(levels: Sequence[Level], frame: _Frame) -> Markup:
@@ -241,7 +245,7 @@ def _tick_text(value: float, ticks: Sequence[float]) -> str:
     """As short as it can be told from the other ticks."""
     largest = max(map(abs, ticks))
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if largest >= 10 * size and value:
+        if largest >= size * (10 if letter == "k" else 1) and value:
             return f"{value / size:.4g}{letter}"
     if value and largest < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")

@@ -15,7 +15,7 @@ from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import RunFiles, read_run
-from dino_ds.report.html import build_page, page_script, page_style
+from dino_ds.report.html import build_document, page_script, page_style
 from dino_ds.report.one import draw_one
 from dino_ds.report.summary import summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
@@ -63,7 +63,7 @@ def _write(page: Path, runs: list[RunFiles]) -> None:
         __version__, today, ", ".join(str(one.path.resolve()) for one in runs)
     )
     try:
-        replace_file(page, build_page(title, body + foot, page_style(), page_script()))
+        replace_file(page, build_document(title, body + foot, page_style(), page_script()))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
 

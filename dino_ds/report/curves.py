@@ -37,7 +37,7 @@ _SMALL = (
     Shown("teacher_entropy", "Teacher entropy", "nats"),
     Shown("kl", "KL of teacher and student", "nats"),
     Shown("grad_norm", "Gradient norm, before clipping", ""),
-    Shown("lr", "Learning rate", ""),
+    Shown("lr", "Learning rate", "", zero=True),
     Shown("weight_decay", "Weight decay", ""),
     Shown("teacher_momentum", "Teacher momentum", ""),
     Shown("teacher_temp", "Teacher temperature", ""),
@@ -51,6 +51,7 @@ _SMALL = (
 _NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
 _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
+_MOST_IN_LEGENDS = 4
 EVALUATED = "eval/"
 """Before the names of figures of evaluations while training, but for those of k-NN."""
 
@@ -88,7 +89,8 @@ def draw_together(runs: Sequence[RunFiles], names: Sequence[str]) -> Markup:
     parts: dict[bool, list[Markup]] = {True: [], False: []}
     for shown in (*_LARGE, *_SMALL, *_others(runs)):
         curves = [_scaled(run, shown) for run in runs]
-        if all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2:
+        flat = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
+        if flat and shown not in _LARGE:
             continue
         if by_images:
             curves = [_over_images(run, curve) for run, curve in zip(runs, curves, strict=True)]
@@ -96,9 +98,12 @@ def draw_together(runs: Sequence[RunFiles], names: Sequence[str]) -> Markup:
         lines = [Line(names[i], curve, colour_of(i), kind) for i, curve in enumerate(curves)]
         levels = _shared_levels(runs) if shown.key == KNN else []
         large = shown in _LARGE
-        parts[large].append(draw_chart(shown.title, shown.unit, lines, levels, x_unit, shown.zero, not large))
-    return Markup('<div class="charts">{}</div><div class="charts three">{}</div>').format(
-        join(parts[True]), join(parts[False])
+        few = len(runs) <= _MOST_IN_LEGENDS
+        parts[large].append(draw_chart(shown.title, shown.unit, lines, levels, x_unit, shown.zero, not large, few))
+    key = Markup('<span class="key c{}">{}</span>')
+    legend = join(key.format(colour_of(i), name) for i, name in enumerate(names))
+    return Markup('<div class="legend">{}</div><div class="charts">{}</div><div class="charts three">{}</div>').format(
+        legend, join(parts[True]), join(parts[False])
     )
 
 
@@ -125,9 +130,9 @@ def _loss(run: RunFiles) -> Markup:
     metrics = run.metrics
     entropy = metrics["teacher_entropy"]
     lines = [
-        Line("loss", metrics["loss"], 4, "area", base=entropy),
-        Line("of it teacher entropy", entropy, 1, "area"),
-        Line("KL: what lies between", metrics["kl"], 4, "hidden"),
+        Line("teacher entropy", entropy, 1, "area"),
+        Line("+ KL", metrics["kl"], 4, "hidden"),
+        Line("= loss", metrics["loss"], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(run.recipe.head.prototypes))] if run.recipe else []
     return draw_chart("Loss", "nats", lines, levels, zero=True)

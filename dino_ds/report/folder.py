@@ -21,6 +21,8 @@ from dino_ds.report.series import Metrics, read_metrics
 T = TypeVar("T")
 _LARGEST_JSON = 64 << 20
 _GIB = 2**30
+_TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
+"""What training leaves of a hang, a bug and bad steps."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Evaluation:
 
 @dataclass
 class RunFiles:
-    """One run. state: finished, stopped, failed, running or unfinished; notes: what is missing or broken."""
+    """One run. state: finished, stopped, failed, running or unfinished; traces: files that tell more of incidents;
+    notes: what is missing or broken."""
 
     path: Path
     name: str
@@ -47,6 +50,7 @@ class RunFiles:
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
     checkpoints: dict[int, float] = field(default_factory=dict)
+    traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
 
@@ -82,6 +86,7 @@ def read_run(path: Path) -> RunFiles:
     run.evaluations = _evaluations(path, notes)
     run.pictures = sorted((path / "pictures").rglob("*.png"))
     run.checkpoints = _checkpoints(path / "checkpoints")
+    run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
     return run
 

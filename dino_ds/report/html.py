@@ -19,7 +19,7 @@ _MAX_PIXELS = 100_000_000
 Piece = str | Markup
 
 
-def build_page(title: str, body: Markup, style: str, script: str) -> str:
+def build_document(title: str, body: Markup, style: str, script: str) -> str:
     """A whole document. Its policy forbids every request and every script but this one, whatever `body` holds."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"

@@ -175,14 +175,15 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> Markup:
 
 def _incidents(run: RunFiles) -> Markup:
     log = run.log
+    more_in = note(f"More of them in {', '.join(run.traces)}.") if run.traces else Markup()
     if not log.incidents:
-        return note("The log tells of none: no alarm, no resume, no unreadable image.")
+        return note("The log tells of none: no alarm, no resume, no unreadable image.") + more_in
     counts = "; ".join(f"{name} {number(count)}" for name, count in log.counts.items())
     label = Markup('<span class="incident {}">{}</span>')
     rows: list[list[Piece]] = [[label.format(kind.level, kind.name), line] for kind, line in log.incidents]
     more = f", at most {MOST_OF_A_KIND} of a kind" if max(log.counts.values()) > MOST_OF_A_KIND else ""
     lines = folded(f"The lines of log.txt{more}", table((), rows), is_open=len(rows) <= _OPEN_LINES)
-    return Markup("<p>{}.</p>{}").format(counts, lines)
+    return Markup("<p>{}.</p>{}{}").format(counts, lines, more_in)
 
 
 def _checkpoints(run: RunFiles) -> Markup:

@@ -49,10 +49,9 @@ class Curve:
         What is drawn over a picture of so many columns stays the same (M4: Jugel et al., VLDB 2014). A bucket with a
         value that is not finite keeps one of them, so that the gap is seen.
         """
-        if len(self) <= 4 * buckets:
+        if not self.is_long(buckets):
             return self
-        edges = np.linspace(self.x[0], self.x[-1], buckets + 1)[1:-1]
-        starts = np.unique([0, *np.searchsorted(self.x, edges)])
+        starts = self._starts(buckets)
         kept: set[int] = set()
         for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
             part = self.y[start:end]
@@ -65,6 +64,23 @@ class Curve:
                 kept.add(int(start + finite.argmin()))
         chosen = sorted(kept)
         return Curve(self.x[chosen], self.y[chosen])
+
+    def means(self, buckets: int = BUCKETS) -> Curve:
+        """The mean of the finite values of each part, at the mean of their steps; NaN where there are none."""
+        starts, finite = self._starts(buckets), np.isfinite(self.y)
+        counts = np.add.reduceat(finite.astype(float), starts)
+        with np.errstate(invalid="ignore"):
+            y = np.add.reduceat(np.where(finite, self.y, 0.0), starts) / counts
+        return Curve(np.add.reduceat(self.x, starts) / np.diff([*starts, len(self)]), y)
+
+    def is_long(self, buckets: int = BUCKETS) -> bool:
+        """Whether `thinned` leaves points out."""
+        return len(self) > 4 * buckets
+
+    def _starts(self, buckets: int) -> np.ndarray:
+        """Where the parts begin that hold points."""
+        edges = np.linspace(self.x[0], self.x[-1], buckets + 1)[1:-1]
+        return np.unique([0, *np.searchsorted(self.x, edges)])
 
 
 EMPTY = Curve(np.empty(0), np.empty(0))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from PIL import Image
+from markupsafe import Markup
 
+from dino_ds.report.html import build_document, embedded_picture
 from dino_ds.tools.data_report import bin_name, duplicates_sentence
 from dino_ds.tools.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
 
@@ -22,15 +21,14 @@ _LISTED = 200
 
 def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
     """HTML of the sheet and of what `summarise` found."""
-    body = "".join(_card(number, row) for number, row in enumerate(rows))
-    return _PAGE.format(
+    body = _BODY.format(
         title=escape(title),
         data=escape(f"{found['images']:,} images in {found['root'] or found['source']}"),
-        style=_STYLE.replace("GLOBAL", GLOBAL_COLOUR).replace("LOCAL", LOCAL_COLOUR),
-        rows=body,
+        rows="".join(_card(number, row) for number, row in enumerate(rows)),
         statistics=_statistics(found),
-        script=_SCRIPT,
     )
+    style = _STYLE.replace("GLOBAL", GLOBAL_COLOUR).replace("LOCAL", LOCAL_COLOUR)
+    return build_document(title, Markup(body), style, _SCRIPT)
 
 
 def _card(number: int, row: Seen) -> str:
@@ -47,25 +45,19 @@ def _card(number: int, row: Seen) -> str:
             f'<rect class="{kind}" data-view="{number}-{view}" x="{left}" y="{top}" width="{right - left}" '
             f'height="{bottom - top}" stroke-width="{line:.2f}"/>'
         )
-        words = escape(f"{kind} crop {view + 1}: {describe(parameters)}")
+        words, address = escape(f"{kind} crop {view + 1}: {describe(parameters)}"), embedded_picture(crop)
         crops[kind].append(
-            f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{_embedded(crop)}" '
+            f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{address}" '
             f'width="{crop.width}" height="{crop.height}">'
         )
     return (
         f'<section><div class="original" style="max-width:{_ORIGINAL_HEIGHT * width / height:.0f}px">'
-        f'<img src="{_embedded(small)}" alt="">'
+        f'<img src="{embedded_picture(small)}" alt="">'
         f'<svg viewBox="0 0 {width} {height}">{"".join(boxes)}</svg></div>'
         f'<div><div class="crops">{"".join(crops["global"])}</div>'
         f'<div class="crops">{"".join(crops["local"])}</div></div>'
         f"<p>{escape(row.name)} · {width} x {height}</p></section>"
     )
-
-
-def _embedded(image: Image.Image) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "JPEG", quality=90)
-    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 def _statistics(found: dict[str, Any]) -> str:
@@ -132,15 +124,10 @@ for (const part of document.querySelectorAll("[data-view]"))
     part.addEventListener(event, () => document.querySelectorAll(`[data-view="${part.dataset.view}"]`)
       .forEach(twin => twin.classList.toggle("on", on)));
 """
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>{style}</style>
-<h1>{title}</h1>
+_BODY = """<h1>{title}</h1>
 <p class="key">{data}. <b>Global crops</b> and <b>local crops</b>:
 point at one to see what was done to it and where it lies.</p>
 {rows}
 <h1>Statistics</h1>
 {statistics}
-<script>{script}</script>
-</html>
 """
