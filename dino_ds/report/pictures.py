@@ -44,7 +44,7 @@ def show_pictures(run: RunFiles) -> Markup:
         of = f": {len(chosen)} of {len(paths)}" if len(chosen) < len(paths) else ""
         shown = join(_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in chosen)
         parts.append(
-            Markup('<h3>{} while it trained{}</h3><div class="strip">{}</div>').format(_title(kind), of, shown)
+            Markup('<h3>{}, while it trained{}</h3><div class="strip three">{}</div>').format(_title(kind), of, shown)
         )
     if not run.pictures:
         parts.append(note("There are no pictures yet: dino-ds pictures RUN makes them."))
@@ -77,4 +77,4 @@ def _picture(path: Path, caption: str, width: int) -> Markup:
     return Markup(
         '<figure class="picture{}"><figcaption><b>{}</b></figcaption>'
         '<img src="{}" width="{}" height="{}" alt="{}"></figure>\n'
-    ).format(" wide" if wide > _WIDE * high else "", caption, address, wide, high, caption)
+    ).format(" wide" if width == _WIDTH and wide > _WIDE * high else "", caption, address, wide, high, caption)
