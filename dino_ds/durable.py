@@ -1,22 +1,53 @@
-"""Small files that are old or new, never half of either, whatever happens to the process or to the power."""
+"""Files that are old or new, never half of either, whatever happens to the process or to the power."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `content` beside `path`, put it on the disk, then into place. Raises OSError."""
-    temporary = path.with_name(path.name + ".tmp")
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
+    """A name beside `path` to write a file to, which is then put on the disk and into place. Raises OSError.
+
+    Nothing of it stays after an error. Without `on_disk` it is safe from the death of the process, not of the machine,
+    and waits for no disk.
+    """
+    temporary = path.with_name(f"{path.name}.tmp"[-255:])
     try:
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        if on_disk:
+            _sync(temporary)
+            put_in_place(temporary, path)
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """As `replacing`, for a new folder of files: an empty one beside `path`, which must not be there."""
+    temporary = path.with_name(f"{path.name}.tmp"[-255:])
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
         put_in_place(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -27,7 +58,11 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """The names in a folder are on the disk after this."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "ports", "intervals", "goodput"},
-    {"config", "distributed", "durable", "health"},
+    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
+    {"config", "distributed", "health"},
     {"data", "models", "objective", "schedules", "costs", "checkpoint"},
     {"weights", "engine", "pictures"},
     {"teacher"},

@@ -21,7 +21,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
 from dino_ds.text_file import is_file, read_text
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[1]
+CHECKOUT = PACKAGE.parent
 # At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
 # one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
@@ -61,14 +62,15 @@ class DsConfig:
 
 
 def find_ds_config(path: str) -> str:
-    """`path` as given, or beside the package in its checkout. Raises ConfigError with the nearest file name."""
+    """`path` as given, or a shipped one, ds_configs/NAME.json. Raises ConfigError with the nearest file name."""
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
-    for candidate in (Path(path), CHECKOUT / path):
+    shipped = (PACKAGE / path).resolve()  # in a checkout ds_configs/ is a link to the folder beside the package
+    for candidate in (Path(path), shipped):
         if is_file(str(candidate)):
             return str(candidate)
-    in_checkout = not Path(path).parent.is_dir() and (CHECKOUT / path).parent.is_dir()
-    raise ConfigError(missing_file(str(CHECKOUT / path) if in_checkout else path, (".json", ".hjson")))
+    is_shipped = not Path(path).parent.is_dir() and shipped.parent.is_dir()
+    raise ConfigError(missing_file(str(shipped) if is_shipped else path, (".json", ".hjson")))
 
 
 def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -277,5 +279,5 @@ def _without_fp16(path: str) -> str:
     """The files beside `path` that differ in the precision, or the shipped ones."""
     given = Path(path)
     siblings = [given.with_name(given.name.replace("fp16", other)) for other in ("bf16", "fp32")]
-    found = [str(p) for p in siblings if p != given and (p.is_file() or (CHECKOUT / p).is_file())]
+    found = [str(p) for p in siblings if p != given and (p.is_file() or (PACKAGE / p).is_file())]
     return " or ".join(found or ["ds_configs/zero2_bf16.json", "ds_configs/zero2_fp32.json"])

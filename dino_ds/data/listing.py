@@ -23,6 +23,7 @@ from typing import Any, overload
 import numpy as np
 from safetensors.numpy import save_file
 
+from dino_ds.durable import replacing
 from dino_ds.errors import DataError
 
 _FORMAT = 1
@@ -176,15 +177,11 @@ def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], bui
 
 def save_listing(path: Path, contents: Contents) -> Listing:
     """Write a list, whole or not at all. Raises OSError."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         arrays = {name: np.ascontiguousarray(values) for name, values in contents.arrays.items()}
-        save_file(arrays, part, {"format": str(_FORMAT), "about": json.dumps(contents.about)})
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        with replacing(path) as part:
+            save_file(arrays, part, {"format": str(_FORMAT), "about": json.dumps(contents.about)})
     except Exception as error:  # safetensors has its own error for a full disk
-        part.unlink(missing_ok=True)
         raise OSError(str(error)) from error
     return Listing(path)
 

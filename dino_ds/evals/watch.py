@@ -87,8 +87,7 @@ class Watch:
 
     def _check(self, name: str) -> None:
         """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
-        model: Any = _Size(self._size)
-        rehearsal = _Rehearsal(model, self._settings, _CPU, lambda: self._sources)
+        rehearsal = _Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: self._sources)
         try:
             with suppress(_Ready):
                 EVALUATIONS[name](rehearsal)
@@ -193,15 +192,11 @@ class Watch:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
 
-class _Size:
-    """All that is known of a model before there is one."""
+class _RawPixels:
+    """The baseline that any learning must beat, as a `Model` for k-NN."""
 
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
-
-
-class _RawPixels(_Size):
-    """The baseline that any learning must beat, as a `Model` for k-NN."""
 
     def features(self, images: Tensor) -> Tensor:
         return raw_pixels(images)
@@ -209,6 +204,18 @@ class _RawPixels(_Size):
 
 class _Ready(Exception):
     """Everything is there that an evaluation asks for before its first feature."""
+
+
+class _NoModel:
+    """In a rehearsal; nothing of it is used."""
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size, self.patch_size, self.width = image_size, 1, 1
+
+    def features(self, *_: Any) -> Tensor:
+        raise AssertionError("an evaluation calls Subject.begin before it uses the model")
+
+    patch_tokens = attention = last_tokens = features
 
 
 class _Rehearsal(Subject):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dino_ds.durable import replacing
 from dino_ds.health.files import create_exclusively
 
 SILENT_SECONDS = 15.0
@@ -82,10 +82,8 @@ class Heartbeats:
 
     def publish(self, heartbeat: Heartbeat) -> None:
         """Old text or new text, never half of it; nothing where there is no folder."""
-        with contextlib.suppress(OSError):
-            temporary = self.path(heartbeat.rank).with_suffix(".tmp")
+        with contextlib.suppress(OSError), replacing(self.path(heartbeat.rank), on_disk=False) as temporary:
             temporary.write_text(json.dumps(asdict(heartbeat)) + "\n")
-            os.replace(temporary, self.path(heartbeat.rank))
 
     def read(self) -> list[Heartbeat]:
         """Every rank's last heartbeat, in rank order."""

@@ -85,10 +85,11 @@ def _pairs(
     command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
 ) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
+    bare = (command.bare or "").split()
     while words:
         word = words.pop(0)
-        if not _is_flag(word) and command.bare:
-            yield command.bare, word
+        if not _is_flag(word) and bare:
+            yield bare.pop(0) if len(bare) > 1 else bare[0], word
             continue
         if not _is_flag(word):
             problems.append(f"unexpected word {word!r}: options are written --key value")

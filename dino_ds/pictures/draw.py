@@ -119,13 +119,18 @@ def head_colours(heads: int) -> Tensor:
     return torch.tensor([colorsys.hsv_to_rgb(head / heads, 1, 1) for head in range(heads)])
 
 
-def heat(picture: Tensor, attention: Tensor) -> np.ndarray:
-    """A map (h, w) in heat colours over the grey picture (H, W, 3); its largest value is the lightest."""
+def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.ndarray:
+    """A map (h, w) in heat colours over the grey picture (H, W, 3); lightest at `top`, else at its own maximum."""
     from matplotlib import colormaps
 
-    scaled = attention / attention.max().clamp_min(1e-12)
-    hot = colormaps["inferno"](_enlarged(scaled, picture.shape[:2]))[..., :3]
-    return (0.3 * picture.mean(dim=-1, keepdim=True).numpy() + 0.7 * hot).clip(0, 1)
+    scaled = attention / max(float(attention.max()) if top is None else top, 1e-12)
+    return coat(picture, torch.from_numpy(colormaps["inferno"](scaled.numpy())[..., :3]))
+
+
+def coat(picture: Tensor, colours: Tensor) -> np.ndarray:
+    """Colours of the patches (h, w, 3) over the grey picture (H, W, 3)."""
+    grey = picture.mean(dim=-1, keepdim=True).numpy()
+    return (0.3 * grey + 0.7 * _enlarged(colours, picture.shape[:2])).clip(0, 1)
 
 
 def overlay(picture: Tensor, weights: Tensor, colours: Tensor) -> np.ndarray:
@@ -135,11 +140,11 @@ def overlay(picture: Tensor, weights: Tensor, colours: Tensor) -> np.ndarray:
     tint = torch.einsum("mhw,mc->hwc", weights, colours) / total.clamp_min(1e-12)[..., None]
     size = picture.shape[:2]
     inside = _enlarged((total > 0).float(), size)[..., None]
-    tinted = 0.5 * picture.numpy() + 0.5 * np.stack([_enlarged(tint[..., c], size) for c in range(3)], axis=-1)
+    tinted = 0.5 * picture.numpy() + 0.5 * _enlarged(tint, size)
     return inside * tinted + (1 - inside) * 0.25 * picture.numpy()
 
 
 def _enlarged(values: Tensor, size: Sequence[int]) -> np.ndarray:
-    """A map (h, w) at the size of a picture, patch by patch."""
+    """A map (h, w, ...) at the size of a picture, patch by patch."""
     wide = values.repeat_interleave(size[0] // values.shape[0], 0).repeat_interleave(size[1] // values.shape[1], 1)
     return wide.float().numpy()

@@ -11,6 +11,7 @@ from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.recipe import Recipe
+from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import Fit, fit_with, micro_batches, with_batch
 from dino_ds.plan.speed import Cluster, StepTime, estimate_step
@@ -100,10 +101,9 @@ def write_ds(ds: Mapping[str, Any], path: Path) -> None:
         raise ConfigError(f"--write {path} exists: name a new file")
     if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
         raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
-    temporary = path.with_name(f"{path.name}.tmp.json")
-    temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
-    load_ds_config(str(temporary), {})
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
+        load_ds_config(str(temporary), {})
 
 
 def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:

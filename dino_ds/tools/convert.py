@@ -20,7 +20,7 @@ from dino_ds.checkpoint.folder import Checkpoints, find_damage
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, rank_file, read_manifest, whole_file
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.durable import put_in_place, replace_file
+from dino_ds.durable import replace_file, replacing_folder
 from dino_ds.engine.saved_state import MASTER, MOMENTS, Piece, SavedParameters, even_shares, layout_of
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
 
@@ -81,20 +81,15 @@ def _write(saved: SavedCheckpoint, parameters: SavedParameters, place: Path, ran
     free = shutil.disk_usage(place.parent).free
     if needed > free:
         raise StorageError(f"{place}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free; mend --out")
-    temporary = place.with_name(f"{place.name}.writing")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        with tqdm(
-            total=needed, desc="writing", unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()
-        ) as bar:
-            if ranks is None:
-                records = {"student.safetensors": _write_student(saved, parameters, temporary, bar)}
-            else:
-                records = _write_checkpoint(saved, parameters, temporary, ranks, bar)
-        put_in_place(temporary, place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    quiet = not sys.stderr.isatty()
+    with (
+        replacing_folder(place) as temporary,
+        tqdm(total=needed, desc="writing", unit="B", unit_scale=True, leave=False, disable=quiet) as bar,
+    ):
+        if ranks is None:
+            records = {"student.safetensors": _write_student(saved, parameters, temporary, bar)}
+        else:
+            records = _write_checkpoint(saved, parameters, temporary, ranks, bar)
     return sum(record.bytes for record in records.values())
 
 

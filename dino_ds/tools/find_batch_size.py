@@ -25,6 +25,7 @@ from dino_ds import distributed
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, estimate_memory
+from dino_ds.durable import replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
@@ -228,14 +229,12 @@ def write_batch(path: Path, ds: Mapping[str, Any], ds_path: str, micro_batch: in
         text, found = re.subn(rf'("{key}"\s*:\s*)("auto"|\d+)', rf"\g<1>{value}", text)
         if not found:
             text = text.replace("{", f'{{\n  "{key}": {value},', 1)
-    temporary = path.with_name(path.name + ".tmp.json")
-    temporary.write_text(text, encoding="utf-8")
-    try:
-        load_ds_config(str(temporary), {})
-    except ConfigError as error:
-        temporary.unlink()
-        raise ConfigError(f"--write {path}: {str(error).replace(str(temporary), str(path))}") from error
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        try:
+            load_ds_config(str(temporary), {})
+        except ConfigError as error:
+            raise ConfigError(f"--write {path}: {str(error).replace(str(temporary), str(path))}") from error
 
 
 def _free_gib() -> float:

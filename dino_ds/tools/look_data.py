@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -24,6 +24,7 @@ from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.statistics import Facts, look_at, summarise
+from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools.data_report import report
 from dino_ds.tools.sheet import Seen, draw_sheet
@@ -52,8 +53,9 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
         print(f"note: {len(rows)} images on the sheet, {images} were asked for: there are no more", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe))
     html = png.with_suffix(".html")
-    _replace(png, lambda path: _few_colours(sheet).save(path, "PNG", optimize=True))
-    _replace(html, lambda path: path.write_text(build_page(rows, found, _title(recipe)), encoding="utf-8"))
+    with replacing(png) as path:
+        _few_colours(sheet).save(path, "PNG", optimize=True)
+    replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
     print(json_module.dumps(found) if json else report(found))
 
@@ -161,13 +163,3 @@ def _title(recipe: Recipe) -> str:
 def _few_colours(sheet: Image.Image) -> Image.Image:
     """256 of its own colours, dithered: less than half the file, and hardly a difference to be seen."""
     return sheet.quantize(palette=sheet.quantize(256, Image.Quantize.MEDIANCUT), dither=Image.Dither.FLOYDSTEINBERG)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

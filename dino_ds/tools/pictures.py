@@ -137,7 +137,7 @@ def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, 
 
 
 def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
-    crop = EvalCrop(_side(backbone, wishes.size))
+    crop = EvalCrop(side_of(backbone, wishes.size))
     cuts = list(read_cuts(picked, crop, "images"))
     if not cuts:
         raise DataError(f"none of {len(picked)} images can be read")
@@ -234,7 +234,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"{path} can't be read: {error}; mend it, or leave curves out with --only") from None
 
 
-def _side(backbone: Backbone, size: int | None) -> int:
+def side_of(backbone: Backbone, size: int | None) -> int:
     """Pixels of the images whose patches are shown: unless `size` says it, twice the native side, within 16 and 30
     patches, and never less than the native side. Raises ConfigError."""
     patch = backbone.patch_size

@@ -21,6 +21,7 @@ from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
 from dino_ds.distributed import usable_cores
+from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools.repack import Shrink, names_digest, repack
 from dino_ds.tools.shard_writer import ShardRecord, start_worker, write_shard
@@ -203,9 +204,7 @@ def _finish(folder: Path, images: Source, plan: dict[str, Any], per_shard: int, 
 
 
 def _write_whole(path: Path, text: str) -> None:
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8", errors="surrogateescape")
-    os.replace(part, path)
+    replace_file(path, text.encode("utf-8", "surrogateescape"))
 
 
 def _report(folder: Path, records: list[ShardRecord], seconds: float, json: bool) -> None:

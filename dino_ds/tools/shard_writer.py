@@ -13,6 +13,7 @@ from pathlib import Path
 
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
+from dino_ds.durable import replacing
 from dino_ds.tools.repack import Shrink, repack
 
 _END = bytes(2 * 512)
@@ -45,10 +46,9 @@ def write_shard(path: Path, first: int, last: int) -> ShardRecord:
     assert _source is not None
     record = ShardRecord(path.name)
     digest = hashlib.sha256()
-    part = path.with_name(f".{path.name}.part")
     names: set[str] = set()
     keys: set[str] = set()
-    with open(part, "wb") as file:
+    with replacing(path) as part, open(part, "wb") as file:
 
         def add(name: str, data: bytes) -> None:
             info = tarfile.TarInfo(name)
@@ -73,10 +73,7 @@ def write_shard(path: Path, first: int, last: int) -> ShardRecord:
                 add(f"{key}.cls", str(_source.labels[index]).encode())
         digest.update(_END)
         file.write(_END)
-        file.flush()
-        os.fsync(file.fileno())
         record.size, record.sha256 = file.tell(), digest.hexdigest()
-    os.replace(part, path)
     return record
 
 

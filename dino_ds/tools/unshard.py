@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json as jsons
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.own_files import open_files
 from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import Source
+from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools.repack import Shrink, member_of, names_digest, repack
 from dino_ds.tools.shard import CHECKSUMS
@@ -107,9 +107,8 @@ def _write_one(folder: Path, name: str, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"{path.parent} leads out of {folder}: give --out a new folder")
-    part = path.with_name(f".{path.name}.part"[-255:])
-    part.write_bytes(data)
-    os.replace(part, path)
+    with replacing(path, on_disk=False) as part:
+        part.write_bytes(data)
 
 
 def _check(images: TarShards) -> None:

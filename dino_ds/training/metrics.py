@@ -6,7 +6,6 @@ Only rank 0 writes; every rank may call everything.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.durable import replace_file
 
 
 class Meter:
@@ -186,6 +186,4 @@ def _keep_lines_until(path: Path, step: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # most often the line that was being written when the process ended
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(line + "\n" for line in kept))
-    os.replace(temporary, path)
+    replace_file(path, "".join(line + "\n" for line in kept))

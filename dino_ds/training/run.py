@@ -24,7 +24,7 @@ from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.durable import put_in_place, replace_file
+from dino_ds.durable import replace_file, replacing
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
@@ -195,12 +195,8 @@ class Run:
         saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         path = self.folder.path / "teacher.safetensors"
-        temporary = path.with_name(path.name + ".tmp")
-        try:
+        with replacing(path) as temporary:
             write_tensors(temporary, backbone, {"format": "pt"})
-            put_in_place(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
         about = self.folder.about_teacher(self.recipe.model.architecture(), saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
 

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +13,11 @@ from pathlib import Path
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.durable import replace_file, replacing, replacing_folder
 from dino_ds.errors import ConfigError
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, to_huggingface
@@ -31,15 +31,15 @@ _BATCH, _SIDE = 4096, 512
 
 def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
-    with _whole(out) as file:
-        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
     about = {
         "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
         "pos_embed_interpolation": model.vit.pos_embed_interpolation,
         **model.about,
     }
-    out.with_suffix(".json").write_text(json.dumps(about, indent=1) + "\n")
+    with _whole(out) as file:
+        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
+        replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 
 
@@ -190,30 +190,26 @@ def _example(model: Backbone) -> Tensor:
 @contextlib.contextmanager
 def _whole(out: Path) -> Iterator[Path]:
     """A file beside `out` that takes its place when it is written. Raises ConfigError where that can't be."""
-    temporary = out.with_name(f".writing_{out.name}")
-    try:
+    with _said(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        with replacing(out) as file:
+            yield file
 
 
 @contextlib.contextmanager
 def _whole_folder(out: Path) -> Iterator[Path]:
     """As `_whole`, for a new folder."""
-    temporary = out.with_name(f".writing_{out.name}")
+    with _said(out), replacing_folder(out) as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def _said(out: Path) -> Iterator[None]:
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(out)
-    except OSError as error:
-        raise ConfigError(f"{out} can't be written: {error.strerror or error}; mend --out") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{out} can't be written: {reason}; mend --out") from error
 
 
 @contextlib.contextmanager

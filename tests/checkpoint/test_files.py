@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dino_ds.checkpoint import files as checkpoint_files
 from dino_ds.checkpoint.files import FileRecord, checksum, header_of, is_plain_file, write_tensors
-from dino_ds.durable import replace_file
+from dino_ds.durable import replace_file, replacing, replacing_folder
 
 TENSORS = {
     "matrix": torch.randn(30, 7),
@@ -79,3 +79,24 @@ def test_a_replaced_file_is_old_or_new(tmp_path, monkeypatch):
         assert path.read_text() == "old" and os.listdir(tmp_path) == ["latest"]
     replace_file(path, "new")
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["latest"]
+
+
+def test_a_new_folder_is_whole_or_absent(tmp_path):
+    def write(fail):
+        with replacing_folder(tmp_path / "out") as folder:
+            (folder / "a").write_text("a")
+            if fail:
+                raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        write(fail=True)
+    assert os.listdir(tmp_path) == []
+    write(fail=False)
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["a"]
+
+
+def test_without_the_disk_it_does_not_wait_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("asked")))
+    with replacing(tmp_path / "a", on_disk=False) as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "a").read_text() == "new" and os.listdir(tmp_path) == ["a"]

@@ -79,7 +79,7 @@ def test_a_new_file_is_the_config_that_was_measured(tmp_path):
     changed = load_ds_config(shipped, {"zero_optimization.stage": "1"})
     write_batch(tmp_path / "changed.json", changed, shipped, 8)
     assert load_ds_config(str(tmp_path / "changed.json"), {})["zero_optimization"]["stage"] == 1
-    assert list(tmp_path.glob("*.tmp.json")) == []
+    assert list(tmp_path.glob("*.tmp")) == []
 
 
 def test_a_file_that_is_no_ds_config_stays_as_it_is(tmp_path):

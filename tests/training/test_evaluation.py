@@ -72,9 +72,9 @@ def test_training_does_not_notice(runs):
 
 
 def test_features_are_computed_once_for_all_evaluations(runs):
-    """24 training and 9 test images at steps 0, 2 and 4, each on one of the ranks."""
+    """24 training and 9 test images at steps 0, 2 and 4, on either rank; statistics take two more crops of 9."""
     watched, alone = runs[3]
-    assert sum(seen for _, _, seen in watched) == 3 * (24 + 9) and sum(seen for _, _, seen in alone) == 0
+    assert sum(seen for _, _, seen in watched) == 3 * (24 + 9 + 2 * 9) and sum(seen for _, _, seen in alone) == 0
 
 
 def test_results_are_those_of_the_saved_teacher(runs, images):

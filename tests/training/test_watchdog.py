@@ -18,7 +18,7 @@ from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.health.watcher import limit_of
+from dino_ds.health.watcher import Watcher, limit_of
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, train_tiny
@@ -61,6 +61,22 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
     assert [b if isinstance(b, int) else b.rank for b in found] == behind
     text = describe_hang(found, beats[0], 12.0, Path("RUN/hang-5.txt"))
     assert f"no progress on {line}" in text and text.endswith("stacks in RUN/hang-5.txt")
+
+
+def test_work_inside_a_phase_is_progress_that_is_not_compared():
+    """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
+    beat = Beat()
+    watcher = object.__new__(Watcher)
+    watcher._beat, watcher._moves, watcher._idle, watcher._slowest = beat, (-1, 0), 0.0, 0.0
+    beat.enter("evaluate", 5)
+    moves, idle = beat.moves, []
+    for breathes in (False, False, True, False):
+        if breathes:
+            beat.breathe()
+        watcher._count(10.0)
+        idle.append(watcher._idle)
+    assert idle == [0.0, 10.0, 0.0, 10.0] and beat.moves == moves
+    beat.close()
 
 
 def test_a_rank_whose_machine_is_silent_is_behind(heartbeats):

@@ -257,3 +257,48 @@ class TestRefused:
         config = transformers.ViTConfig(**numbers, intermediate_size=64, patch_size=8, hidden_act="quick_gelu")
         transformers.ViTModel(config).save_pretrained(tmp_path)
         assert "its MLP has quick_gelu" in self._line(tmp_path)
+
+
+class TestTimmName:
+    """Weights by timm's name: from the hub's cache, without a network."""
+
+    NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+
+    @pytest.fixture
+    def cache(self, tmp_path, monkeypatch):
+        """Empty, and nothing can be downloaded."""
+        constants = pytest.importorskip("huggingface_hub.constants")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.file_download.constants", constants)
+        return tmp_path / "hub"
+
+    def test_from_the_cache(self, cache):
+        """The real ViT-Ti/16 with its classifier, as the hub keeps it, and the same features as timm's."""
+        theirs = _random(timm.create_model(self.NAME, depth=12))
+        snapshot = cache / f"models--timm--{self.NAME}/snapshots/0123abcd"
+        snapshot.mkdir(parents=True)
+        safetensors.torch.save_file(theirs.state_dict(), snapshot / "model.safetensors")
+        (snapshot.parent.parent / "refs").mkdir()
+        (snapshot.parent.parent / "refs/main").write_text("0123abcd")
+        ours = load(self.NAME)
+        images = _images(224, 224, images=1)
+        with torch.no_grad():
+            _same(ours.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
+        assert (ours.vit.arch.heads, ours.image_size) == (3, 224)
+
+    def test_without_a_network(self, cache):
+        with pytest.raises(CheckpointError, match=f"the weights of {self.NAME} are not in the cache") as caught:
+            load(self.NAME)
+        assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
+
+    def test_other_networks_of_timm(self, monkeypatch):
+        """What is no plain ViT is said to be none; names that are near one of ours are told."""
+        create = timm.create_model
+        monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
+        with pytest.raises(CheckpointError, match=r"timm's resnet18: it holds no Vision Transformer"):
+            load("resnet18")
+        with pytest.raises(CheckpointError, match=r"timm's vit_tiny_r_s16_p8_224: .*no patch_embed.backbone"):
+            load("vit_tiny_r_s16_p8_224")
+        with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
+            load("vit_smal_patch16_224")

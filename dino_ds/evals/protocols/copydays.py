@@ -45,6 +45,7 @@ def copydays(subject: Subject) -> dict[str, float]:
         extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
         originals = [path.name for path in blocks["original"]]
         wanted = {block: originals_of([path.name for path in paths], originals) for block, paths in blocks.items()}
+    subject.begin()
     database = _describe(subject, blocks["original"], "original")
     if "distractors" in extra:
         database = torch.cat((database, _describe(subject, extra["distractors"], "distractors")))

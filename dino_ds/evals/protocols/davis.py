@@ -33,8 +33,6 @@ _BENCHMARK = Benchmark(
 _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
-_LIKENESSES = 1 << 25
-"""Held at once: 128 MiB."""
 
 
 def davis(subject: Subject) -> dict[str, float]:
@@ -43,6 +41,7 @@ def davis(subject: Subject) -> dict[str, float]:
         folder = _BENCHMARK.find(subject.settings.root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
+    subject.begin()
     judged = share(subject, clips, lambda clip: _judge(subject, clip), "davis: clips")
     of_objects = np.array([row for rows in judged for row in rows])
     names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")
@@ -66,33 +65,43 @@ class LabelPropagation:
     """
 
     def __init__(self, patches: Tensor, labels: Tensor) -> None:
-        self._first = F.normalize(patches.flatten(0, 1), dim=-1), labels.flatten(1).T
+        self._first = F.normalize(patches, dim=-1), labels.movedim(0, -1)
         self._last: deque[tuple[Tensor, Tensor]] = deque(maxlen=_LAST_FRAMES)
-        rows, columns = labels.shape[1:]
-        where = torch.arange(rows * columns, device=patches.device)
-        self._row, self._column = where // columns, where % columns
 
     def __call__(self, patches: Tensor) -> Tensor:
         """The next frame's patches -> its labels (classes, rows, columns)."""
-        targets = F.normalize(patches.flatten(0, 1), dim=-1)
+        targets = F.normalize(patches, dim=-1)
         known = [self._first, *self._last]
-        features, labels = (torch.cat([pair[i] for pair in known]) for i in (0, 1))
-        chunk = max(1, _LIKENESSES // len(features))
-        found = [self._carried(targets[i : i + chunk], i, features, labels) for i in range(0, len(targets), chunk)]
-        own = torch.cat(found)
-        self._last.append((targets, own))
-        return own.T.unflatten(1, patches.shape[:2])
+        features, labels = (torch.stack([pair[i] for pair in known]) for i in (0, 1))
+        found = torch.empty_like(labels[0])
+        reach = _NEIGHBOURHOOD
+        # A tile of targets at a time sees the tiles around it: all that is near, and little else.
+        for top in range(0, found.shape[0], reach):
+            for left in range(0, found.shape[1], reach):
+                tile = slice(top, top + reach), slice(left, left + reach)
+                start = max(0, top - reach), max(0, left - reach)
+                seen = slice(None), slice(start[0], top + 2 * reach), slice(start[1], left + 2 * reach)
+                shift = top - start[0], left - start[1]
+                found[tile] = _carried(targets[tile], features[seen], labels[seen], shift)
+        self._last.append((targets, found))
+        return found.movedim(-1, 0)
 
-    def _carried(self, targets: Tensor, start: int, features: Tensor, labels: Tensor) -> Tensor:
-        """Labels (t, classes) of the targets (t, d), patches `start` and following of their frame."""
-        own = slice(start, start + len(targets))
-        near = (self._row[own, None] - self._row).abs() <= _NEIGHBOURHOOD
-        near &= (self._column[own, None] - self._column).abs() <= _NEIGHBOURHOOD
-        likeness = (targets @ features.T).unflatten(1, (-1, len(self._row)))
-        likeness = likeness.masked_fill(~near[:, None], -torch.inf).flatten(1)
-        value, index = likeness.topk(min(_NEAREST, likeness.shape[1]), dim=1)
-        weights = (value / _TEMPERATURE).softmax(dim=1)
-        return (weights[:, :, None] * labels[index]).sum(dim=1)
+
+def _carried(targets: Tensor, features: Tensor, labels: Tensor, shift: tuple[int, int]) -> Tensor:
+    """Targets (h, w, d) -> their labels (h, w, classes), of patches (frames, rows, columns, d) and their labels.
+
+    `shift`: row and column of the first target among these patches.
+    """
+    row, column = (
+        (torch.arange(target)[:, None] + first - torch.arange(source)).abs().to(targets.device) <= _NEIGHBOURHOOD
+        for target, source, first in zip(targets.shape[:2], features.shape[1:3], shift, strict=True)
+    )
+    near = row[:, None, None, :, None] & column[None, :, None, None, :]
+    likeness = torch.einsum("hwd,frcd->hwfrc", targets, features)
+    likeness = likeness.masked_fill_(~near, -torch.inf).flatten(2)
+    value, index = likeness.topk(min(_NEAREST, likeness.shape[2]), dim=2)
+    weights = (value / _TEMPERATURE).softmax(dim=2)
+    return (weights[..., None] * labels.flatten(0, 2)[index]).sum(dim=2)
 
 
 def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:

@@ -137,6 +137,7 @@ def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequ
         images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]
         queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]
         benchmark.check([*images, *queries])
+    subject.begin()
     prepare = partial(thumbnail, size=subject.settings.size or size)
     describe = describe_at_scales(subject, scales)
 
@@ -151,7 +152,8 @@ def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequ
         ranking = rank_database(asked, database).tolist()
         for setup in _SETUPS:
             scores = landmark_scores(ranking, truth.answers, setup)
-            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in scores.items()}
+            kept = scores if boxes else {"map": scores["map"]}
+            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in kept.items()}
     return results
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
-from dino_ds.distributed import sum_across_ranks
+from dino_ds.distributed import rank, sum_across_ranks
 
 _DECAY = 1e-4
 """Of |W|^2 / 2, beside the mean cross-entropy."""
@@ -33,9 +34,12 @@ class PatchProbe:
         return ((tokens.float() - self.mean) / self.scale) @ self.weight.T + self.bias
 
 
-def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor]) -> PatchProbe:
-    """Logistic regression, every pixel a sample: tokens (n, d) of this rank's patches, in parts, and how many pixels of
-    each class lie in each patch, (n, classes) FP32; parts on one device. All ranks call it and get the same."""
+def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress: bool = False) -> PatchProbe:
+    """Logistic regression, every pixel a sample. All ranks call it and get the same.
+
+    tokens (n, d) of this rank's patches, in parts, and how many pixels of each class lie in each patch, (n, classes)
+    FP32; all on one device. `progress`: a bar on rank 0.
+    """
     width, classes, device = tokens[0].shape[1], pixels[0].shape[1], tokens[0].device
     mean, scale = _moments(tokens)
     total = float(
@@ -46,8 +50,12 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor]) -> Patch
         [parameters], max_iter=_STEPS, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
     )
 
+    hidden = None if progress and rank() == 0 else True
+    bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden)
+
     def loss() -> Tensor:
         """Its value and gradient over all ranks, the same on each: their line searches agree."""
+        bar.update()
         optimizer.zero_grad()
         value = torch.zeros((), device=device)
         for x, counts in zip(tokens, pixels, strict=True):
@@ -62,18 +70,20 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor]) -> Patch
         parameters.grad[:, :-1] += _DECAY * weight
         return value + 0.5 * _DECAY * weight.square().sum()
 
-    with torch.enable_grad():
+    with torch.enable_grad(), bar:
         optimizer.step(loss)
     found = parameters.detach()
     return PatchProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous())
 
 
 def _moments(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Mean and deviation (d,) of the tokens of all ranks."""
+    """Mean and deviation (d,) of the tokens of all ranks; one may have none."""
     sums = torch.zeros(3, tokens[0].shape[1], dtype=torch.float64, device=tokens[0].device)
     for part in tokens:
         values = part.double()
-        sums += torch.stack((values.sum(dim=0), values.square().sum(dim=0), torch.full_like(values[0], len(values))))
+        sums[0] += values.sum(dim=0)
+        sums[1] += values.square().sum(dim=0)
+        sums[2] += len(values)
     first, second, count = sum_across_ranks(sums)
     mean = first / count
     return mean.float(), (second / count - mean.square()).clamp_min(1e-12).sqrt().float()

@@ -32,7 +32,8 @@ class Benchmark:
                 return root / folder
         best = max(self.folders, key=lambda folder: sum((root / folder / mark).exists() for mark in self.marks))
         missing = next(mark for mark in self.marks if not (root / best / mark).exists())
-        raise DataError(f"{root} has no {self.name}: {root / best / missing} is not there; {self._wanted()}")
+        places = ", ".join(str(root / folder) for folder in self.folders)
+        raise DataError(f"no {self.name} in {places}: {root / best / missing} is not there; {self._wanted()}")
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raises DataError where one of these files is not there."""

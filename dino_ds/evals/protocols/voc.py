@@ -40,6 +40,7 @@ def voc(subject: Subject) -> dict[str, float]:
         folder = _BENCHMARK.find(subject.settings.root)
         train, val = (_read_split(folder, split) for split in ("train", "val"))
         _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
+    subject.begin()
     tokens, pixels = list[Tensor](), list[Tensor]()
 
     def learn(pair: Pair) -> None:
@@ -52,7 +53,7 @@ def voc(subject: Subject) -> dict[str, float]:
     if not tokens:  # fewer images than ranks
         tokens.append(torch.zeros(0, subject.backbone.width, device=subject.device))
         pixels.append(torch.zeros(0, _CLASSES, device=subject.device))
-    probe = fit_patch_probe(tokens, pixels)
+    probe = fit_patch_probe(tokens, pixels, subject.progress)
     confusion = torch.zeros(_CLASSES, _CLASSES, dtype=torch.long, device=subject.device)
 
     def judge(pair: Pair) -> None:

@@ -80,7 +80,7 @@ def _copydays(root):
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):
     (tmp_path / "original").mkdir()
-    with pytest.raises(DataError, match=r"has no Copydays: .*strong is not there; wanted is .*jegou/data.php"):
+    with pytest.raises(DataError, match=r"no Copydays in .*strong is not there; wanted is .*jegou/data.php"):
         copydays(subject_of(tmp_path))
     (tmp_path / "strong").mkdir()
     with pytest.raises(DataError, match="original has no images"):

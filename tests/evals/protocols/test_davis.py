@@ -104,12 +104,12 @@ def _slow_propagation(frames, labels):
     return results
 
 
-def test_propagation_equals_a_slow_reference(monkeypatch):
-    """Ten frames, so that the oldest are forgotten; 15 columns, so that not all patches are near; in chunks."""
-    monkeypatch.setattr("dino_ds.evals.protocols.davis._LIKENESSES", 700)
+@pytest.mark.parametrize("grid", [(2, 27), (26, 2)])
+def test_propagation_equals_a_slow_reference(grid):
+    """Ten frames, so that the oldest are forgotten; long sides, so that not all patches are near."""
     generator = torch.Generator().manual_seed(0)
-    frames = torch.randn(10, 2, 15, 4, generator=generator)
-    labels = torch.rand(3, 2, 15, generator=generator).softmax(dim=0)
+    frames = torch.randn(10, *grid, 4, generator=generator)
+    labels = torch.rand(3, *grid, generator=generator).softmax(dim=0)
     propagation = LabelPropagation(frames[0], labels)
     for frame, wanted in zip(frames[1:], _slow_propagation(frames, labels), strict=True):
         np.testing.assert_allclose(propagation(frame).numpy(), wanted, atol=1e-5)
@@ -150,7 +150,7 @@ def _davis(root):
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"has no DAVIS 2017: .*val.txt is not there; wanted is JPEGImages/480p/"):
+    with pytest.raises(DataError, match=r"no DAVIS 2017 in .*val.txt is not there; wanted is JPEGImages/480p/"):
         davis(subject_of(tmp_path))
     clips(tmp_path, names=("walk",))
     mask = tmp_path / "Annotations/480p/walk/00003.png"

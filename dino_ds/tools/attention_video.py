@@ -1,0 +1,160 @@
+"""`dino-ds attention-video`: a clip with what the teacher looks at laid over it.
+
+As facebookresearch/dino `video_generation.py`, but with colours that mean the same in all frames.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json as jsons
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.data.multicrop import to_tensor
+from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
+from dino_ds.pictures.draw import MASS, coat, head_colours, heat, overlay
+from dino_ds.pictures.maps import PatchColours, mass_mask
+from dino_ds.tools.clip import has_av, import_av, open_clip, survey
+from dino_ds.tools.clip_writing import FORMS, clip_writer
+from dino_ds.tools.pictures import side_of
+from dino_ds.weights.load import Backbone, load
+
+SHOWS = ("attention", "heads", "pca")
+_AT_ONCE = 4
+_SAMPLE = 16
+_LIGHTEST = 0.995
+"""Part of the sample's patches that are darker than the lightest colour."""
+_SHORT = 240
+"""Pixels that a frame's shorter side should have at least where patches are small."""
+
+
+Paint = Callable[[Tensor, Tensor], list[np.ndarray]]
+"""Frames as the network gets them (b, 3, h, w), and as they are shown (b, H, W, 3) in [0, 1] -> painted (H, W, 3)."""
+
+
+def run(
+    *,
+    model: str | None,
+    clip: str | None,
+    out: str | None,
+    format: str | None,
+    show: str,
+    head: int | None,
+    fps: float | None,
+    size: int | None,
+    json: bool,
+) -> None:
+    """Every frame of `clip`, painted, into `out`. Raises ConfigError, DataError, CheckpointError."""
+    if model is None or clip is None:
+        raise ConfigError("give a model and a clip: dino-ds attention-video MODEL CLIP")
+    if show not in SHOWS:
+        raise ConfigError(f"--show {show!r}: there is {', '.join(SHOWS)}.{did_you_mean(show, SHOWS)}")
+    if head is not None and show != "attention":
+        raise ConfigError(f"--head {head} is for --show attention; --show {show} has all heads")
+    path, form = _destination(clip, out, format)
+    frames = open_clip(clip)
+    backbone = load(model).to("cuda" if torch.cuda.is_available() else "cpu")
+    short = side_of(backbone, size)
+    count, sample = survey(frames, _SAMPLE)
+    height, width = _network_size(sample[0], short, backbone.patch_size)
+    paint = _painter(backbone, torch.stack([_cut(frame, height, width) for frame in sample]), show, head)
+    zoom = max(1, -(-_SHORT // min(height, width)))
+    rate, began = fps or frames.fps, time.monotonic()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with clip_writer(path, form, rate) as writer, tqdm(total=count, unit=" frames", disable=None) as bar:
+            stream = frames.frames()
+            while batch := list(itertools.islice(stream, _AT_ONCE)):
+                shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
+                for picture in paint(torch.stack([_cut(frame, height, width) for frame in batch]), shown):
+                    writer.add((255 * picture).round().astype(np.uint8))
+                bar.update(len(batch))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror or error}; mend --out") from None
+    seconds = time.monotonic() - began
+    about = {"video": str(path), "frames": count, "height": height * zoom, "width": width * zoom, "fps": rate}
+    if json:
+        print(jsons.dumps({**about, "seconds": round(seconds, 2)}))
+        return
+    print(f"{path}: {count} frames of {width * zoom} x {height * zoom}, {rate:g} a second; made in {seconds:.1f} s")
+
+
+def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, str]:
+    """Where to and how. Raises ConfigError, also for what exists already."""
+    if form is not None and form not in FORMS:
+        raise ConfigError(f"--format {form!r}: there is {', '.join(FORMS)}.{did_you_mean(form, FORMS)}")
+    ending = Path(out).suffix.lower().removeprefix(".") if out else ""
+    if form is None and ending in FORMS:
+        form = ending
+    if form is None:
+        form = "mp4" if has_av() else "gif"
+    if out and form != "png" and ending != form:
+        raise ConfigError(f"--out {out} does not end in .{form}: name it so, or choose {', '.join(FORMS)} by --format")
+    if form == "mp4":
+        import_av()
+    name = Path(clip.rstrip("/")).stem.strip("*?[]") or "clip"
+    path = Path(out).expanduser() if out else Path(f"{name}_attention" + ("" if form == "png" else f".{form}"))
+    if path.exists():
+        raise ConfigError(f"{path} exists already: remove it, or name another with --out")
+    return path, form
+
+
+def _network_size(frame: np.ndarray, short: int, patch: int) -> tuple[int, int]:
+    """Height and width for the network, multiples of the patch size: the shorter side `short`, the shape kept."""
+    scale = short / min(frame.shape[:2])
+    height, width = (max(1, round(side * scale / patch)) * patch for side in frame.shape[:2])
+    return height, width
+
+
+def _resized(frame: np.ndarray, height: int, width: int) -> Image.Image:
+    return Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def _cut(frame: np.ndarray, height: int, width: int) -> Tensor:
+    return to_tensor(_resized(frame, height, width))
+
+
+def _shown(frame: np.ndarray, height: int, width: int) -> Tensor:
+    return torch.from_numpy(np.asarray(_resized(frame, height, width)) / np.float32(255))
+
+
+def _painter(backbone: Backbone, sample: Tensor, show: str, head: int | None) -> Paint:
+    """`sample` (n, 3, h, w), frames of all parts of the clip, decides once on the colours: nothing flickers.
+
+    Raises ConfigError where there is no such head.
+    """
+
+    def batched(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        where = next(backbone.parameters()).device
+        return torch.cat([function(part.to(where)).float().cpu() for part in images.split(_AT_ONCE)])
+
+    if show == "pca":
+        colours = PatchColours(batched(backbone.patch_tokens, sample).flatten(0, 2))
+        return lambda images, shown: [
+            coat(picture, colour)
+            for picture, colour in zip(shown, colours(batched(backbone.patch_tokens, images)), strict=True)
+        ]
+    if show == "heads":
+        return lambda images, shown: [
+            overlay(picture, maps * mass_mask(maps, MASS), head_colours(len(maps)))
+            for picture, maps in zip(shown, batched(backbone.attention, images), strict=True)
+        ]
+
+    def looked_at(images: Tensor) -> Tensor:
+        maps = batched(backbone.attention, images)
+        if head is not None and head >= maps.shape[1]:
+            raise ConfigError(f"--head {head}: the model has {maps.shape[1]} heads, 0 to {maps.shape[1] - 1}")
+        return maps.mean(dim=1) if head is None else maps[:, head]
+
+    top = float(looked_at(sample).quantile(_LIGHTEST))
+    return lambda images, shown: [
+        heat(picture, map_, top) for picture, map_ in zip(shown, looked_at(images), strict=True)
+    ]

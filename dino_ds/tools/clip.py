@@ -1,0 +1,159 @@
+"""A clip, frame by frame: a video file, an animated GIF or WebP, a folder or a pattern of images."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageSequence
+
+from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.named_files import NamedFiles
+from dino_ds.errors import ConfigError, DataError
+
+IMAGES_FPS = 25.0
+"""Of a folder of images, which doesn't say it."""
+_ANIMATED = (".gif", ".webp", ".png", ".apng")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """`frames()` starts at the first one each time: uint8 (h, w, 3), upright, one in memory at a time. It raises
+    DataError where one can't be read; so does `open_clip` where there is none."""
+
+    name: str
+    fps: float
+    frames: Callable[[], Iterator[np.ndarray]]
+
+
+def open_clip(path: str) -> Clip:
+    """`path` is a file, a folder or a pattern with * ? [. Raises DataError; ConfigError where PyAV is missing."""
+    place = os.path.expanduser(path)
+    if os.path.isdir(place):
+        return _images([entry.path for entry in os.scandir(place)], place)
+    if not os.path.lexists(place) and re.search(r"[*?\[]", place):
+        return _images(glob.glob(place), place)
+    if not os.path.isfile(place):
+        raise DataError(f"{path}: there is no such clip; give a video file, a folder or a pattern of images")
+    if place.lower().endswith(_ANIMATED):
+        return _animation(place)
+    if place.lower().endswith(EXTENSIONS):
+        return _images([place], place)
+    return _video(place)
+
+
+def survey(clip: Clip, wanted: int) -> tuple[int, list[np.ndarray]]:
+    """Number of frames, and `wanted` to twice as many of them, evenly spread (fewer of a shorter clip).
+
+    Raises DataError where there is no frame.
+    """
+    kept: list[np.ndarray] = []
+    count, stride = 0, 1
+    for frame in clip.frames():
+        if count % stride == 0:
+            kept.append(frame)
+        count += 1
+        if len(kept) > 2 * wanted:
+            kept, stride = kept[::2], 2 * stride
+    if not count:
+        raise DataError(f"{clip.name} has no frames")
+    return count, kept
+
+
+def has_av() -> bool:
+    try:
+        import_av()
+    except ConfigError:
+        return False
+    return True
+
+
+def import_av() -> Any:
+    """PyAV, which brings FFmpeg along. Raises ConfigError."""
+    try:
+        import av
+    except ImportError:
+        raise ConfigError(
+            "videos need PyAV: pip install 'dino_ds[video]'; without it there are folders of images and GIF or WebP "
+            "in, --format gif and png out"
+        ) from None
+    av.logging.set_level(av.logging.PANIC)  # what it would print of a broken file, our error says in one line
+    return av
+
+
+def _images(paths: Sequence[str], name: str) -> Clip:
+    """In the order of their names, where numbers count as numbers."""
+    found = sorted((path for path in paths if path.lower().endswith(EXTENSIONS)), key=_natural)
+    if not found:
+        raise DataError(f"{name} has no frames: looked for {' '.join(EXTENSIONS)} in {len(paths)} files")
+
+    def frames() -> Iterator[np.ndarray]:
+        source = NamedFiles(found)
+        for index in range(len(found)):
+            try:
+                yield np.asarray(source.load(index))
+            except UnreadableImage as error:
+                raise DataError(f"frame {error} can't be read: mend or remove it") from None
+
+    return Clip(name, IMAGES_FPS, frames)
+
+
+def _natural(path: str) -> list[Any]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", path)]
+
+
+def _animation(path: str) -> Clip:
+    """By Pillow."""
+
+    def frames() -> Iterator[np.ndarray]:
+        index = 0
+        try:
+            with Image.open(path) as image:
+                for frame in ImageSequence.Iterator(image):
+                    yield np.asarray(to_rgb(frame.copy()))
+                    index += 1
+        except Exception as error:  # decoders raise anything on broken files
+            raise _broken(path, index, error) from None
+
+    try:
+        with Image.open(path) as image:
+            milliseconds = float(image.info.get("duration") or 0)
+    except Exception as error:
+        raise _broken(path, 0, error) from None
+    return Clip(path, 1000 / milliseconds if milliseconds else IMAGES_FPS, frames)
+
+
+def _video(path: str) -> Clip:
+    av = import_av()
+
+    def frames() -> Iterator[np.ndarray]:
+        index = 0
+        try:
+            with av.open(path) as container:
+                if not container.streams.video:
+                    raise DataError(f"{path} has no video in it")
+                container.streams.video[0].thread_type = "AUTO"
+                for frame in container.decode(video=0):
+                    # Phones write what they see and how they were held.
+                    yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
+                    index += 1
+        except av.FFmpegError as error:
+            raise _broken(path, index, error) from None
+
+    try:
+        with av.open(path) as container:
+            rate = container.streams.video[0].average_rate if container.streams.video else None
+    except av.FFmpegError as error:
+        raise _broken(path, 0, error) from None
+    return Clip(path, float(rate) if rate else IMAGES_FPS, frames)
+
+
+def _broken(path: str, index: int, error: Exception) -> DataError:
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+    return DataError(f"{path} can't be read at frame {index}: {reason}")
