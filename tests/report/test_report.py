@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from dino_ds import cli
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import Memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import find_command
@@ -270,6 +272,9 @@ def test_a_real_run_is_understood(tmp_path, capsys):
     assert not {key for key, value in found.items() if value is None}
     assert found["knn"].keys() == {"teacher", "best", "best_step", "untrained", "raw_pixels", "chance"}
     assert read_run(tmp_path / "run").log.memory_parts
+    files = [str(tmp_path / "run" / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
+    batch = load_recipe(files[0], {}).data.global_batch
+    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
 
 
 def test_a_long_run_stays_small(tmp_path):
