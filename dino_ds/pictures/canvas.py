@@ -44,14 +44,13 @@ class Sheet:
         for column, title in enumerate(titles):
             self._text(column, self._top - _GAP, title, 8)
 
-    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", smooth: bool = False) -> None:
+    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "") -> None:
         """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell."""
         x, y = self._x(column), self._y(row)
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
         extent = (left, left + wide, top + high, top)
-        interpolation = "bicubic" if smooth else "nearest"
-        self.axes.imshow(picture, extent=extent, interpolation=interpolation, aspect="auto", vmin=0, vmax=1)
+        self.axes.imshow(picture, extent=extent, interpolation="nearest", aspect="auto", vmin=0, vmax=1)
         if caption:
             self._text(column, y + _CELL + _LINE, caption, 7)
 
@@ -91,7 +90,7 @@ def figure_png(figure: Figure, dpi: float = DPI, palette: bool = False) -> bytes
     """A Figure -> a PNG file. With a palette of 256 colours it is two to three times smaller."""
     image = Image.fromarray(figure_pixels(figure, dpi))
     if palette:
-        image = image.quantize(256)
+        image = image.quantize(256, kmeans=2)
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return file.getvalue()

@@ -248,10 +248,8 @@ def side_of(backbone: Backbone, size: int | None) -> int:
 
 
 def _pictures(pixels: Tensor) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3); of more than three channels the first three are shown,
-    of fewer the first."""
-    pictures = draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
-    return pictures[..., :3] if pictures.shape[-1] >= 3 else pictures[..., :1].expand(-1, -1, -1, 3)
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3)."""
+    return draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
 
 
 def _thumbnails(pixels: Tensor) -> np.ndarray:

@@ -54,6 +54,16 @@ def test_figures_show_everything(pictures):
     assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
 
 
+def test_channels_that_are_no_colours():
+    """Two channels: the first in grey; four: the first three as colours."""
+    images = torch.rand(2, 4, 8, 8) - 0.5
+    two, four = (picture_of(images[:, :c], [0.5] * c, [1.0] * c) for c in (2, 4))
+    assert two.shape == four.shape == (2, 8, 8, 3)
+    for channel in range(3):
+        torch.testing.assert_close(two[..., channel], images[:, 0] + 0.5)
+        torch.testing.assert_close(four[..., channel], images[:, channel] + 0.5)
+
+
 def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
     tokens = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(1))
     tokens[:, :2] += 9
