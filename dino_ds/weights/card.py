@@ -11,9 +11,20 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.data.multicrop import MEAN, STD
 from dino_ds.weights.load import Backbone
 
+_USE = {
+    "timm": """import timm
 
-def model_card(model: Backbone, library: str, how: str) -> str:
-    """What it is, how `library` (timm or transformers) loads it, and what it scored.
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+features = model(images)  # (b, {width})""",
+    "transformers": """from transformers import AutoImageProcessor, AutoModel
+
+processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.from_pretrained("{folder}")
+features = model(**processor(images, return_tensors="pt")).last_hidden_state[:, 0]  # (b, {width})""",
+}
+
+
+def model_card(model: Backbone, library: str, folder: str) -> str:
+    """What it is, how `library` (timm or transformers) loads `folder`, and what it scored.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
@@ -31,7 +42,7 @@ def model_card(model: Backbone, library: str, how: str) -> str:
             *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
             "",
             "```python",
-            f"features = {how}",
+            _USE[library].format(folder=folder, width=arch.width),
             "```",
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
@@ -67,7 +78,7 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
         {
             "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
             "dataset": {"type": data, "name": data},
-            "metrics": [{"type": metric, "name": metric, "value": value} for metric, value in known.items()],
+            "metrics": [{"type": metric, "name": metric, "value": round(value, 4)} for metric, value in known.items()],
         }
         for evaluation, kept in about.get("evaluations", {}).items()
         if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))
