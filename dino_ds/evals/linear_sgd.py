@@ -24,8 +24,8 @@ from dino_ds.data.workers import main_module_left_out, stop_workers, worker_opti
 from dino_ds.evals.features import collate
 from dino_ds.evals.subject import GaveUp, Labelled, Subject
 
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-"""For a batch of 256 images."""
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+"""For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
 BLOCKS = 4
 _MOMENTUM = 0.9
 _REFERENCE_BATCH = 256

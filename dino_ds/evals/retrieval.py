@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds import distributed
+
 
 @torch.no_grad()
 def rank_database(queries: Tensor, database: Tensor) -> Tensor:
@@ -53,9 +55,18 @@ def mean_average_precision(ranking: Tensor, positives: Sequence[Iterable[int]], 
 
 
 def class_retrieval(features: Tensor, labels: Tensor) -> float:
-    """Mean average precision in percent where every image asks for the others of its class. (n, d), (n,)."""
-    ranking = rank_database(features, features)
+    """Mean average precision in percent where every image asks for the others of its class. (n, d), (n,).
+
+    Every rank must call it with the same rows; each ranks the database for its share of them. NaN where every class has
+    one image.
+    """
+    mine = range(distributed.rank(), len(labels), distributed.world_size())
+    ranking = rank_database(features[mine.start :: mine.step], features)
     members = {int(label): set((labels == label).nonzero().flatten().tolist()) for label in labels.unique()}
-    own = [{i} for i in range(len(labels))]
-    wanted = [members[int(label)] - {i} for i, label in enumerate(labels)]
-    return mean_average_precision(ranking, wanted, own)
+    sums = torch.zeros(2, dtype=torch.float64, device=features.device)
+    for i, row in zip(mine, ranking.tolist(), strict=True):
+        value = average_precision(row, members[int(labels[i])] - {i}, {i})
+        if value == value:
+            sums += torch.tensor([value, 1.0], dtype=torch.float64, device=sums.device)
+    total, known = distributed.sum_across_ranks(sums).tolist()
+    return 100.0 * total / known if known else float("nan")

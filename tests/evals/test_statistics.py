@@ -117,6 +117,24 @@ def test_database_is_ranked_by_cosine():
     assert rank_database(queries, database).tolist() == [[2, 0, 1]]
 
 
+def _retrieval():
+    features = torch.randn(13, 3, generator=torch.Generator().manual_seed(4))
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3])
+    return features, labels, class_retrieval(features, labels)
+
+
+def test_class_retrieval_is_that_of_a_database_without_the_query():
+    """Against one ranking of the others for each image, and over ranks: 7 and 6 images."""
+    features, labels, found = _retrieval()
+    values = []
+    for i in range(12):  # the last is alone in its class
+        others = [j for j in range(13) if j != i]
+        ranking = rank_database(features[[i]], features[others])[0].tolist()
+        values.append(average_precision(ranking, [n for n, j in enumerate(others) if labels[j] == labels[i]]))
+    assert found == pytest.approx(100 * sum(values) / 12, abs=1e-9)
+    assert [result[2] for result in run_on_ranks(_retrieval)] == pytest.approx([found, found], abs=1e-9)
+
+
 def test_class_retrieval_leaves_the_query_out():
     """Two tight classes: perfect. One image alone in its class asks for nothing."""
     features = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0], [-1.0, 0.0]])

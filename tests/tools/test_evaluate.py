@@ -7,9 +7,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 
 from dino_ds.cli import main
 from dino_ds.errors import CheckpointError, ConfigError, DataError
@@ -34,9 +36,18 @@ LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "st
 def place(tmp_path):
     """A teacher, 24 training and 9 test images in three classes."""
     FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors", {})
-    image_folder(tmp_path / "train", 24, 3)
-    image_folder(tmp_path / "test", 9, 3, seed=1)
+    _tinted(tmp_path / "train", 24, seed=0)
+    _tinted(tmp_path / "test", 9, seed=1)
     return tmp_path
+
+
+def _tinted(root, images, seed):
+    """Noise with more or less of one colour in each class: far enough apart that rounding decides nothing."""
+    generator = np.random.default_rng(seed)
+    for i in range(images):
+        pixels = generator.integers(0, 256, (40, 48, 3)) * np.roll([1, 0.6, 0.3], i % 3) * generator.uniform(0.2, 1)
+        (root / f"class{i % 3}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(root / f"class{i % 3}" / f"{i}.png")
 
 
 def _run(place, evals="knn", **changes):
