@@ -58,6 +58,18 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), target
 
 
+def test_the_table_of_evaluations_is_the_program_s():
+    """Names, and of what is computed from labelled images the first line of its documentation."""
+    from dino_ds.evals.suite import EVALUATIONS
+
+    page = (REPOSITORY / "docs/evaluations.md").read_text()
+    named = set(re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.M))))
+    assert set(EVALUATIONS) <= named
+    for name, evaluate in EVALUATIONS.items():
+        if ".protocols." not in evaluate.__module__:
+            assert f"| `{name}` | {evaluate.__doc__.splitlines()[0]} |\n" in page
+
+
 def test_the_tree_in_the_readme_is_the_tree():
     block = re.findall(r"```\n(dino_ds/ .*?)```", (REPOSITORY / "README.md").read_text(), re.S)[0]
     for line in block.splitlines():

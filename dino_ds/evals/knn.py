@@ -6,7 +6,7 @@ exp(similarity / temperature).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,26 +29,27 @@ def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return nearest_by_product(F.normalize(queries.float(), dim=-1), F.normalize(bank.float(), dim=-1), k)
 
 
-@torch.no_grad()
 def nearest_by_product(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k rows of bank (m, d) with the largest dot products with each of queries (q, d), FP32, as `nearest`."""
-    room = queries.new_empty(_QUERY_ROWS, min(len(bank), _BANK_ROWS))
-    found = []
+    found = list(_search(queries, bank, k))
+    return torch.cat([value for value, _ in found]), torch.cat([index for _, index in found])
+
+
+@torch.no_grad()
+def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """`nearest_by_product` of one block of queries after another; the products of all are in the same memory."""
+    room = queries.new_empty(_QUERY_ROWS * min(len(bank), _BANK_ROWS))
     for rows in queries.split(_QUERY_ROWS):
-        best: tuple[Tensor, Tensor] | None = None
+        value, index = queries.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
         for start in range(0, len(bank), _BANK_ROWS):
             block = bank[start : start + _BANK_ROWS]
-            out = room.flatten()[: len(rows) * len(block)].view(len(rows), len(block))
-            value, index = _largest(torch.mm(rows, block.T, out=out), min(k, len(block)))
-            index += start
-            if best is not None:
-                value, index = torch.cat((best[0], value), dim=1), torch.cat((best[1], index), dim=1)
+            products = torch.mm(rows, block.T, out=room[: len(rows) * len(block)].view(len(rows), len(block)))
+            largest, place = _largest(products, min(k, len(block)))
+            value, index = torch.cat((value, largest), dim=1), torch.cat((index, place + start), dim=1)
+            if start:
                 value, place = value.topk(min(k, value.shape[1]), dim=1)
                 index = index.gather(1, place)
-            best = value, index
-        assert best is not None, "an empty bank"
-        found.append(best)
-    return torch.cat([value for value, _ in found]), torch.cat([index for _, index in found])
+        yield value, index
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -83,11 +84,11 @@ def knn_accuracies(
     Every rank must call it with the same rows; each searches for its share of the queries.
     """
     classes = int(torch.maximum(bank_labels.max(), query_labels.max())) + 1
-    bank, most = F.normalize(bank.float(), dim=-1), min(max(ks), len(bank))
     mine = slice(distributed.rank(), None, distributed.world_size())
+    unit, bank = F.normalize(queries[mine].float(), dim=-1), F.normalize(bank.float(), dim=-1)
     correct = torch.zeros(len(ks), dtype=torch.long, device=queries.device)
-    for rows, wanted in zip(queries[mine].split(_QUERY_ROWS), query_labels[mine].split(_QUERY_ROWS), strict=True):
-        similarity, index = nearest_by_product(F.normalize(rows.float(), dim=-1), bank, most)
+    blocks = zip(_search(unit, bank, min(max(ks), len(bank))), query_labels[mine].split(_QUERY_ROWS), strict=True)
+    for (similarity, index), wanted in blocks:
         labels = bank_labels[index]
         for i, k in enumerate(ks):
             votes = knn_votes(similarity[:, :k], labels[:, :k], classes, temperature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dino_ds.config.recipe import EVALUATIONS
 from dino_ds.options.command import JSON as _JSON
 from dino_ds.options.command import Command, Flag
 
@@ -18,7 +19,7 @@ MODELS = (
                 "evals",
                 "text",
                 "knn",
-                "knn, linear, ridge, few-shot, retrieval, statistics, oxford, paris, copydays, davis, voc",
+                ", ".join(EVALUATIONS),
             ),
             Flag("source", "text", None, "as data.source of a recipe", shown="the run's, else folder"),
             Flag(

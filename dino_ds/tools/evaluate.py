@@ -90,6 +90,8 @@ def _chosen(evals: str) -> list[str]:
         if name not in EVALUATIONS:
             there = ", ".join(EVALUATIONS)
             raise ConfigError(f"--evals {name!r}: there is {there}.{did_you_mean(name, EVALUATIONS)}")
+    if not names:
+        raise ConfigError(f"--evals names no evaluation: there is {', '.join(EVALUATIONS)}")
     return names
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from dino_ds import __version__
+from dino_ds.architectures import ARCHITECTURES
 from dino_ds.data.multicrop import MEAN, STD
 from dino_ds.weights.load import Backbone
 
@@ -21,9 +22,9 @@ def model_card(model: Backbone, library: str, how: str) -> str:
     return "\n".join(
         [
             "---",
-            yaml.safe_dump(_metadata(about, library), sort_keys=False).rstrip(),
+            yaml.safe_dump(_metadata(model, library), sort_keys=False).rstrip(),
             "---",
-            f"# {_name(about)}, trained with DINO by dino_ds",
+            f"# {_name(model)}, trained with DINO by dino_ds",
             "",
             f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
             f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
@@ -45,12 +46,17 @@ def model_card(model: Backbone, library: str, how: str) -> str:
     )
 
 
-def _name(about: dict[str, Any]) -> str:
-    return str(about.get("timm_name", "Vision Transformer"))
+def _name(model: Backbone) -> str:
+    """timm's, where the model has the sizes that it stands for."""
+    arch, name = model.vit.arch, model.about.get("timm_name")
+    if name is not None and ARCHITECTURES.get(name) == arch:
+        return str(name)
+    return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
 
 
-def _metadata(about: dict[str, Any], library: str) -> dict[str, Any]:
+def _metadata(model: Backbone, library: str) -> dict[str, Any]:
     """With a model-index where there are results: of this very teacher, and none that is not known."""
+    about = model.about
     metadata: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": "image-feature-extraction",
@@ -66,7 +72,7 @@ def _metadata(about: dict[str, Any], library: str) -> dict[str, Any]:
         for evaluation, kept in about.get("evaluations", {}).items()
         if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))
     ]
-    return metadata | ({"model-index": [{"name": f"{_name(about)}-dino", "results": results}]} if results else {})
+    return metadata | ({"model-index": [{"name": f"{_name(model)}, DINO", "results": results}]} if results else {})
 
 
 def _table(about: dict[str, Any]) -> list[str]:

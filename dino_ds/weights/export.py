@@ -113,8 +113,7 @@ def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     network = to_reference(_tensors(model), head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    what = "with its head" if head else f"without a head: {'; '.join(model.notes) or 'there is none in the source'}"
-    return f"eval_knn.py --pretrained_weights {out} ({what})"
+    return f"eval_knn.py --pretrained_weights {out} ({'with' if head else 'without'} a head)"
 
 
 def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:

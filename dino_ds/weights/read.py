@@ -81,7 +81,7 @@ def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]
         whole = SavedCheckpoint(folder, manifest).whole()
         head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
         _check_numbers(folder, head)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return {}, [f"its head can't be had ({error})"]
     return head, []
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 
+from dino_ds.cli import main
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
 from dino_ds.evals.subject import Labelled, Settings
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
+from dino_ds.ports import find_free_port
 from dino_ds.tools.evaluate import run
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
@@ -110,3 +115,69 @@ def test_few_shot_images_are_drawn_by_class():
     drawn = draw_balanced(labels, 0.1, torch.Generator().manual_seed(0))
     assert torch.bincount(labels[drawn]).tolist() == [5, 1, 1]
     assert len(drawn.unique()) == len(drawn)
+
+
+def _command(*words):
+    """Exit code and what is said of `dino-ds eval ...`, in this process."""
+    try:
+        main(["eval", *map(str, words)])
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+def test_bad_input_at_the_command_line(place, capsys):
+    """One line that says what to do, exit code 2 or 3, nothing written."""
+    image_folder(place / "plain", 4)
+    image_folder(place / "other", 8, 4)
+    (place / "empty").mkdir()
+    (place / "notes.txt").write_text("no weights")
+    (place / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    sets = ("--root", place / "train", "--test_root", place / "test", "--workers", 0)
+    for code, words, given in (
+        (3, "notes.txt", (place / "notes.txt", *sets)),
+        (3, "broken.safetensors", (place / "broken.safetensors", *sets)),
+        (2, "the training images have no classes", (place, "--root", place / "plain", *sets[2:])),
+        (2, "there are no test images", (place, *sets[:2])),
+        (2, "24 training images have no 30 neighbours", (place, *sets, "--k", 30)),
+        (2, "1 classes of the test images are not in training: class3", (place, *sets[:3], place / "other")),
+        (2, "Did you mean linear-sgd", (place, *sets, "--evals", "linear-sdg")),
+        (2, "--evals names no evaluation", (place, *sets, "--evals", ",")),
+        (2, "empty", (place, *sets[:3], place / "empty")),
+        (2, "multiples of the patch size", (place, *sets, "--size", 30)),
+    ):
+        assert _command(*given) == code, words
+        said = capsys.readouterr().err.strip().splitlines()
+        assert words in said[-1] and "error:" in said[-1], (words, said)
+        assert not any("Traceback" in line for line in said)
+    assert not (place / "evaluations.json").exists()
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "hf", "timm"])
+def test_every_form_of_a_model(place, capsys, monkeypatch, form):
+    """A folder with a teacher, a file, a Hugging Face folder, a timm name (whose weights would be downloaded)."""
+    build = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **kw: build(name, img_size=32, **kw))
+    model = {"folder": place, "file": place / "teacher.safetensors", "timm": "vit_tiny_patch16_224"}.get(form)
+    if form == "hf":
+        model = place / "hf"
+        FORMATS["hf"][0](_backbone(), model, {})
+    _run(place, model=str(model))
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == str(model) and found["results"]["knn"]["results"].keys() == {"knn_1", "knn_5"}
+
+
+@pytest.mark.slow
+def test_torchrun_gives_what_one_process_gives(place):
+    evals = "knn,linear-sgd,linear"
+    _run(place, evals)
+    one = _results(place)
+    words = ["--root", place / "train", "--test_root", place / "test", "--k", "1,5", "--workers", 0, "--epochs", 2]
+    words += ["--batch", 8, "--evals", evals, "--json"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", find_free_port()]
+    command = list(map(str, [*torchrun, "-m", "dino_ds", "eval", place, *words]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    for name, values in one.items():
+        assert results[name]["results"] == pytest.approx(values, rel=1e-3, abs=1e-4)

@@ -1,0 +1,104 @@
+"""What evaluations are given: images that fit together, features computed once, and a way to stop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.data.images import UnreadableImage
+from dino_ds.errors import DataError
+from dino_ds.evals.subject import GaveUp, Settings, Subject
+from tests.ranks import run_on_ranks
+from tests.weights.test_weights import _backbone
+
+
+class _Images:
+    """Of class labels[i], with names of its own for the classes."""
+
+    def __init__(self, labels, classes, broken=()):
+        self.labels, self.classes, self._broken = labels, classes, broken
+
+    def __len__(self):
+        return len(self.labels)
+
+    def load(self, index):
+        if index in self._broken:
+            raise UnreadableImage(str(index), "broken")
+        pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+        return Image.fromarray(pixels)
+
+    def name(self, index):
+        return str(index)
+
+
+def _subject(train, test, settings=None, **more):
+    settings = settings or Settings(workers=0)
+    return Subject(_backbone(), settings, torch.device("cpu"), lambda: (train, test), progress=False, **more)
+
+
+def test_classes_are_matched_by_name():
+    """The test images' class 0 is the training images' class 2; images without a label are left out."""
+    train = _Images([0, 1, 2, -1, 2], ["a", "b", "c"])
+    subject = _subject(train, _Images([0, 0, -1, 1], ["c", "a"]))
+    assert subject.has_labels and subject.train_indices == [0, 1, 2, 4]
+    assert subject.train.labels.tolist() == [0, 1, 2, 2]
+    assert subject.test.labels.tolist() == [2, 2, 0] and subject.test.classes == 3
+    assert subject.train is subject.train  # computed once
+
+
+def test_limits_are_those_of_each_set():
+    train, test = _Images([0, 1] * 10, ["a", "b"]), _Images([0, 1] * 8, ["a", "b"])
+    subject = _subject(train, test, Settings(workers=0, images=10, test_images=4))
+    assert (len(subject.train_indices), len(subject.test_indices)) == (10, 4)
+    assert subject.image_counts == (10, 4)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "words"),
+    [
+        (None, _Images([0], ["a"]), "there are no training images"),
+        (_Images([0], ["a"]), None, "there are no test images"),
+        (_Images([0], ["a"]), _Images(None, None), "the test images have no classes"),
+        (_Images([0], ["a"]), _Images([0], ["b"]), "1 classes of the test images are not in training: b"),
+        (_Images([0, 0], ["a", "b"]), _Images([1], ["a", "b"]), "none of 2 training images is of 1 classes .*: b"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_is_computed(train, test, words):
+    with pytest.raises(DataError, match=words):
+        _ = _subject(train, test, Settings(workers=-1)).test  # -1 processes: a loader would fail
+
+
+def test_what_needs_no_labels():
+    """The test images, else the training images, labels or not."""
+    unlabelled = _Images(None, None)
+    unlabelled.labels, unlabelled.__class__ = None, _Unlabelled
+    subject = _subject(unlabelled, None)
+    assert not subject.has_labels and subject.any_features.shape == (4, 64)
+    with pytest.raises(DataError, match="there are no images"):
+        _ = _subject(None, None).any_source
+
+
+class _Unlabelled(_Images):
+    def __len__(self):
+        return 4
+
+
+def test_unreadable_images_are_noted_once():
+    images = _Images([0, 0, 0], ["a"], broken=(1,))
+    subject = _subject(images, images)
+    assert len(subject.test.labels) == len(subject.train.labels) == 2
+    assert subject.notes == ["left out, unreadable: 1 (broken)"]
+
+
+def _gives_up(rank):
+    images = _Images([0] * 6, ["a"])
+    subject = _subject(images, images, give_up=lambda: torch.distributed.get_rank() == rank)
+    with pytest.raises(GaveUp):
+        _ = subject.train
+    return True
+
+
+def test_all_ranks_give_up_together():
+    assert run_on_ranks(_gives_up, 1) == [True, True]
