@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DPI = 110
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.19
 """Inches: a picture's side, between pictures, a line of text."""
+_LETTERS = 25
 
 
 class Sheet:
@@ -62,7 +64,7 @@ class Sheet:
 
     def _text(self, column: int, bottom: float, text: str, size: int) -> None:
         middle = self._x(column) + _CELL / 2
-        self.axes.text(middle, bottom - 0.04, text, fontsize=size, ha="center", va="baseline")
+        self.axes.text(middle, bottom - 0.04, shortened(text), fontsize=size, ha="center", parse_math=False)
 
     def _x(self, column: int) -> float:
         return _GAP + column * (_CELL + _GAP)
@@ -71,13 +73,20 @@ class Sheet:
         return self._top + row * self._line + row // self._rows_of * (2 * _GAP if self._rows_of > 1 else 0)
 
 
+def shortened(text: str) -> str:
+    """As much as fits under a picture."""
+    return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
+
+
 def figure_pixels(figure: Figure, dpi: float = DPI) -> np.ndarray:
     """A Figure -> uint8 (h, w, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a class in letters that the font lacks has boxes for a name
+        canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
