@@ -70,7 +70,7 @@ def run(
     size: int | None,
     json: bool,
 ) -> None:
-    """One PNG of each kind in `only` into `out`, a run's also on TensorBoard. Raises ConfigError, DataError, CheckpointError."""
+    """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
     if model is None:
         raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
     kinds = _kinds(only, Path(model))
