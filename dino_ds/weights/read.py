@@ -28,7 +28,7 @@ _BACKBONE = re.compile(
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
 )
 _HEAD = "teacher.head."
-_TORCH_STARTS = (b"PK", b"\x80")
+_TORCH_STARTS = (b"PK\x03\x04", b"\x80")
 """A zip archive, or a bare pickle as torch wrote them before 1.6."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Of a Hugging Face folder."""
@@ -172,7 +172,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
     try:
         with path.open("rb") as file:
-            is_torch = file.read(2).startswith(_TORCH_STARTS)
+            is_torch = file.read(4).startswith(_TORCH_STARTS)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
     if not is_torch:

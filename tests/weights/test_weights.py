@@ -229,7 +229,7 @@ class TestBadInput:
         [
             ("a.safetensors", "hello", "not a readable"),
             ("a.pth", "hello", "no file of weights"),
-            ("b.pth", "PK but no archive", "not a readable"),
+            ("b.pth", "PK\x03\x04 and no more", "not a readable"),
         ],
     )
     def test_no_checkpoint(self, tmp_path, name, content, said):
