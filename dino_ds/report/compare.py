@@ -49,7 +49,7 @@ def draw_comparison(runs: Sequence[RunFiles]) -> Markup:
             note(_NOT_COMPARABLE.format(", ".join(other))) if other else "",
             join(note(text) for text in notes),
             section("Curves", draw_together(runs, names)),
-            section("Evaluations", _evaluations(runs, keys)),
+            section("Evaluations", _evaluations(runs, keys, mark=not other)),
             section("Throughput and memory", _speed(facts, names)),
             section("What differs between them", _differences(settings, keys)),
         ]
@@ -109,8 +109,8 @@ def _marked(values: Sequence[float | None], show: Callable[[float | None], str])
     return [marked.format(show(value)) if value is not None and value == best else show(value) for value in values]
 
 
-def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup]) -> Markup:
-    """Of earlier files, which do not name the evaluation, a figure joins that of the same name."""
+def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup], mark: bool) -> Markup:
+    """mark: the best of a row. Of earlier files, which name no evaluation, a figure joins that of the same name."""
     found: dict[str, list[float | None]] = {}
     groups: dict[str, str] = {}
     for i, run in enumerate(runs):
@@ -122,10 +122,10 @@ def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup]) -> Markup:
         return note("There are none yet: dino-ds eval RUN makes them.")
     rows: list[list[Piece]] = []
     for metric, values in found.items():
-        judged = not metric.endswith(_NO_BEST)
+        judged = mark and not metric.endswith(_NO_BEST)
         rows.append([groups[metric], metric, *(_marked(values, number) if judged else map(number, values))])
     rows.append(["", "step of the teacher", *map(_step, runs)])
-    about = note(f"{PERCENT} The best of a row is marked where more is better.")
+    about = note(PERCENT + (" The best of a row is marked where more is better." if mark else ""))
     return table(["evaluation", "figure", *keys], rows, range(2, 2 + len(runs))) + about
 
 

@@ -178,6 +178,10 @@ def test_runs_side_by_side(tmp_path, capsys):
     assert "data.global_batch" not in page.text
     best = re.findall(r'class="best">([^<]+)', (one / "compare.html").read_text())
     assert best == ["80"]  # equal accuracies of the curves have no best
+    other = make_run(tmp_path / "c/run", recipe={"eval.k": "5"})
+    (other / "evaluations.json").write_text('{"knn_10": 70.0}')
+    _report(one, other)
+    assert 'class="best"' not in (one / "compare.html").read_text()  # of other settings: nothing to compare
     capsys.readouterr()
     run(run=None, compare=[str(one), str(two)], out=str(tmp_path / "c.html"), json=True)
     found = json.loads(capsys.readouterr().out)
