@@ -46,6 +46,7 @@ bench-gpu: setup
 	-$(BENCH) attention --config vits16 --batch 64 --json > bench_results/attention_s16.json
 	-$(BENCH) engine --config vits16 --batch 64 --json > bench_results/engine_s16.json
 	-$(BENCH) ladder --config vits16 --batch 64 --json --out bench_results > bench_results/ladder_s16.json
+	-$(BENCH) inference vit_small_patch16_224 --random --batches 1,16,256 --json > bench_results/inference_s16.json
 	@ls -l bench_results
 
 setup: $(READY)

@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from dino_ds.architectures import ARCHITECTURES
 from dino_ds.bench.common import begin
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, synchronize, time_interleaved
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.names import did_you_mean
 from dino_ds.weights.export import export_onnx
 from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"
 LEAST_ROUNDS = 5
+_RANDOM_SIZE = 224
 
 
 class Skipped(Exception):
@@ -38,6 +42,7 @@ Features = Callable[[Tensor], Tensor]
 def run(
     *,
     model: str | None,
+    random: bool,
     batches: str,
     size: int | None,
     rounds: int,
@@ -50,9 +55,11 @@ def run(
     """Every way to run `model` at every batch size, by turns; random images. Raises ConfigError, CheckpointError."""
     if model is None:
         raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
+    if random and model not in ARCHITECTURES:
+        raise ConfigError(f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(model, ARCHITECTURES)}")
     sizes = _numbers(batches)
     begin(1, threads, "bench inference")
-    backbone = load(model, heads=heads).to(device())
+    backbone = (_random(model) if random else load(model, heads=heads)).to(device())
     side = size or backbone.image_size
     channels = backbone.vit.arch.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # says now that a size is none
@@ -76,6 +83,10 @@ def run(
         "host": describe_host(),
     }
     print_result(_page(result), result, json)
+
+
+def _random(name: str) -> Backbone:
+    return Backbone(VisionTransformer(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +48,7 @@ def run(
     if _PIXELS % patch_size:
         raise ConfigError(f"--patch_size {patch_size} does not divide {_PIXELS} pixels: give 2, 4, 8 or 16")
     threads = threads or len(usable_cores())
-    faiss = importlib.import_module("faiss") if importlib.util.find_spec("faiss") else None
+    faiss = _faiss()
     problem = _Problem(queries, bank, width, k, faiss)
     rows = [problem.measure(count, rounds) for count in sorted({1, threads})]
     torch.set_num_threads(threads)
@@ -60,6 +58,15 @@ def run(
     wall, cpu = _features_seconds(images, patch_size)
     result |= {"features_seconds": wall, "features_cpu_seconds": cpu, "host": describe_host()}
     print_result(_page(result), result, json)
+
+
+def _faiss() -> Any:
+    """None where it is not installed."""
+    try:
+        import faiss
+    except ImportError:
+        return None
+    return faiss
 
 
 class _Problem:

@@ -21,8 +21,10 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import missing_file
 from dino_ds.text_file import is_file, read_text
 
-PACKAGE = Path(__file__).resolve().parents[1]
-CHECKOUT = PACKAGE.parent
+_PACKAGE = Path(__file__).resolve().parents[1]
+CHECKOUT = _PACKAGE.parent
+# In a checkout the package's ds_configs is a link to the folder beside the package.
+_SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 # At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
 # one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
@@ -65,7 +67,7 @@ def find_ds_config(path: str) -> str:
     """`path` as given, or a shipped one, ds_configs/NAME.json. Raises ConfigError with the nearest file name."""
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
-    shipped = (PACKAGE / path).resolve()  # in a checkout ds_configs/ is a link to the folder beside the package
+    shipped = _SHIPPED / path
     for candidate in (Path(path), shipped):
         if is_file(str(candidate)):
             return str(candidate)
@@ -279,5 +281,5 @@ def _without_fp16(path: str) -> str:
     """The files beside `path` that differ in the precision, or the shipped ones."""
     given = Path(path)
     siblings = [given.with_name(given.name.replace("fp16", other)) for other in ("bf16", "fp32")]
-    found = [str(p) for p in siblings if p != given and (p.is_file() or (PACKAGE / p).is_file())]
+    found = [str(p) for p in siblings if p != given and (p.is_file() or (_SHIPPED / p).is_file())]
     return " or ".join(found or ["ds_configs/zero2_bf16.json", "ds_configs/zero2_fp32.json"])

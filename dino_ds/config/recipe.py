@@ -165,7 +165,8 @@ class ModelSection(Section):
         Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
     )
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
-        "dino", "how local crops resize the position embedding; dino is needed for DINO's released weights"
+        "dino",
+        "how local crops and init_from resize positions; dino is needed for DINO's released weights",
     )
 
     @field_validator("backbone")

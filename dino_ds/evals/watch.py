@@ -188,7 +188,7 @@ class Watch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Baselines of other images or neighbours are forgotten; they would be compared with what they are not."""
-        if state.get("of", self._compared) == self._compared:
+        if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
 

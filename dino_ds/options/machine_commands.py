@@ -54,6 +54,7 @@ BENCH_INFERENCE = Command(
     "dino_ds.bench.inference:run",
     (
         Flag("model", "text", None, "a run folder, a file of weights, a Hugging Face folder or a timm name", "none"),
+        Flag("random", "switch", False, "MODEL is an architecture: random weights, 224 pixels; they change no speed"),
         Flag("batches", "text", "1,4,16,64", "images of a call; several with commas"),
         Flag("size", "int", None, "pixels of a side, a multiple of the patch size", shown="the model's"),
         Flag("rounds", "int", 200, "measured calls of each way, at most"),

@@ -19,7 +19,7 @@ MODELS = (
                 "evals",
                 "text",
                 "knn",
-                f"{', '.join(EVALUATIONS)}; several with commas",
+                ", ".join(EVALUATIONS),
             ),
             Flag("source", "text", None, "as data.source of a recipe", shown="the run's, else folder"),
             Flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 DPI = 110
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.19
 """Inches: a picture's side, between pictures, a line of text."""
+_LETTERS = 25
 
 
 class Sheet:
@@ -44,14 +46,13 @@ class Sheet:
         for column, title in enumerate(titles):
             self._text(column, self._top - _GAP, title, 8)
 
-    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", smooth: bool = False) -> None:
+    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "") -> None:
         """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell."""
         x, y = self._x(column), self._y(row)
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
         extent = (left, left + wide, top + high, top)
-        interpolation = "bicubic" if smooth else "nearest"
-        self.axes.imshow(picture, extent=extent, interpolation=interpolation, aspect="auto", vmin=0, vmax=1)
+        self.axes.imshow(picture, extent=extent, interpolation="nearest", aspect="auto", vmin=0, vmax=1)
         if caption:
             self._text(column, y + _CELL + _LINE, caption, 7)
 
@@ -63,7 +64,7 @@ class Sheet:
 
     def _text(self, column: int, bottom: float, text: str, size: int) -> None:
         middle = self._x(column) + _CELL / 2
-        self.axes.text(middle, bottom - 0.04, text, fontsize=size, ha="center", va="baseline")
+        self.axes.text(middle, bottom - 0.04, shortened(text), fontsize=size, ha="center", parse_math=False)
 
     def _x(self, column: int) -> float:
         return _GAP + column * (_CELL + _GAP)
@@ -72,13 +73,20 @@ class Sheet:
         return self._top + row * self._line + row // self._rows_of * (2 * _GAP if self._rows_of > 1 else 0)
 
 
+def shortened(text: str) -> str:
+    """As much as fits under a picture."""
+    return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
+
+
 def figure_pixels(figure: Figure, dpi: float = DPI) -> np.ndarray:
     """A Figure -> uint8 (h, w, 3)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(dpi)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a class in letters that the font lacks has boxes for a name
+        canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 
 
@@ -91,7 +99,7 @@ def figure_png(figure: Figure, dpi: float = DPI, palette: bool = False) -> bytes
     """A Figure -> a PNG file. With a palette of 256 colours it is two to three times smaller."""
     image = Image.fromarray(figure_pixels(figure, dpi))
     if palette:
-        image = image.quantize(256)
+        image = image.quantize(256, kmeans=2)
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return file.getvalue()

@@ -37,7 +37,7 @@ def draw_curves(records: Sequence[dict[str, Any]]) -> Figure:
         axes.plot(x, [record[key] for record in steps], color=_BLUE)
         axes.set_title(name, fontsize=8)
         axes.locator_params(axis="x", nbins=4)
-    small[-1].set_ylim(bottom=0)
+    small[-1].set_ylim(0, 1.15 * max([record["images_per_second"] for record in steps], default=1))
     for axes in (*large, *small):
         axes.set_xlabel("step", fontsize=7)
         axes.tick_params(labelsize=7)

@@ -38,12 +38,12 @@ def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: 
 
 
 def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1]; of other than 3 channels their mean, grey."""
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1]: of more than three channels the first three,
+    of fewer the first alone, in grey."""
     shape = (1, -1, 1, 1)
-    scaled = (images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)).clamp(0, 1)
-    if scaled.shape[1] != 3:
-        scaled = scaled.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
-    return scaled.permute(0, 2, 3, 1)
+    scaled = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
+    pictures = scaled.clamp(0, 1).permute(0, 2, 3, 1)
+    return pictures[..., :3] if pictures.shape[-1] >= 3 else pictures[..., :1].expand(-1, -1, -1, 3)
 
 
 def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean
+from dino_ds.pictures.canvas import shortened
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,10 +48,14 @@ def place(features: Tensor, method: str) -> np.ndarray:
 
 
 def _is_installed(method: str) -> bool:
+    if method not in _NEEDS:
+        return True
     try:
-        return method not in _NEEDS or importlib.util.find_spec(_NEEDS[method][0]) is not None
+        found = importlib.util.find_spec(_NEEDS[method][0])
     except ValueError:  # what stands in for a module may have no description
         return False
+    # Caches that outlive a module leave a folder of its name, which has no file to import.
+    return found is not None and found.origin is not None
 
 
 def _pca(unit: Tensor) -> np.ndarray:
@@ -88,7 +93,8 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
 
     names = sorted(set(groups)) if groups else []
     legend = 0 < len(names) <= _LEGEND
-    bottom = (0.25 * -(-len(names) // 6) + 0.1) if legend else 0.0
+    columns = max(1, min(6, 100 // (4 + max(map(len, map(shortened, names)), default=0))))
+    bottom = (0.25 * -(-len(names) // columns) + 0.1) if legend else 0.0
     figure = Figure(figsize=(_INCHES, _INCHES + 0.3 + bottom))
     height = figure.get_figheight()
     axes = figure.add_axes((0, bottom / height, 1, _INCHES / height))
@@ -105,7 +111,10 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     axes.axis("off")
     if legend:
         spots = [axes.plot([], [], "s", color=colours[i])[0] for i in range(len(names))]
-        figure.legend(spots, names, loc="lower center", ncols=6, fontsize=7, frameon=False, handletextpad=0.1)
+        words = [shortened(name) for name in names]
+        box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=7, frameon=False)
+        for text in box.texts:
+            text.set_parse_math(False)
     return figure
 
 

@@ -20,7 +20,7 @@ from dino_ds.report.one import draw_one
 from dino_ds.report.summary import summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
 
-_MOST_RUNS = 16
+_MOST_RUNS = 8
 
 
 def run(*, run: str | None, compare: list[str] | None, out: str | None, json: bool) -> None:
@@ -29,7 +29,7 @@ def run(*, run: str | None, compare: list[str] | None, out: str | None, json: bo
     if not folders or (compare and len(folders) < 2):
         raise ConfigError("give a run folder, and others with --compare RUN RUN: dino-ds report runs/cifar10")
     if len(folders) > _MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most that one can tell apart")
+        raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most whose colours differ")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice: give each folder once")
     page = Path(out).expanduser() if out else folders[0] / ("compare.html" if compare else "report.html")

@@ -130,7 +130,7 @@ def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup]) -> Markup:
 
 
 def _step(run: RunFiles) -> str:
-    steps = {e.about["step"] for e in run.evaluations if isinstance(e.about.get("step"), (int, float))}
+    steps = {e.about["step"] for e in run.evaluations if isinstance(e.about.get("step"), float)}
     return ", ".join(map(number, sorted(steps))) or "–"
 
 

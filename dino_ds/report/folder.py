@@ -20,6 +20,7 @@ from dino_ds.report.series import Metrics, read_metrics
 
 T = TypeVar("T")
 _LARGEST_JSON = 64 << 20
+_LARGEST_NUMBER = 1e100
 _GIB = 2**30
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
 """What training leaves of a hang, a bug and bad steps."""
@@ -140,14 +141,18 @@ def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
     for name, entry in content.items():
         if isinstance(entry, dict):
             inside = entry.get("results")
-            about = {key: value for key, value in entry.items() if not isinstance(value, (dict, list))}
+            about = {key: value for key, value in entry.items() if isinstance(value, str)} | _numbers(entry)
             results = _numbers(inside if isinstance(inside, dict) else entry)
             found.append(Evaluation(name, results, about if isinstance(inside, dict) else {}))
     return [evaluation for evaluation in found if evaluation.results]
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    return {k: float(v) for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
+    }
 
 
 def _checkpoints(folder: Path) -> dict[int, float]:

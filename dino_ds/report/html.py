@@ -16,6 +16,8 @@ from PIL import Image, features
 
 _HERE = Path(__file__).parent
 _MAX_PIXELS = 100_000_000
+_LONG_WORD = 28
+"""Letters, beyond which a word in a table may be broken: paths."""
 Piece = str | Markup
 
 
@@ -82,7 +84,8 @@ def table(header: Sequence[Piece], rows: Sequence[Sequence[Piece]], numbers: Ite
 
 
 def _class(right: bool, cell: Piece) -> str:
-    return ' class="n"' if right else ' class="long"' if len(cell) > 40 else ""
+    words = (cell.striptags() if isinstance(cell, Markup) else cell).split()
+    return ' class="n"' if right else ' class="long"' if max(map(len, words), default=0) > _LONG_WORD else ""
 
 
 def embedded_picture(image: Image.Image) -> str:

@@ -110,11 +110,11 @@ def _knn(found: dict[str, Any] | None) -> Markup:
 
 
 def _alarm(run: RunFiles) -> Markup:
-    bad = {kind.name for kind, _ in run.log.incidents if kind.level == "bad"}
-    if not bad:
-        return Markup()
-    counts = ", ".join(f"{name} {number(run.log.counts[name])}" for name in sorted(bad))
-    return Markup('<p class="incident bad"><b>{}.</b> Their lines are among the incidents below.</p>').format(counts)
+    """The newest line of each kind that is bad."""
+    newest = {kind.name: line for kind, line in run.log.incidents if kind.level == "bad"}
+    line = Markup('<p class="incident bad">{}{}</p>\n')
+    counts = ((run.log.counts[name], text) for name, text in newest.items())
+    return join(line.format(text, f" ({number(n)} times)" if n > 1 else "") for n, text in counts)
 
 
 def _evaluations(found: Sequence[Evaluation]) -> Markup:
@@ -140,11 +140,11 @@ PERCENT = "Accuracies and mean average precisions are percent."
 def _about(about: dict[str, Any]) -> tuple[str, str, str]:
     """Step, images, and when it was made."""
     names = {"train_images": "training", "test_images": "test"}
-    images = [f"{number(about[key])} {name}" for key, name in names.items() if isinstance(about.get(key), int)]
+    numbers = {key: value for key, value in about.items() if isinstance(value, float)}
+    images = [f"{number(about[key])} {name}" for key, name in names.items() if key in numbers]
     made = [str(about["date"])] if "date" in about else []
-    made += [duration(about["seconds"])] if isinstance(about.get("seconds"), (int, float)) else []
-    step = about.get("step")
-    return number(step) if isinstance(step, (int, float)) else "", ", ".join(images), ", ".join(made)
+    made += [duration(numbers["seconds"])] if "seconds" in numbers else []
+    return number(numbers["step"]) if "step" in numbers else "", ", ".join(images), ", ".join(made)
 
 
 def _memory(run: RunFiles, facts: dict[str, Any]) -> Markup:

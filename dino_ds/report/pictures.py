@@ -14,8 +14,9 @@ from dino_ds.report.text import number
 
 _WIDTH, _STRIP_WIDTH = 1300, 800
 _MOST, _MOST_IN_STRIP = 24, 6
-_WIDE = 2.2
+_WIDE_FROM = 2.2
 """Times its height: over both columns."""
+_WIDE, _NARROW = Markup('<figure class="picture wide">'), Markup('<figure class="picture">')
 _TITLES = {
     "attention": "Self-attention of the CLS token, head by head",
     "pca": "First three principal components of the patches, as colours",
@@ -28,7 +29,7 @@ _TITLES = {
 
 
 def show_pictures(run: RunFiles) -> Markup:
-    """Pictures of the folder itself, then of its folders (training steps): at most six of a kind, evenly chosen."""
+    """Pictures of the folder itself, wide ones last, then of its folders (training steps), six of a kind at most."""
     folder = run.path / "pictures"
     # Drawn anew above, from all lines.
     own = [path for path in run.pictures if path.parent == folder and path.stem != "curves"]
@@ -36,17 +37,16 @@ def show_pictures(run: RunFiles) -> Markup:
     for path in run.pictures:
         if path.parent != folder:
             strips.setdefault(path.stem, []).append(path)
-    parts = [
-        Markup('<div class="strip">{}</div>').format(join(_picture(p, _title(p.stem), _WIDTH) for p in own[:_MOST]))
-    ]
+    drawn = sorted((_picture(path, _title(path.stem), _WIDTH) for path in own[:_MOST]), key=_is_wide)
+    parts = [Markup('<div class="strip">{}</div>').format(join(drawn))]
     for kind, paths in list(strips.items())[:_MOST]:
         chosen = _spread(sorted(paths))
         of = f": {len(chosen)} of {len(paths)}" if len(chosen) < len(paths) else ""
         shown = join(_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in chosen)
         parts.append(
-            Markup('<h3>{} while it trained{}</h3><div class="strip">{}</div>').format(_title(kind), of, shown)
+            Markup('<h3>{}, while it trained{}</h3><div class="strip three">{}</div>').format(_title(kind), of, shown)
         )
-    if not run.pictures:
+    if not own and not strips:
         parts.append(note("There are no pictures yet: dino-ds pictures RUN makes them."))
     elif len(own) > _MOST:
         parts.append(note(f"{number(len(own) - _MOST)} pictures more lie in {folder}."))
@@ -74,7 +74,11 @@ def _picture(path: Path, caption: str, width: int) -> Markup:
         address, (wide, high) = embedded_file(path, width)
     except (OSError, ValueError) as error:
         return note(f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}")
-    return Markup(
-        '<figure class="picture{}"><figcaption><b>{}</b></figcaption>'
-        '<img src="{}" width="{}" height="{}" alt="{}"></figure>\n'
-    ).format(" wide" if wide > _WIDE * high else "", caption, address, wide, high, caption)
+    kind = _WIDE if width == _WIDTH and wide > _WIDE_FROM * high else _NARROW
+    return kind + Markup(
+        '<figcaption><b>{}</b></figcaption><img src="{}" width="{}" height="{}" alt="{}"></figure>\n'
+    ).format(caption, address, wide, high, caption)
+
+
+def _is_wide(picture: Markup) -> bool:
+    return picture.startswith(_WIDE)

@@ -129,12 +129,18 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 def _curves(shapes: dict[tuple[str, ...], array[float]]) -> dict[str, Curve]:
     parts: dict[str, list[np.ndarray]] = {}
     for shape, values in shapes.items():
-        table = np.frombuffer(values).reshape(-1, len(shape))
+        table = _sane(np.frombuffer(values).reshape(-1, len(shape)))
         steps = table[:, shape.index("step")]
         for column, key in enumerate(shape):
             if key != "step":
                 parts.setdefault(key, []).append(np.stack([steps, table[:, column]]))
     return {key: _merged(np.concatenate(found, axis=1)) for key, found in parts.items()}
+
+
+def _sane(values: np.ndarray) -> np.ndarray:
+    """What no figure of a run can be, 1e100 and beyond, is infinite, so that arithmetic with the others is safe."""
+    size = np.abs(values)
+    return np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
 
 
 def _merged(points: np.ndarray) -> Curve:

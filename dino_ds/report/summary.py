@@ -56,7 +56,8 @@ def training_seconds(metrics: Metrics) -> float | None:
     images, rate = metrics["images"], metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None
-    seconds = np.diff(images.y, prepend=0) / rate.y
+    with np.errstate(divide="ignore", invalid="ignore"):
+        seconds = np.diff(images.y, prepend=0) / rate.y
     return float(seconds[np.isfinite(seconds)].sum())
 
 

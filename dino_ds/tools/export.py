@@ -50,4 +50,12 @@ def _results(run: Path) -> dict[str, Any]:
         data = load_recipe(str(run / "config.yaml"), {}).data
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
-    return {"evaluations": evaluations, "data": Path(data.root).name if data.root and data.own_files else data.source}
+    return {
+        "evaluations": evaluations,
+        "data": _short(Path(data.root)) if data.root and data.own_files else data.source,
+    }
+
+
+def _short(root: Path) -> str:
+    """What images are called in public: without the folders above them."""
+    return f"{root.parent.name}/{root.name}" if root.name in ("train", "val", "test") else root.name

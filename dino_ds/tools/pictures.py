@@ -17,17 +17,16 @@ from torch import Tensor
 
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source
-from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import nearest
 from dino_ds.names import did_you_mean
 from dino_ds.pictures import draw
-from dino_ds.pictures.canvas import figure_png
 from dino_ds.pictures.curves import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
 from dino_ds.tools.evaluate import find_images
+from dino_ds.tools.picture_files import PictureFiles
 from dino_ds.weights.load import Backbone, load
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def run(
     size: int | None,
     json: bool,
 ) -> None:
-    """One PNG of each kind in `only` into `out`. Raises ConfigError, DataError, CheckpointError."""
+    """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
     if model is None:
         raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
     kinds = _kinds(only, Path(model))
@@ -84,17 +83,10 @@ def run(
         if given and kind not in kinds:
             raise ConfigError(f"--{option} is for the picture {kind!r}: add it to --only, or leave --{option} out")
     wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank, size)
-    folder = Path(out) if out else Path(model) / "pictures" if Path(model).is_dir() else Path("pictures")
-    written = []
+    files = PictureFiles(model, out)
     for name, figure in _figures(model, _Shown(model, source, root, images), wishes):
-        path = folder / f"{name}.png"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, figure_png(figure))
-        except OSError as error:
-            raise ConfigError(f"{path} can't be written: {error.strerror or error}; mend --out") from None
-        written.append(str(path))
-    print(jsons.dumps({"pictures": written}) if json else "\n".join(written))
+        files.add(name, figure)
+    print(jsons.dumps({"pictures": files.written}) if json else "\n".join(files.written))
 
 
 class _Shown:
@@ -248,10 +240,8 @@ def side_of(backbone: Backbone, size: int | None) -> int:
 
 
 def _pictures(pixels: Tensor) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3); of more than three channels the first three are shown,
-    of fewer the first."""
-    pictures = draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
-    return pictures[..., :3] if pictures.shape[-1] >= 3 else pictures[..., :1].expand(-1, -1, -1, 3)
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3)."""
+    return draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
 
 
 def _thumbnails(pixels: Tensor) -> np.ndarray:

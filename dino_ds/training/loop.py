@@ -237,5 +237,6 @@ class Loop:
         self._forget_stop_file()
         self._log.say(f"done     step {run.step.applied_steps}; the run is in {path}")
         self._log.say(f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it")
+        self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")

@@ -7,12 +7,24 @@ from typing import Any
 import yaml
 
 from dino_ds import __version__
+from dino_ds.architectures import ARCHITECTURES
 from dino_ds.data.multicrop import MEAN, STD
 from dino_ds.weights.load import Backbone
 
+_USE = {
+    "timm": """import timm
 
-def model_card(model: Backbone, library: str, how: str) -> str:
-    """What it is, how `library` (timm or transformers) loads it, and what it scored.
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+features = model(images)  # (b, {width})""",
+    "transformers": """from transformers import AutoImageProcessor, AutoModel
+
+processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.from_pretrained("{folder}")
+features = model(**processor(images, return_tensors="pt")).last_hidden_state[:, 0]  # (b, {width})""",
+}
+
+
+def model_card(model: Backbone, library: str, folder: str) -> str:
+    """What it is, how `library` (timm or transformers) loads `folder`, and what it scored.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
@@ -21,16 +33,16 @@ def model_card(model: Backbone, library: str, how: str) -> str:
     return "\n".join(
         [
             "---",
-            yaml.safe_dump(_metadata(about, library), sort_keys=False).rstrip(),
+            yaml.safe_dump(_metadata(model, library), sort_keys=False).rstrip(),
             "---",
-            f"# {_name(about)}, trained with DINO by dino_ds",
+            f"# {_name(model)}, trained with DINO by dino_ds",
             "",
             f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
             f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
             *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
             "",
             "```python",
-            f"features = {how}",
+            _USE[library].format(folder=folder, width=arch.width),
             "```",
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
@@ -45,12 +57,17 @@ def model_card(model: Backbone, library: str, how: str) -> str:
     )
 
 
-def _name(about: dict[str, Any]) -> str:
-    return str(about.get("timm_name", "Vision Transformer"))
+def _name(model: Backbone) -> str:
+    """timm's, where the model has the sizes that it stands for."""
+    arch, name = model.vit.arch, model.about.get("timm_name")
+    if name is not None and ARCHITECTURES.get(name) == arch:
+        return str(name)
+    return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
 
 
-def _metadata(about: dict[str, Any], library: str) -> dict[str, Any]:
+def _metadata(model: Backbone, library: str) -> dict[str, Any]:
     """With a model-index where there are results: of this very teacher, and none that is not known."""
+    about = model.about
     metadata: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": "image-feature-extraction",
@@ -61,12 +78,12 @@ def _metadata(about: dict[str, Any], library: str) -> dict[str, Any]:
         {
             "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
             "dataset": {"type": data, "name": data},
-            "metrics": [{"type": metric, "name": metric, "value": value} for metric, value in known.items()],
+            "metrics": [{"type": metric, "name": metric, "value": round(value, 4)} for metric, value in known.items()],
         }
         for evaluation, kept in about.get("evaluations", {}).items()
         if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))
     ]
-    return metadata | ({"model-index": [{"name": f"{_name(about)}-dino", "results": results}]} if results else {})
+    return metadata | ({"model-index": [{"name": f"{_name(model)}, DINO", "results": results}]} if results else {})
 
 
 def _table(about: dict[str, Any]) -> list[str]:

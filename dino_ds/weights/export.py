@@ -69,12 +69,11 @@ def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
             "classifier": "head",
         },
     }
-    how = f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
     with _whole_folder(out) as folder:
         safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, "timm", how))
-    return how
+        (folder / "README.md").write_text(model_card(model, "timm", out.name))
+    return f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
 
 
 def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -98,14 +97,13 @@ def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
         "image_mean": list(MEAN),
         "image_std": list(STD),
     }
-    how = f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
     with _whole_folder(out) as folder:
         tensors = to_huggingface(_tensors(model), arch)
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, "transformers", how))
-    return how
+        (folder / "README.md").write_text(model_card(model, "transformers", out.name))
+    return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
 def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
@@ -113,8 +111,7 @@ def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     network = to_reference(_tensors(model), head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    what = "with its head" if head else f"without a head: {'; '.join(model.notes) or 'there is none in the source'}"
-    return f"eval_knn.py --pretrained_weights {out} ({what})"
+    return f"eval_knn.py --pretrained_weights {out} ({'with' if head else 'without'} a head)"
 
 
 def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _BACKBONE = re.compile(
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
 )
 _HEAD = "teacher.head."
+_TORCH_STARTS = (b"PK\x03\x04", b"\x80")
+"""A zip archive, or a bare pickle as torch wrote them before 1.6."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Of a Hugging Face folder."""
 
@@ -81,7 +84,7 @@ def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]
         whole = SavedCheckpoint(folder, manifest).whole()
         head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
         _check_numbers(folder, head)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return {}, [f"its head can't be had ({error})"]
     return head, []
 
@@ -103,7 +106,7 @@ def _from_timm(name: str) -> Weights:
     try:
         model = timm.create_model(name, pretrained=True, num_classes=0)
     except Exception as error:  # whatever timm and the hub's client raise, without a network for one
-        reason = " ".join(str(error).split())[:160]
+        reason = textwrap.shorten(str(error), 160, placeholder=" ...")
         raise CheckpointError(
             f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
         ) from None
@@ -168,12 +171,20 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
     try:
+        with path.open("rb") as file:
+            is_torch = file.read(4).startswith(_TORCH_STARTS)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    if not is_torch:
+        raise CheckpointError(f"{path} is no file of weights: not safetensors (.safetensors), nor torch (.pth, .pt)")
+    try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise CheckpointError(f"{path} is refused: it holds more than tensors and plain values ({reason})") from None
     except Exception as error:  # torch raises whatever its reader meets
-        raise CheckpointError(f"{path} is not a readable torch file: {' '.join(str(error).split())[:200]}") from None
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
     for key in (network, "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

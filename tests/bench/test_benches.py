@@ -223,7 +223,16 @@ def test_inference(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
     model = _backbone()
     export_safetensors(model, tmp_path / "teacher.safetensors", {})
-    given = {"batches": "1,3", "size": 40, "rounds": 5, "seconds": 0.1, "warmup": 1, "threads": 1, "heads": None}
+    given = {
+        "random": False,
+        "batches": "1,3",
+        "size": 40,
+        "rounds": 5,
+        "seconds": 0.1,
+        "warmup": 1,
+        "threads": 1,
+        "heads": None,
+    }
     inference.run(model=str(tmp_path), json=True, **given)
     result = _result(capsys)
     rows = {(row["batch"], row["way"]): row for row in result["inference"]}
@@ -242,14 +251,18 @@ def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", _no_compiler)
-    given = {"batches": "1", "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1, "heads": None}
+    given = {"random": False, "batches": "1", "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1}
+    given["heads"] = None
     inference.run(model=str(tmp_path), json=True, **given)
     result = _result(capsys)
     assert "no bf16 arithmetic" in result["skipped"]["bf16"] and "pip install" in result["skipped"]["onnxruntime"]
     assert "no C++ compiler" in result["skipped"]["fp32 compiled"] and len(result["inference"]) == 1
-    inference.run(model=str(tmp_path), json=False, **given)
+    inference.run(model="vit_tiny_patch16_224", json=False, **{**given, "random": True})
     page = capsys.readouterr().out
+    assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
     assert "| 1, fp32 " in page and "onnxruntime skipped: not installed" in page
+    with pytest.raises(ConfigError, match="Did you mean vit_tiny_patch16_224"):
+        inference.run(model="vit_tiny_patch16_242", json=True, **{**given, "random": True})
     with pytest.raises(ConfigError, match="multiples of the patch size 8"):
         inference.run(model=str(tmp_path), json=True, **{**given, "size": 33})
     with pytest.raises(ConfigError, match=r"--batches '0,2'"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_beside_faiss(capsys):
 
 
 def test_without_faiss(capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not there
     run(**TINY, json=False)
     assert "faiss-cpu is not installed (pip install faiss-cpu)" in capsys.readouterr().out
 

@@ -123,7 +123,7 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
 
 def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
     train, test = sources
-    for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "has no DAVIS 2017")):
+    for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
             Watch(("davis",), 2, train, test, Settings(root=root), 32)
 

@@ -39,6 +39,18 @@ def test_broken_teachers(run, data):
     path.write_bytes(whole)
 
 
+@examples(30)
+@given(data=st.data())
+def test_broken_heads(run, data):
+    """They lie in the checkpoint: the backbone is there without them, and what is wrong is said."""
+    path = data.draw(st.sampled_from(sorted((run / "checkpoints/step_00000001").glob("[mw]*"))))
+    whole = path.read_bytes()
+    path.write_bytes(data.draw(broken_bytes(whole)))
+    model = dino_ds.load(run)
+    path.write_bytes(whole)
+    assert model.head or "its head can't be had" in model.notes[0]
+
+
 @examples(40)
 @given(data=st.data())
 def test_broken_descriptions(run, data):

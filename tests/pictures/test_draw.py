@@ -24,7 +24,7 @@ from dino_ds.pictures.draw import (
     overlay,
     picture_of,
 )
-from dino_ds.pictures.embedding import METHODS, draw_map, find_method, place
+from dino_ds.pictures.embedding import _NEEDS, METHODS, draw_map, find_method, place
 
 
 @pytest.fixture
@@ -52,6 +52,16 @@ def test_figures_show_everything(pictures):
     shown = pictures.numpy()
     figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]])
     assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
+
+
+def test_channels_that_are_no_colours():
+    """Two channels: the first in grey; four: the first three as colours."""
+    images = torch.rand(2, 4, 8, 8) - 0.5
+    two, four = (picture_of(images[:, :c], [0.5] * c, [1.0] * c) for c in (2, 4))
+    assert two.shape == four.shape == (2, 8, 8, 3)
+    for channel in range(3):
+        torch.testing.assert_close(two[..., channel], images[:, 0] + 0.5)
+        torch.testing.assert_close(four[..., channel], images[:, channel] + 0.5)
 
 
 def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
@@ -102,6 +112,20 @@ def test_pictures_keep_their_shape_and_place():
     assert columns.min() > pixels.shape[1] / 2
 
 
+def test_names_of_classes_are_no_formulas(recwarn):
+    """Nor do they run into each other, nor does a script that the font lacks leave warnings."""
+    names, picture = ["$\\frac$", "犬", "a very long name of a class that nobody can read"], np.zeros((8, 8, 3))
+    shown = ["$\\frac$", "犬", "a very long name of a cl…"]
+    figure = draw_neighbours([picture] * 3, [[picture]] * 3, [[name, ""] for name in names])
+    assert _shown(figure)[1][2:] == shown
+    figure_pixels(figure)
+    points, thumbnails = np.random.default_rng(0).normal(size=(3, 2)), [picture.astype(np.uint8)] * 3
+    figure = draw_map(points, thumbnails, names, "")
+    figure_pixels(figure)
+    assert [text.get_text() for text in figure.legends[0].texts] == [shown[0], shown[2], shown[1]]
+    assert not recwarn.list
+
+
 def test_a_model_on_a_batch(pictures):
     class Model:
         def patch_tokens(self, images):
@@ -136,7 +160,7 @@ def test_umap_where_it_is_installed():
     assert place(features[:5], "umap").shape == (5, 2)
 
 
-def test_a_method_that_is_not_there(monkeypatch):
+def test_a_method_that_is_not_there(monkeypatch, tmp_path):
     """t-SNE is for those who have scikit-learn; nobody else has to say so."""
     assert find_method("pca") == "pca" and find_method(None) == "tsne"
     with pytest.raises(ConfigError, match=r"'pacmap': there is tsne, umap, pca"):
@@ -146,6 +170,12 @@ def test_a_method_that_is_not_there(monkeypatch):
         with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
             find_method(method)
     assert find_method(None) == "pca"
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leftover").mkdir()
+    monkeypatch.setitem(_NEEDS, "umap", ("leftover", "umap"))
+    with pytest.raises(ConfigError, match=r"dino_ds\[umap\]"):
+        find_method("umap")
 
 
 def test_the_map_names_its_groups_where_there_are_few():

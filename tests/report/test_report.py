@@ -11,6 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from dino_ds import cli
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import Memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import find_command
@@ -28,12 +30,16 @@ class _Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.words, self.tags, self.addresses = [], [], []
+        self.words, self.tags, self.addresses, self.drawn = [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.addresses += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "action", "poster")]
+
+        self.drawn += [
+            v for k, v in attrs if k in ("d", "transform", "points", "x1", "x2", "y1", "y2", "x", "y", "style")
+        ]
 
     def handle_data(self, data):
         self.words.append(data)
@@ -120,7 +126,27 @@ def test_what_training_leaves_of_a_hang_is_named(tmp_path):
     folder = make_run(tmp_path / "run", log=LOG + "error    rank 1 hangs\n")
     (folder / "hang-50.txt").touch()
     page = _report(folder)
-    assert "ended by an error" in page.text and "error 1." in page.text and "More of them in hang-50.txt" in page.text
+    assert (
+        "ended by an error" in page.text
+        and "error rank 1 hangs" in page.text
+        and "More of them in hang-50.txt" in page.text
+    )
+
+
+def test_no_number_is_too_odd(tmp_path, capsys):
+    """Each pair of extremes as a curve of two points, each as every figure of training and of an evaluation."""
+    odd = [0.0, -0.0, 1e308, -1e308, 5e-324, 1e-99, 1e99, 1.0, 1 + 2**-52, -1e16, float("nan"), float("inf")]
+    folder = make_run(tmp_path / "run")
+    names = {str(i): value for i, value in enumerate(odd)}
+    about = {"step": float("nan"), "seconds": float("inf"), "train_images": 10**400, "test_images": -1e99}
+    (folder / "evaluations.json").write_text(json.dumps({"knn": {**about, "results": {**names, "whole": 10**400}}}))
+    for first in odd:
+        pairs = [{"step": 0, **dict.fromkeys(names, first)}, {"step": 1, **names}]
+        lines = [*pairs, {**record(2), **dict.fromkeys(["knn_top1", *record(2)], first), "step": 2}, record(3)]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        page = _report(folder, json=True)
+        assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", " ".join(page.drawn)))
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 def test_a_name_is_never_taken_for_html(tmp_path):
@@ -246,6 +272,9 @@ def test_a_real_run_is_understood(tmp_path, capsys):
     assert not {key for key, value in found.items() if value is None}
     assert found["knn"].keys() == {"teacher", "best", "best_step", "untrained", "raw_pixels", "chance"}
     assert read_run(tmp_path / "run").log.memory_parts
+    files = [str(tmp_path / "run" / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
+    batch = load_recipe(files[0], {}).data.global_batch
+    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
 
 
 def test_a_long_run_stays_small(tmp_path):

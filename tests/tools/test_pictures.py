@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.named_files import NamedFiles
@@ -63,12 +64,16 @@ def test_one_picture_of_each_kind(place, tmp_path, capsys):
     assert all(Image.open(path).size[0] > 200 for path in written)
 
 
-def test_curves_want_neither_images_nor_weights(tmp_path, capsys):
+def test_curves_want_neither_images_nor_weights_and_are_on_tensorboard_too(tmp_path, capsys):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "teacher.json").write_text('{"step": 30}')
     record = {"step": 1, "loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0}
     record |= {"images_per_second": 9.0, "teacher_temp": 0.04, "teacher_momentum": 0.99}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     _run(tmp_path, root=None, only="curves", out=None, json=False)
     assert capsys.readouterr().out.strip() == str(tmp_path / "pictures/curves.png")
+    (image,) = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Images("pictures/curves")
+    assert image.step == 30
 
 
 def test_chosen_images_are_those_that_are_shown(place, tmp_path, shown):

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dino_ds.config.ds_config import Levers
+from dino_ds.config.loading import load_recipe
 from dino_ds.models.head import DinoHead
 from dino_ds.tools.export import run as dino_ds_export
+from dino_ds.training.build import build_network
 from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
@@ -66,6 +69,19 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     rmtree(run / "checkpoints/step_00000002")
     alone = load(run)
     assert not alone.head and alone.notes == ["its head can't be had (checkpoints/step_00000002 is not there)"]
+
+
+@pytest.mark.parametrize("of", ["a run", "a file of DINO's"])
+def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
+    model, source = load(trained / "run"), trained / "run"
+    if of != "a run":
+        export_dino(model, source := tmp_path / "checkpoint.pth", model.head)
+    recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
+    network = build_network(recipe, Levers())
+    assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.head.items())
+    assert all(torch.equal(t, network.backbone.get_parameter(name)) for name, t in model.vit.named_parameters())
+    kind = "dino_ds" if of == "a run" else "dino or timm"
+    assert network.started_from == f"{source} ({kind}): 30 tensors of the backbone; the head too (7 tensors)"
 
 
 def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from PIL import Image
 
 from dino_ds.errors import ConfigError
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.load import load
 from tests.weights.test_weights import _backbone
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
@@ -39,6 +42,27 @@ def test_results_are_read_as_the_hub_reads_them(run, format, library):
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("knn_10", 76.25, "photos")
     assert "| knn | knn_10 | 76.25 | 3 | 2880 / 936 |" in card.text and "| linear | top1 | 80 | 2 |" in card.text
     assert "knn_20" not in card.text and "3 steps = 24 images" in card.text
+    assert str(run) not in card.content  # no folders of the machine that made it
+
+
+@pytest.mark.parametrize(("format", "input"), [("hf", "RGB"), ("timm", None)])
+def test_its_own_lines_load_the_folder(run, monkeypatch, format, input):
+    """The code on the card, run beside the folder, gives our features of an image that is not resized: 1e-5."""
+    pytest.importorskip("transformers")
+    card, model = _card(run, format), load(run)
+    monkeypatch.chdir(run)
+    image = Image.effect_noise((36, 36), 50).convert("RGB")
+    ours = model.preprocess(image)[None]
+    names = {"images": image if input else ours}
+    exec(card.text.partition("```python")[2].partition("```")[0], names)
+    torch.testing.assert_close(names["features"].detach(), model.features(ours), rtol=1e-5, atol=1e-5)
+
+
+def test_images_have_a_name_without_their_folders(run):
+    (run / "config.yaml").write_text("data:\n  root: /secret/place/birds/train\n")
+    (run / "evaluations.json").write_text(json.dumps({"knn": KNN}))
+    card = _card(run)
+    assert card.data.eval_results[0].dataset_name == "birds/train" and "secret" not in card.content
 
 
 @pytest.mark.parametrize("content", [None, {}, {"knn_10": 76.2, "linear": 86.1}])

@@ -224,10 +224,17 @@ class TestBadInput:
                 load(tmp_path / name)
         assert not (tmp_path / "planted").exists()
 
-    @pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
-    def test_no_checkpoint(self, tmp_path, name):
-        (tmp_path / name).write_text("hello")
-        with pytest.raises(CheckpointError, match="not a readable"):
+    @pytest.mark.parametrize(
+        ("name", "content", "said"),
+        [
+            ("a.safetensors", "hello", "not a readable"),
+            ("a.pth", "hello", "no file of weights"),
+            ("b.pth", "PK\x03\x04 and no more", "not a readable"),
+        ],
+    )
+    def test_no_checkpoint(self, tmp_path, name, content, said):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(CheckpointError, match=said):
             load(tmp_path / name)
 
     def test_weights_of_something_else(self, tmp_path):

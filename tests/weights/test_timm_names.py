@@ -1,0 +1,57 @@
+"""Weights by timm's name: from the hub's cache, without a network."""
+
+from __future__ import annotations
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from dino_ds.errors import CheckpointError
+from dino_ds.weights.load import load
+from tests.weights.test_formats_in import _images, _random, _same
+
+NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Empty, and nothing can be downloaded."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.file_download.constants", constants)
+    return tmp_path / "hub"
+
+
+def test_from_the_cache(cache):
+    """The real ViT-Ti/16 with its classifier, as the hub keeps it, and the same features as timm's."""
+    theirs = _random(timm.create_model(NAME, depth=12))
+    snapshot = cache / f"models--timm--{NAME}/snapshots/0123abcd"
+    snapshot.mkdir(parents=True)
+    safetensors.torch.save_file(theirs.state_dict(), snapshot / "model.safetensors")
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs/main").write_text("0123abcd")
+    ours = load(NAME)
+    images = _images(224, 224, images=1)
+    with torch.no_grad():
+        _same(ours.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
+    assert (ours.vit.arch.heads, ours.image_size) == (3, 224)
+
+
+def test_without_a_network(cache):
+    with pytest.raises(CheckpointError, match=f"the weights of {NAME} are not in the cache") as caught:
+        load(NAME)
+    assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
+
+
+def test_other_networks_of_timm(monkeypatch):
+    """What is no plain ViT is said to be none; names that are near one of ours are told."""
+    create = timm.create_model
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
+    with pytest.raises(CheckpointError, match=r"timm's resnet18: it holds no Vision Transformer"):
+        load("resnet18")
+    with pytest.raises(CheckpointError, match=r"timm's vit_tiny_r_s16_p8_224: .*no patch_embed.backbone"):
+        load("vit_tiny_r_s16_p8_224")
+    with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
+        load("vit_smal_patch16_224")
