@@ -42,7 +42,9 @@ def linear_sgd(subject: Subject) -> dict[str, float]:
     kinds = kinds_of(test.features.shape[1] // subject.backbone.width - 1)
     probes = Probes(kinds, subject.backbone.width, test.classes, RATES, subject.settings.seed, subject.device)
     _train(subject, probes, test.features.shape[1])
-    return _report(probes.accuracies(test.features, test.labels), kinds)
+    found = probes.accuracies(test.features, test.labels)
+    subject.note(_at_the_end_of_the_grid(found))
+    return _report(found, kinds)
 
 
 def probe_inputs(tokens: Tensor) -> Tensor:
@@ -180,6 +182,17 @@ def _report(found: dict[tuple[Kind, float], float], kinds: Sequence[Kind]) -> di
         **{names[kind]: value for kind, value in best_of.items()},
         **{f"{names[best]}_lr_{rate:g}": rates[rate] for rate in sorted(rates)},
     }
+
+
+def _at_the_end_of_the_grid(found: dict[tuple[Kind, float], float]) -> list[str]:
+    """A line where the smallest or the largest learning rate alone is the best: the grid may be too short."""
+    best = {rate for (_, rate), value in found.items() if value == max(found.values())}
+    ends = {RATES[0]: "smallest", RATES[-1]: "largest"}
+    return [
+        f"linear-sgd: the best learning rate, {rate:g}, is the {end} that is tried"
+        for rate, end in ends.items()
+        if best == {rate}
+    ]
 
 
 class _Augmented(Dataset[tuple[Tensor, int, int] | str]):

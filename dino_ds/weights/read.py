@@ -135,12 +135,26 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
         else:
             found = split_network(tensors, network)
             kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
-            kind = "dino_ds" if "architecture" in about else kind
+            if isinstance(about.get("architecture"), str):
+                kind, about = "timm", _from_timm_config(about)
+            elif "architecture" in about:
+                kind = "dino_ds"
             weights = Weights(kind, _checked(found.backbone), found.head, about, found.notes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     _check_numbers(path, weights.backbone | weights.head)
     return weights
+
+
+def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json of a timm folder (its own or `dino-ds export --format timm`) says of the network."""
+    name, arguments = config["architecture"], config.get("model_args")
+    heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
+    if heads is None and name in ARCHITECTURES:
+        heads = ARCHITECTURES[name].heads
+    if not isinstance(heads, int | None):
+        raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
+    return {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
 
 
 def _read_folder(folder: Path) -> dict[str, Tensor]:

@@ -136,6 +136,14 @@ def test_the_report_has_the_best_of_each_kind_and_each_rate():
     assert sum("_lr_" in name for name in found) == len(module.RATES)
 
 
+def test_a_best_rate_at_the_end_of_the_grid_is_said():
+    kind, rates = (1, False), module.RATES
+    told = module._at_the_end_of_the_grid
+    assert told({(kind, rates[0]): 50.0, (kind, rates[1]): 60.0, (kind, rates[-1]): 60.0}) == []
+    (line,) = told({(kind, rates[0]): 50.0, (kind, rates[1]): 60.0, (kind, rates[-1]): 61.0})
+    assert "the best learning rate, 1, is the largest" in line
+
+
 def test_random_crops_follow_from_the_seed():
     """The whole image where the scale asks for it; both ways round; grey planes as the channels of a colour image."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))

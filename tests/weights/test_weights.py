@@ -82,6 +82,9 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, dynamic_img_size=True).eval()
     for images in (_images(size, size), _images(40, 24)):
         torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        load(tmp_path / "out").features(_images(size, size)), model.features(_images(size, size))
+    )
     FORMATS["safetensors"][0](model, tmp_path / "a.safetensors", {})
     config = json.loads((tmp_path / "out/config.json").read_text())
     empty = timm.create_model(config["architecture"], num_classes=0, **config["model_args"]).eval()
