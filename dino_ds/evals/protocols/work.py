@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
-from dino_ds.data.encoded import EncodedImages, read_file
+from dino_ds.data.encoded import read_file
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
+from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import DataError
 from dino_ds.evals.features import extract_features
 from dino_ds.evals.subject import GaveUp, Subject
@@ -24,26 +25,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Files(EncodedImages):
-    """Images by their paths, as a source without labels; of each the part in its box (left, top, right, bottom)."""
-
-    labels = None
-    classes = None
+class Files(NamedFiles):
+    """Of each image the part in its box (left, top, right, bottom), or all of it."""
 
     def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, float, float, float]] | None = None) -> None:
-        self._paths, self._boxes = [str(path) for path in paths], boxes
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def read(self, index: int) -> bytes:
-        return read_file(self._paths[index], self.name(index))
-
-    def name(self, index: int) -> str:
-        return printable(self._paths[index])
-
-    def member(self, index: int) -> str:
-        return self._paths[index]
+        super().__init__([str(path) for path in paths])
+        self._boxes = boxes
 
     def load(self, index: int) -> Image.Image:
         image = super().load(index)
