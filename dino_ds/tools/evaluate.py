@@ -152,7 +152,8 @@ def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds
         return
     train, test = subject.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
-    chance = [f"chance {100 / subject.train.classes:.1f} %"] if train else []
+    # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.
+    chance = [f"chance {100 / len(subject.train_source.classes or ()):.1f} %"] if train else []
     print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
     for name, result in results.items():
         print(f"{name} ({result['seconds']:.1f} s)")

@@ -92,6 +92,13 @@ def test_two_ranks_give_what_one_gives(place):
         assert two[name] == pytest.approx(values, rel=1e-3, abs=1e-4)
 
 
+def test_rank_0_prints_alone(place):
+    """Of evaluations that take no features of the training images none are computed for the table: that would wait for
+    ranks that are done."""
+    run_on_ranks(_run, place, "statistics", json=False)
+    assert _results(place).keys() == {"statistics"}
+
+
 def test_bad_input_is_one_line(place):
     image_folder(place / "other", 8, 4)
     image_folder(place / "plain", 4)
