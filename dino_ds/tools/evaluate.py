@@ -68,23 +68,25 @@ def run(
         backbone = load(model).to(device())
     subject = Subject(backbone, settings, device(), lambda: _data(model, source, root, test_root))
     results: dict[str, Any] = {}
-    for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
-        start = time.monotonic()
-        values = evaluate(name, subject)
-        results[name] = describe_result(
-            values,
-            time.monotonic() - start,
-            backbone.about.get("step"),
-            backbone.about.get("images"),
-            *subject.image_counts,
-        )
-        with distributed.together():
-            if distributed.rank() == 0:
-                _write({name: results[name]}, model, out)
-    if distributed.rank() == 0:
-        for note in subject.notes:
-            print(note, file=sys.stderr)
-        _show(results, subject, backbone, time.monotonic() - began, json)
+    try:
+        for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
+            start = time.monotonic()
+            values = evaluate(name, subject)
+            results[name] = describe_result(
+                values,
+                time.monotonic() - start,
+                backbone.about.get("step"),
+                backbone.about.get("images"),
+                *subject.image_counts,
+            )
+            with distributed.together():
+                if distributed.rank() == 0:
+                    _write({name: results[name]}, model, out)
+    finally:  # an evaluation that fails takes nothing from those before it
+        if distributed.rank() == 0 and results:
+            for note in subject.notes:
+                print(note, file=sys.stderr)
+            _show(results, subject, backbone, time.monotonic() - began, json)
 
 
 def _chosen(evals: str) -> list[str]:

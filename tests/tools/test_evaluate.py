@@ -100,6 +100,13 @@ def test_rank_0_prints_alone(place):
     assert _results(place).keys() == {"statistics"}
 
 
+def test_an_evaluation_that_fails_leaves_the_others(place, capsys):
+    """They may have taken hours, and a file of weights has no folder that keeps them."""
+    with pytest.raises(DataError, match="no Pascal VOC"):
+        _run(place, "knn,voc")
+    assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
+
+
 def test_what_is_no_number_is_null(place, capsys):
     """One image of each class finds no other."""
     _tinted(place / "single", 3, seed=2)
