@@ -89,3 +89,10 @@ def test_results_that_can_not_be_read_are_one_line(run):
     with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*mend or remove it"):
         _card(run)
     assert not (run / "out").exists()
+
+
+@pytest.mark.parametrize("name", [".", "teacher.safetensors"])
+def test_nobody_is_told_to_remove_what_is_exported(run, name):
+    with pytest.raises(ConfigError, match="is what is to be exported: name another file with --out"):
+        dino_ds_export(model=str(run / name), format="safetensors", out=None, heads=None, json=False)
+    assert (run / "teacher.safetensors").exists()
