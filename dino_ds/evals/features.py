@@ -73,8 +73,8 @@ def extract_features(
     rows = [images for images, _, _ in found]
     if not all(rows):
         raise DataError(
-            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, or "
-            "raise eval.bank_images and eval.test_images"
+            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, "
+            "or take more (--images) or fewer processes"
         )
     placed = torch.cat(labels)
     placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's place in `indices`

@@ -46,10 +46,11 @@ def fit_linear(
 ) -> LinearProbe:
     """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
 
-    Of several regularisations the one that is best on a tenth of the images, held out, is fitted to all of them.
+    Of several regularisations the one that is best on a tenth of the images, held out, is fitted to all of them; of one
+    image nothing can be held out, and the first is taken.
     """
     best, start = regularisations[0], None
-    if len(regularisations) > 1:
+    if len(regularisations) > 1 and len(labels) > 1:
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed)).to(labels.device)
         held = order[: max(1, int(_HELD_OUT * len(labels)))]
         rest = order[len(held) :]

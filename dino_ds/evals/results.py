@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,20 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict):
         raise ValueError("it holds no results of evaluations")
     # Runs made before results had their step: no step, no use.
-    return {name: kept for name, kept in found.items() if isinstance(kept, dict) and "results" in kept}
+    return {
+        name: kept for name, kept in found.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)
+    }
 
 
 def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
     """Put `new` in place of older results of the same evaluations; others stay. Raises OSError, ValueError."""
-    replace_file(path, json.dumps({**read_results(path), **new}, indent=1) + "\n")
+    kept = {**read_results(path), **as_json(new)}
+    replace_file(path, json.dumps(kept, indent=1) + "\n")
+
+
+def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What is not finite, such as the precision of a search for nothing, is null: JSON has no NaN."""
+    return {
+        name: {**kept, "results": {key: v if math.isfinite(v) else None for key, v in kept["results"].items()}}
+        for name, kept in results.items()
+    }

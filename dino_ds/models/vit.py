@@ -113,8 +113,11 @@ class VisionTransformer(nn.Module):
         return kept
 
     @torch.no_grad()
-    def last_attention(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1."""
+    def last_attention(self, images: Tensor, cls_only: bool = False) -> Tensor:
+        """Images (b, c, h, w) -> attention weights of the last block (b, heads, n, n), each row summing to 1.
+
+        With `cls_only` the row of the CLS token alone, (b, heads, 1, n): n times less memory.
+        """
         x = self._embed(images)
         packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
         flat = x.flatten(0, 1)
@@ -127,6 +130,7 @@ class VisionTransformer(nn.Module):
             rearrange(t, "(s n) (h c) -> s h n c", s=len(images), h=self.arch.heads)
             for t in (queries, keys_values[:, : self.arch.width])
         )
+        q = q[:, :, :1] if cls_only else q
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
     def _features(

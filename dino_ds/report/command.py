@@ -42,7 +42,7 @@ def run(*, run: str | None, compare: list[str] | None, out: str | None, json: bo
     else:
         for facts in found:
             print(_line(facts))
-        print(f"report   {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
+        print(f"report     {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
 
 
 def _check_out(page: Path, folder: Path) -> None:
@@ -71,7 +71,7 @@ def _write(page: Path, runs: list[RunFiles]) -> None:
 def _line(facts: dict[str, Any]) -> str:
     knn = f", k-NN {percent(facts['knn'].get('teacher'))}" if facts["knn"] else ""
     return (
-        f"{facts['state']:<9}{facts['run']}: step {number(facts['step'])}, loss {nats(facts['loss'])}{knn}, "
+        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}, loss {nats(facts['loss'])}{knn}, "
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
         f"{gib(facts['memory_gib'])}"
     )

@@ -20,6 +20,8 @@ from dino_ds.errors import ConfigError, DataError
 IMAGES_FPS = 25.0
 """Of a folder of images, which doesn't say it."""
 _ANIMATED = (".gif", ".webp", ".png", ".apng")
+_CONTAINERS = "mov matroska avi mpeg mpegts mpegvideo h264 hevc m4v ivf av1 obu mjpeg flv asf ogg mxf dv yuv4mpegpipe"
+"""FFmpeg's names of what is read: others draw text files, or are lists of further files and addresses to open."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,12 @@ def _animation(path: str) -> Clip:
 
 def _video(path: str) -> Clip:
     av = import_av()
+    allowed = {"format_whitelist": _CONTAINERS.replace(" ", ","), "protocol_whitelist": "file"}
 
     def frames() -> Iterator[np.ndarray]:
         index = 0
         try:
-            with av.open(path) as container:
+            with av.open(path, options=allowed) as container:
                 if not container.streams.video:
                     raise DataError(f"{path} has no video in it")
                 container.streams.video[0].thread_type = "AUTO"
@@ -147,8 +150,10 @@ def _video(path: str) -> Clip:
             raise _broken(path, index, error) from None
 
     try:
-        with av.open(path) as container:
+        with av.open(path, options=allowed) as container:
             rate = container.streams.video[0].average_rate if container.streams.video else None
+    except av.ArgumentError:
+        raise DataError(f"{path} is no video: wanted is one of FFmpeg's {_CONTAINERS}") from None
     except av.FFmpegError as error:
         raise _broken(path, 0, error) from None
     return Clip(path, float(rate) if rate else IMAGES_FPS, frames)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsons
+import os
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from dino_ds.data.sources import Source, build_source
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.results import RESULTS, describe_result, write_results
+from dino_ds.evals.results import RESULTS, as_json, describe_result, read_results, write_results
 from dino_ds.evals.subject import Settings, Subject
 from dino_ds.evals.suite import EVALUATIONS, evaluate
 from dino_ds.measure.host import describe_host, host_line
@@ -60,28 +61,32 @@ def run(
         root=Path(root).expanduser() if root else None,
     )
     init_distributed()
+    with distributed.together():
+        _check_places(model, out)
     began = time.monotonic()
     with distributed.together():
         backbone = load(model).to(device())
     subject = Subject(backbone, settings, device(), lambda: _data(model, source, root, test_root))
     results: dict[str, Any] = {}
-    for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
-        start = time.monotonic()
-        values = evaluate(name, subject)
-        results[name] = describe_result(
-            values,
-            time.monotonic() - start,
-            backbone.about.get("step"),
-            backbone.about.get("images"),
-            *subject.image_counts,
-        )
-        with distributed.together():
-            if distributed.rank() == 0:
-                _write({name: results[name]}, model, out)
-    if distributed.rank() == 0:
-        for note in subject.notes:
-            print(note, file=sys.stderr)
-        _show(results, subject, backbone, time.monotonic() - began, json)
+    try:
+        for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
+            start = time.monotonic()
+            values = evaluate(name, subject)
+            results[name] = describe_result(
+                values,
+                time.monotonic() - start,
+                backbone.about.get("step"),
+                backbone.about.get("images"),
+                *subject.image_counts,
+            )
+            with distributed.together():
+                if distributed.rank() == 0:
+                    _write({name: results[name]}, model, out)
+    finally:  # an evaluation that fails takes nothing from those before it
+        if distributed.rank() == 0 and results:
+            for note in subject.notes:
+                print(note, file=sys.stderr)
+            _show(results, subject, backbone, time.monotonic() - began, json)
 
 
 def _chosen(evals: str) -> list[str]:
@@ -134,25 +139,45 @@ def _data(model: str, source: str | None, root: str | None, test_root: str | Non
 
 
 def _write(results: dict[str, Any], model: str, out: str | None) -> None:
-    """Into `out`, and for a run into its folder, where other results stay."""
-    places = [Path(out).expanduser()] if out else []
-    if (Path(model) / "config.yaml").is_file():
-        places.append(Path(model) / RESULTS)
-    for place in places:
+    for place in _places(model, out):
         try:
             write_results(place, results)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{place} can't be written: {error}; mend it, or name another with --out") from None
+            raise _not_written(place, error) from None
+
+
+def _check_places(model: str, out: str | None) -> None:
+    """An evaluation may take hours: what is wrong with its file is said before. Raises ConfigError."""
+    for place in _places(model, out):
+        try:
+            read_results(place)
+        except (OSError, ValueError) as error:
+            raise _not_written(place, error) from None
+        if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
+            raise _not_written(
+                place, "it is a folder" if place.is_dir() else f"{place.parent} is no folder to write to"
+            )
+
+
+def _places(model: str, out: str | None) -> list[Path]:
+    """`out`, and of a run the file in its folder; other results in them stay."""
+    places = [Path(out).expanduser()] if out else []
+    return [*places, Path(model) / RESULTS] if (Path(model) / "config.yaml").is_file() else places
+
+
+def _not_written(place: Path, reason: object) -> ConfigError:
+    return ConfigError(f"{place} can't be written: {reason}; mend it, or name another with --out")
 
 
 def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds: float, json: bool) -> None:
     if json:
         about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
-        print(jsons.dumps({**about, "results": results}))
+        print(jsons.dumps({**about, "results": as_json(results)}))
         return
     train, test = subject.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
-    chance = [f"chance {100 / subject.train.classes:.1f} %"] if train else []
+    # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.
+    chance = [f"chance {100 / len(subject.train_source.classes or ()):.1f} %"] if train else []
     print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
     for name, result in results.items():
         print(f"{name} ({result['seconds']:.1f} s)")

@@ -28,6 +28,8 @@ def run(*, model: str | None, format: str | None, out: str | None, heads: int | 
     source = Path(model)
     default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(out).expanduser() if out else default
+    if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
+        raise ConfigError(f"{place} is what is to be exported: name another file with --out")
     if place.exists():
         raise ConfigError(f"{place} is there already: remove it, or name another with --out")
     backbone.about |= _results(source)

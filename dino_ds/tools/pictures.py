@@ -36,6 +36,8 @@ KINDS = ("attention", "pca", "similarity", "neighbours", "map", "curves")
 _OF_PATCHES, _OF_FEATURES = KINDS[:3], KINDS[3:5]
 _METRICS = "metrics.jsonl"
 _NEIGHBOURS, _QUERIES, _PATCHES = 6, 6, 4
+_MOST = 100
+"""Images that one picture shows, of those that are only counted."""
 _THUMBNAIL = 128
 _FEATURES_AT_ONCE, _MAPS_AT_ONCE = 32, 4
 _FEW_PATCHES, _MANY_PATCHES = 16, 30
@@ -96,8 +98,8 @@ class _Shown:
         self._named = (model, source, root)
         self._opened: Source | None = None
         self._count = int(images) if images.isdecimal() else None
-        if self._count == 0:
-            raise ConfigError("--images 0: give a number > 0, or name images")
+        if self._count is not None and not 0 < self._count <= _MOST:
+            raise ConfigError(f"--images {images}: give a number from 1 to {_MOST}, or name images")
         self._chosen = choose(images, "images", self.source) if self._count is None else []
 
     def source(self) -> Source:
@@ -219,11 +221,23 @@ def _kinds(only: str | None, model: Path) -> list[str]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    """Raises ConfigError."""
+    """Lines that are cut off, as the last one of a run that goes on may be, are left out. Raises ConfigError."""
     try:
-        return [jsons.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
         raise ConfigError(f"{path} can't be read: {error}; mend it, or leave curves out with --only") from None
+    records = [record for line in lines if (record := _record(line))]
+    if not records:
+        raise ConfigError(f"{path} holds no line of metrics: leave curves out with --only")
+    return records
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    try:
+        record = jsons.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def side_of(backbone: Backbone, size: int | None) -> int:

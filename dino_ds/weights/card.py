@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import yaml
@@ -98,7 +99,8 @@ def _table(about: dict[str, Any]) -> list[str]:
 
 
 def _known(kept: dict[str, Any]) -> dict[str, float]:
-    return {metric: value for metric, value in kept["results"].items() if isinstance(value, (int, float))}
+    found = kept["results"].items()
+    return {metric: value for metric, value in found if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def _or_dash(value: object) -> str:

@@ -81,7 +81,7 @@ class Backbone(nn.Module):
         Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
         """
         rows, columns = self._grid(self._checked(images))
-        weights = self.vit.last_attention(images)[:, :, 0, -rows * columns :]
+        weights = self.vit.last_attention(images, cls_only=True)[:, :, 0, -rows * columns :]
         return weights.unflatten(2, (rows, columns))
 
     def _grid(self, images: Tensor) -> tuple[int, int]:

@@ -57,6 +57,12 @@ def test_logistic_regression_equals_scikit_learn_s(strength):
     assert (logits.argmax(1) == theirs.predict(x)).mean() == 1
 
 
+def test_one_image_is_fitted_too():
+    """Nothing is left to choose a regularisation on: its class is found nevertheless."""
+    features, labels = _problem(1)
+    assert fit_linear(features, labels, 4).accuracy(features, labels) == 100
+
+
 def _fits(images, strengths):
     features, labels = _problem(images)
     probes = [fit_linear(features, labels, 4, strengths), fit_ridge(features, labels, 4)]

@@ -199,3 +199,11 @@ def test_curves_with_and_without_evaluations():
     assert "50.0 at the end" in panel.get_title()
     assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0"]
     figure_pixels(draw_curves([]), dpi=50)
+
+
+def test_a_curve_has_gaps_where_a_record_has_no_number():
+    """NaN is text in metrics.jsonl, and runs of other versions lack a key."""
+    odd = {"step": 1, "loss": "nan", "kl": "nan", "lr": "inf"}
+    figure = draw_curves([odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"}])
+    figure_pixels(figure, dpi=50)
+    assert figure.axes[0].get_ylim() == (0, pytest.approx(1.15 * 3))

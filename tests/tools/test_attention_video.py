@@ -204,6 +204,8 @@ def test_bad_input_is_one_line(place, tmp_path):
     clip = _write(tmp_path / "clip.mp4", "mp4", _frames(4))
     (tmp_path / "half.mp4").write_bytes(clip.read_bytes()[: clip.stat().st_size // 2])
     (tmp_path / "no.mp4").write_bytes(b"nothing of the kind" * 50)
+    (tmp_path / "text.txt").write_text("FFmpeg would draw it\n" * 50)
+    (tmp_path / "list.mp4").write_text("ffconcat version 1.0\nfile 'clip.mp4'\n")
     (tmp_path / "no.gif").write_bytes(b"GIF89a")
     (tmp_path / "empty").mkdir()
     (tmp_path / "mixed").mkdir()
@@ -215,6 +217,8 @@ def test_bad_input_is_one_line(place, tmp_path):
         ({"clip": str(tmp_path / "*.jpg")}, DataError, "has no frames"),
         ({"clip": str(tmp_path / "half.mp4")}, DataError, "half.mp4 can't be read at frame 0"),
         ({"clip": str(tmp_path / "no.mp4")}, DataError, "no.mp4 can't be read at frame 0: Invalid data"),
+        ({"clip": str(tmp_path / "text.txt")}, DataError, "text.txt is no video: wanted is one of"),
+        ({"clip": str(tmp_path / "list.mp4")}, DataError, "list.mp4 is no video"),
         ({"clip": str(tmp_path / "no.gif")}, DataError, "no.gif can't be read at frame 0"),
         ({"clip": str(tmp_path / "mixed")}, DataError, "1.png .not an image. can't be read"),
         ({"clip": None}, ConfigError, "give a model and a clip"),

@@ -19,6 +19,7 @@ from dino_ds.evals.results import read_results
 from dino_ds.evals.subject import Labelled, Settings
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.ports import find_free_port
+from dino_ds.tools import evaluate
 from dino_ds.tools.evaluate import run
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
@@ -90,6 +91,46 @@ def test_two_ranks_give_what_one_gives(place):
     assert two.keys() == one.keys()
     for name, values in one.items():
         assert two[name] == pytest.approx(values, rel=1e-3, abs=1e-4)
+
+
+def test_rank_0_prints_alone(place):
+    """Of evaluations that take no features of the training images none are computed for the table: that would wait for
+    ranks that are done."""
+    run_on_ranks(_run, place, "statistics", json=False)
+    assert _results(place).keys() == {"statistics"}
+
+
+def test_an_evaluation_that_fails_leaves_the_others(place, capsys):
+    """They may have taken hours, and a file of weights has no folder that keeps them."""
+    with pytest.raises(DataError, match="no Pascal VOC"):
+        _run(place, "knn,voc")
+    assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
+
+
+def test_what_is_no_number_is_null(place, capsys):
+    """One image of each class finds no other."""
+    _tinted(place / "single", 3, seed=2)
+    _run(place, "retrieval", test_root=str(place / "single"))
+    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert said["results"]["retrieval"]["results"] == _results(place)["retrieval"] == {"retrieval_map": None}
+    _run(place, "retrieval", test_root=str(place / "single"), json=False)
+    assert "nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "it is a folder"), ("{", "can't be written"), ("[]", "no results")]
+)
+def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
+    """Not after the evaluation, which may take hours."""
+    monkeypatch.setattr(evaluate, "load", lambda model: pytest.fail("too late"))
+    out = place / "train"
+    if content is not None:
+        out = place / "mine.json"
+        out.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        _run(place, out=str(out))
+    with pytest.raises(ConfigError, match="no folder to write to"):
+        _run(place, out=str(place / "nowhere/results.json"))
 
 
 def test_bad_input_is_one_line(place):

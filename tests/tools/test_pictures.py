@@ -76,6 +76,18 @@ def test_curves_want_neither_images_nor_weights_and_are_on_tensorboard_too(tmp_p
     assert image.step == 30
 
 
+def test_a_line_that_is_cut_off_leaves_the_curves(tmp_path, monkeypatch):
+    """A run that goes on may be writing it."""
+    drawn = []
+    monkeypatch.setattr(pictures, "draw_curves", lambda records: drawn.append(records) or draw.Sheet(1, 1).figure)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n[1]\n{"step": 2, "lo')
+    _run(tmp_path, root=None, only="curves", out=str(tmp_path / "out"))
+    assert drawn == [[{"step": 1, "loss": 2.0}]]
+    (tmp_path / "metrics.jsonl").write_text("\n")
+    with pytest.raises(ConfigError, match="no line of metrics: leave curves out"):
+        _run(tmp_path, root=None, only="curves", out=str(tmp_path / "out"))
+
+
 def test_chosen_images_are_those_that_are_shown(place, tmp_path, shown):
     """Numbers count the images of --root as they are sorted; without --root those chosen are the bank."""
     out = str(tmp_path)
@@ -126,7 +138,8 @@ def test_bad_input_is_one_line(place):
         ({"size": 33}, ConfigError, "use 32"),
         ({"root": None}, ConfigError, "name images"),
         ({"root": "/nowhere"}, DataError, "/nowhere"),
-        ({"images": "0"}, ConfigError, "number > 0"),
+        ({"images": "0"}, ConfigError, "from 1 to 100"),
+        ({"images": "500000"}, ConfigError, "from 1 to 100"),
         ({"images": "1,77"}, ConfigError, "12 images, 0 to 11"),
         ({"images": "cat.jpg"}, ConfigError, "'cat.jpg': there is no such file"),
         ({"images": f"{some},"}, ConfigError, "'': there is no such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -65,9 +66,18 @@ def test_images_have_a_name_without_their_folders(run):
     assert card.data.eval_results[0].dataset_name == "birds/train" and "secret" not in card.content
 
 
-@pytest.mark.parametrize("content", [None, {}, {"knn_10": 76.2, "linear": 86.1}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        {},
+        {"knn_10": 76.2, "linear": 86.1},
+        {"knn": {"results": 5}},
+        {"knn": {"results": {"knn_1": math.nan}}},
+    ],
+)
 def test_without_results_there_is_no_table(run, content):
-    """None was made, or by a version that did not say of which step."""
+    """None was made, or by a version that did not say of which step, or none that is a number."""
     if content is not None:
         (run / "evaluations.json").write_text(json.dumps(content))
     card = _card(run)
@@ -79,3 +89,10 @@ def test_results_that_can_not_be_read_are_one_line(run):
     with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*mend or remove it"):
         _card(run)
     assert not (run / "out").exists()
+
+
+@pytest.mark.parametrize("name", [".", "teacher.safetensors"])
+def test_nobody_is_told_to_remove_what_is_exported(run, name):
+    with pytest.raises(ConfigError, match="is what is to be exported: name another file with --out"):
+        dino_ds_export(model=str(run / name), format="safetensors", out=None, heads=None, json=False)
+    assert (run / "teacher.safetensors").exists()

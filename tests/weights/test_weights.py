@@ -197,6 +197,8 @@ class TestNotebook:
         assert loaded.features(images).equal(model.features(images)) and loaded(images).equal(loaded.features(images))
         patches, attention = loaded.patch_tokens(images), loaded.attention(images)
         assert patches.shape == (3, 5, 3, 64) and attention.shape == (3, 1, 5, 3)
+        whole = loaded.vit.last_attention(images)
+        torch.testing.assert_close(attention.flatten(2), whole[:, :, 0, -15:], rtol=1e-5, atol=1e-7)
         assert patches[:, 1, 2].equal(model.vit.tokens(images)[:, 1 + 4 + 5])
         # The last block by hand.
         assert (attention > 0).all() and (attention.sum(dim=(2, 3)) < 1).all()

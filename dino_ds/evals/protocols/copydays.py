@@ -138,7 +138,8 @@ def _copies(folder: Path) -> list[str]:
 
 
 def _images(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
+    files = folder.iterdir() if folder.is_dir() else ()
+    found = sorted(path for path in files if path.suffix.lower() in EXTENSIONS)
     if not found:
         raise DataError(f"Copydays: {folder} has no images ({' '.join(EXTENSIONS)})")
     return found

@@ -85,3 +85,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     (tmp_path / "strong").mkdir()
     with pytest.raises(DataError, match="original has no images"):
         copydays(subject_of(tmp_path))
+    (tmp_path / "original").rmdir()
+    (tmp_path / "original").write_text("a file")
+    with pytest.raises(DataError, match="original has no images"):
+        copydays(subject_of(tmp_path))
