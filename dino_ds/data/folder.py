@@ -182,14 +182,14 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 def _describe_missing(root: Path) -> str:
     if os.path.exists(root):
-        return f"{root} is neither a folder nor a file; --data.root wants a folder of images"
+        return f"{root} is neither a folder nor a file; wanted is a folder of images"
     parent = root.parent
     names = [entry.name for entry in os.scandir(parent) if entry.is_dir()] if os.path.isdir(parent) else []
     near = difflib.get_close_matches(root.name, names, n=1)
     if near:
         return f"{root} does not exist. Did you mean {parent / near[0]}?"
     existing = next((folder for folder in root.parents if os.path.isdir(folder)), Path("/"))
-    return f"{root} does not exist ({existing} does); give --data.root your images"
+    return f"{root} does not exist ({existing} does); give an existing folder of images"
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
@@ -197,7 +197,7 @@ def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
     near = _find_sibling_with_images(root)
     return f"no images under {root} ({looked}). " + (
-        f"Did you mean {near}?" if near else "Give --data.root the folder that holds the images"
+        f"Did you mean {near}?" if near else "Give the folder that holds the images"
     )
 
 

@@ -261,7 +261,9 @@ def check_labels(train: Source, test: Source) -> None:
     """Raises DataError where a labelled evaluation is not possible."""
     for which, images in (("training", train), ("test", test)):
         if not _is_labelled(images):
-            raise DataError(f"the {which} images have no classes: sort them into class folders, or give labels")
+            raise DataError(
+                f"the {which} images have no classes: sort them into two or more class folders, or give labels"
+            )
     missing = sorted(set(test.classes or []) - set(train.classes or []))
     if missing:
         raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")

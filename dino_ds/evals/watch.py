@@ -235,6 +235,11 @@ class _Rehearsal(Subject):
 
 def _explained(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
     """An evaluation's own words, with our keys for the flags of `dino-ds eval`."""
-    words = {"--root": "--eval.protocol_root", "--images": "--eval.bank_images", "--k": "--eval.k"}
-    text = re.sub("|".join(words), lambda flag: words[flag[0]], str(error))
+    words = {
+        "(--images)": "(eval.bank_images, eval.test_images)",
+        "--images": "--eval.bank_images",
+        "--root": "--eval.protocol_root",
+        "--k": "--eval.k",
+    }
+    text = re.sub("|".join(map(re.escape, words)), lambda flag: words[flag[0]], str(error))
     return type(error)(f"eval.evals {name}: {text}")

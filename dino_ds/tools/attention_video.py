@@ -32,6 +32,7 @@ _AT_ONCE = 4
 _SAMPLE = 16
 _LIGHTEST = 0.995
 """Part of the sample's patches that are darker than the lightest colour."""
+_MOST_PATCHES = 65536
 _SHORT = 240
 """Pixels that a frame's shorter side should have at least where patches are small."""
 
@@ -108,10 +109,18 @@ def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, st
 
 
 def _network_size(frame: np.ndarray, short: int, patch: int) -> tuple[int, int]:
-    """Height and width for the network, multiples of the patch size: the shorter side `short`, the shape kept."""
+    """Height and width for the network, multiples of the patch size: the shorter side `short`, the shape kept.
+
+    Raises ConfigError for more patches than attention can pay for.
+    """
     scale = short / min(frame.shape[:2])
-    height, width = (max(1, round(side * scale / patch)) * patch for side in frame.shape[:2])
-    return height, width
+    height, width = (max(1, round(side * scale / patch)) for side in frame.shape[:2])
+    if height * width > _MOST_PATCHES:
+        raise ConfigError(
+            f"frames of {frame.shape[1]} x {frame.shape[0]} pixels are {width} x {height} patches at a shorter side of "
+            f"{short}; at most {_MOST_PATCHES} are painted: give a smaller --size, or cut the clip"
+        )
+    return height * patch, width * patch
 
 
 def _resized(frame: np.ndarray, height: int, width: int) -> Image.Image:

@@ -127,7 +127,9 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     Pickles are read as data only (`weights_only`). Raises CheckpointError for what is no ViT's weights.
     """
     tensors = _read_folder(path) if path.is_dir() else _read_file(path, network)
-    about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
+    about = {}
+    if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
+        about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)

@@ -96,7 +96,7 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     with pytest.raises(DataError) as caught:
         folder(tmp_path / "x")
     assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .png ")
-    assert "in 1 files, 3 folders: a b c). Give --data.root" in str(caught.value)
+    assert "in 1 files, 3 folders: a b c). Give the folder" in str(caught.value)
     save(tmp_path / "train/0.png")
     with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/train?")):
         folder(tmp_path / "x")

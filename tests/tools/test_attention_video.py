@@ -210,6 +210,8 @@ def test_bad_input_is_one_line(place, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed/1.png").write_bytes(b"broken")
+    (tmp_path / "line").mkdir()
+    Image.new("RGB", (20000, 2)).save(tmp_path / "line/1.png")
     out = tmp_path / "out.mp4"
     for changes, error, words in (
         ({"clip": "nowhere.mp4"}, DataError, "nowhere.mp4: there is no such clip"),
@@ -221,6 +223,7 @@ def test_bad_input_is_one_line(place, tmp_path):
         ({"clip": str(tmp_path / "list.mp4")}, DataError, "list.mp4 is no video"),
         ({"clip": str(tmp_path / "no.gif")}, DataError, "no.gif can't be read at frame 0"),
         ({"clip": str(tmp_path / "mixed")}, DataError, "1.png .not an image. can't be read"),
+        ({"clip": str(tmp_path / "line")}, ConfigError, "at most 65536 are painted: give a smaller --size"),
         ({"clip": None}, ConfigError, "give a model and a clip"),
         ({"show": "heat"}, ConfigError, "there is attention, heads, pca"),
         ({"show": "pca", "head": 0}, ConfigError, "--show pca has all heads"),

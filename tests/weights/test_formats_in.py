@@ -43,6 +43,7 @@ class TestFacebook:
         """At the native size and at others, whose positions are resized in its own way."""
         original = Original(**(SMALL | changes))
         torch.save(original.state_dict(), tmp_path / "dino.pth")
+        (tmp_path / "dino.json").write_text('{"num_attention_heads": 1}')  # of another file: dino.safetensors, say
         ours = load(tmp_path / "dino.pth")
         for size in ((32, 32), (40, 24), (64, 64)):
             _same(ours.features(_images(*size)), original(_images(*size)))

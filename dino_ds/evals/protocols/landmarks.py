@@ -113,11 +113,18 @@ def describe_at_scales(subject: Subject, scales: Sequence[float]) -> Callable[[T
     def describe(images: Tensor) -> Tensor:
         total = Tensor([0.0]).to(images.device)
         for scale in scales:
-            scaled = images if scale == 1 else F.interpolate(images, scale_factor=scale, mode="bilinear")
+            scaled = images if scale == 1 else _scaled(images, scale)
             total = total + subject.backbone.features(_whole_patches(scaled, patch))
         return F.normalize(total, dim=-1)
 
     return describe
+
+
+def _scaled(images: Tensor, scale: float) -> Tensor:
+    """At least one pixel remains; the rest as `scale_factor` of the reference does it."""
+    if min(images.shape[-2:]) * scale < 1:
+        return images
+    return F.interpolate(images, scale_factor=scale, mode="bilinear")
 
 
 def _whole_patches(images: Tensor, patch: int) -> Tensor:

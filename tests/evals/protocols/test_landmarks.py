@@ -90,6 +90,7 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
         assert scaled.shape[-2:] == (height, width)
         total = total + subject.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
     assert describe_at_scales(subject, (0.1,))(images).isfinite().all()  # smaller than a patch
+    assert describe_at_scales(subject, (1.0, 0.5))(images[..., :1]).isfinite().all()  # a query one pixel wide
     ours = describe_at_scales(subject, (1.0, 2**-0.5, 0.5))(images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
