@@ -7,7 +7,7 @@ Source of the protocol: DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020) fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.evals.minimise import minimise
 
 REGULARISATIONS = tuple(10.0**exponent for exponent in range(-6, 3))
 """Weights of |W|^2 / 2 beside the mean cross-entropy that are tried."""
@@ -104,36 +105,5 @@ def _fit(features: Tensor, labels: Tensor, classes: int, strength: float, start:
         return distributed.sum_across_ranks(torch.cat((loss[None], gradient.flatten()))) / len(labels)
 
     with torch.no_grad():
-        found = _minimise(loss_and_gradient, parameters, strength)
+        found = minimise(loss_and_gradient, parameters, strength, _MAX_STEPS)
     return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)
-
-
-def _minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float) -> Tensor:
-    """Rank 0 decides where to look next, so that no rounding can part the ranks; the others compute with it."""
-    message = parameters.new_zeros(1 + parameters.numel())  # whether to go on, and where
-    if distributed.rank() > 0:
-        while float(distributed.broadcast_from_first(message)[0]):
-            loss_and_gradient(message[1:].view_as(parameters))
-        return message[1:].view_as(parameters)
-    parameters.requires_grad_(True)
-    optimizer = torch.optim.LBFGS(
-        [parameters], max_iter=_MAX_STEPS, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
-    )
-
-    def tell(go_on: float) -> None:
-        message[0], message[1:] = go_on, parameters.detach().flatten()
-        distributed.broadcast_from_first(message)
-
-    def closure() -> Tensor:
-        tell(1.0)
-        values = loss_and_gradient(parameters.detach())
-        parameters.grad = values[1:].view_as(parameters).clone()
-        weight = parameters.detach()[:, :-1]
-        parameters.grad[:, :-1] += strength * weight
-        return values[0] + 0.5 * strength * weight.square().sum()
-
-    try:
-        optimizer.step(closure)
-    finally:
-        tell(0.0)
-    return parameters.detach()

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.distributed import rank, sum_across_ranks
+from dino_ds.evals.minimise import minimise
 
 _DECAY = 1e-4
 """Of |W|^2 / 2, beside the mean cross-entropy."""
@@ -45,35 +46,24 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress
     total = float(
         sum_across_ranks(sum((part.double().sum() for part in pixels), torch.zeros((), device=device).double()))
     )
-    parameters = torch.zeros(classes, width + 1, device=device, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [parameters], max_iter=_STEPS, tolerance_grad=1e-6, tolerance_change=1e-9, line_search_fn="strong_wolfe"
-    )
-
     hidden = None if progress and rank() == 0 else True
     bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden)
 
-    def loss() -> Tensor:
-        """Its value and gradient over all ranks, the same on each: their line searches agree."""
+    def loss_and_gradient(values: Tensor) -> Tensor:
+        """Of the mean cross-entropy over the pixels of all ranks."""
         bar.update()
-        optimizer.zero_grad()
-        value = torch.zeros((), device=device)
-        for x, counts in zip(tokens, pixels, strict=True):
-            logits = ((x.float() - mean) / scale) @ parameters[:, :-1].T + parameters[:, -1]
-            part = -(counts * logits.log_softmax(dim=1)).sum() / total
-            part.backward()
-            value += part.detach()
-        assert parameters.grad is not None
-        sum_across_ranks(parameters.grad)
-        sum_across_ranks(value)
-        weight = parameters.detach()[:, :-1]
-        parameters.grad[:, :-1] += _DECAY * weight
-        return value + 0.5 * _DECAY * weight.square().sum()
+        found = torch.zeros(1 + values.numel(), device=device)
+        for part, counts in zip(tokens, pixels, strict=True):
+            x = (part.float() - mean) / scale
+            likely = (x @ values[:, :-1].T + values[:, -1]).log_softmax(dim=1)
+            error = counts.sum(dim=1, keepdim=True) * likely.exp() - counts
+            found[0] -= (counts * likely).sum()
+            found[1:] += torch.cat((error.T @ x, error.sum(dim=0)[:, None]), dim=1).flatten()
+        return sum_across_ranks(found) / total
 
-    with torch.enable_grad(), bar:
-        optimizer.step(loss)
-    found = parameters.detach()
-    return PatchProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous())
+    with torch.no_grad(), bar:
+        best = minimise(loss_and_gradient, torch.zeros(classes, width + 1, device=device), _DECAY, _STEPS)
+    return PatchProbe(mean, scale, best[:, :-1].contiguous(), best[:, -1].contiguous())
 
 
 def _moments(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
