@@ -37,7 +37,7 @@ ALLOWED = {
     ("dino_ds/launching/launch.py", "os.execvp"): "torchrun, words checked, no shell",
     ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
 }
-IN_TESTS = {"exec", "pickle.loads", "importlib.import_module", "torch.jit.load"}
+IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}
 """Of what a test has just made itself."""
 
 

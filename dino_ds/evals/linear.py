@@ -26,7 +26,7 @@ _MAX_STEPS = 1000
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """Features (n, d) -> logits (n, classes): features are standardised by the training set's mean and deviation."""
+    """Features (..., d) -> logits (..., classes): standardised by the training set's mean and deviation."""
 
     mean: Tensor
     scale: Tensor

@@ -8,13 +8,13 @@ learning rate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.distributed import rank, sum_across_ranks
+from dino_ds.evals.linear import LinearProbe
 from dino_ds.evals.minimise import minimise
 
 _DECAY = 1e-4
@@ -22,20 +22,7 @@ _DECAY = 1e-4
 _STEPS = 100
 
 
-@dataclass(frozen=True)
-class PatchProbe:
-    """Patch tokens (..., d) -> logits (..., classes)."""
-
-    mean: Tensor
-    scale: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return ((tokens.float() - self.mean) / self.scale) @ self.weight.T + self.bias
-
-
-def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress: bool = False) -> PatchProbe:
+def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress: bool = False) -> LinearProbe:
     """Logistic regression, every pixel a sample. All ranks call it and get the same.
 
     tokens (n, d) of this rank's patches, in parts, and how many pixels of each class lie in each patch, (n, classes)
@@ -63,7 +50,7 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress
 
     with torch.no_grad(), bar:
         best = minimise(loss_and_gradient, torch.zeros(classes, width + 1, device=device), _DECAY, _STEPS)
-    return PatchProbe(mean, scale, best[:, :-1].contiguous(), best[:, -1].contiguous())
+    return LinearProbe(mean, scale, best[:, :-1].contiguous(), best[:, -1].contiguous(), _DECAY)
 
 
 def _moments(tokens: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.patch_probe import PatchProbe, fit_patch_probe
+from dino_ds.evals.linear import LinearProbe
+from dino_ds.evals.protocols.patch_probe import fit_patch_probe
 from dino_ds.evals.protocols.places import Benchmark
 from dino_ds.evals.protocols.work import read_image, read_label_map, share
 from dino_ds.evals.subject import Subject
@@ -87,7 +88,7 @@ def pixels_of_patches(labels: np.ndarray, rows: int, columns: int) -> Tensor:
     return torch.from_numpy(counts.reshape(rows * columns, _CLASSES)).float()
 
 
-def segment(probe: PatchProbe, patches: Tensor, height: int, width: int) -> Tensor:
+def segment(probe: LinearProbe, patches: Tensor, height: int, width: int) -> Tensor:
     """Patches (rows, columns, d) -> classes of pixels (height, width): of the largest logit, bilinearly."""
     logits = probe(patches).permute(2, 0, 1)[None]
     return F.interpolate(logits, size=(height, width), mode="bilinear", align_corners=False)[0].argmax(dim=0)

@@ -8,7 +8,8 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.patch_probe import PatchProbe, fit_patch_probe
+from dino_ds.evals.linear import LinearProbe
+from dino_ds.evals.protocols.patch_probe import fit_patch_probe
 from dino_ds.evals.protocols.voc import confusion_of, pixels_of_patches, segment, segmentation_scores, voc
 from tests.evals.protocols.tiny import label_map, segments, subject_of
 from tests.ranks import run_on_ranks
@@ -82,7 +83,7 @@ def test_two_ranks_fit_what_one_fits():
 
 
 def test_logits_are_enlarged_to_the_photo():
-    probe = PatchProbe(torch.zeros(2), torch.ones(2), torch.eye(2), torch.zeros(2))
+    probe = LinearProbe(torch.zeros(2), torch.ones(2), torch.eye(2), torch.zeros(2), 0.0)
     patches = torch.tensor([[[0.0, 1.0], [3.0, 0.0]]])
     assert segment(probe, patches, 1, 8).tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
 
