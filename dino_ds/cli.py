@@ -24,7 +24,7 @@ from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
-from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
+from dino_ds.options.flags import Flags, check_required, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
 
@@ -99,6 +99,7 @@ def _no_command(words: list[str]) -> str:
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
     """The command's own flags, and what it reads from files, everything checked. Raises ConfigError."""
+    check_required(command, flags)
     fixed: dict[str, Any] = {flag.name: flags.fixed.get(flag.name, flag.default) for flag in command.all_flags}
     config, ds_config, _ = fixed.pop("config", None), fixed.pop("ds_config", None), fixed.pop("debug")
     files: dict[str, Any] = {}

@@ -34,6 +34,11 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
+def hidden_bar(wanted: bool = True) -> bool | None:
+    """What tqdm's `disable` gets, so that a bar is seen on rank 0's terminal alone."""
+    return None if wanted and rank() == 0 else True
+
+
 def usable_cores() -> list[int]:
     """The cores that this process may use; of systems that don't say, all."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))

@@ -9,6 +9,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+MODEL_FORMS = "a run folder, a file of weights, a Hugging Face folder or a timm name"
+"""What a model is given as."""
 MOST_PROBLEMS = 100
 """Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
 # What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it.

@@ -41,9 +41,9 @@ Features = Callable[[Tensor], Tensor]
 
 def run(
     *,
-    model: str | None,
+    model: str,
     random: bool,
-    batches: str,
+    batches: tuple[int, ...],
     size: int | None,
     rounds: int,
     seconds: float,
@@ -53,20 +53,19 @@ def run(
     json: bool,
 ) -> None:
     """Every way to run `model` at every batch size, by turns; random images. Raises ConfigError, CheckpointError."""
-    if model is None:
-        raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
     if random and model not in ARCHITECTURES:
         raise ConfigError(f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(model, ARCHITECTURES)}")
-    sizes = _numbers(batches)
+    if random and heads is not None:
+        raise ConfigError(f"--heads {heads} is of a file; the architecture {model} has its own: leave it out")
     begin(1, threads, "bench inference")
-    backbone = (_random(model) if random else load(model, heads=heads)).to(device())
+    backbone = _random(model).to(device()) if random else load(model, device(), heads)
     side = size or backbone.image_size
     channels = backbone.vit.arch.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # says now that a size is none
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for batch in tqdm(sizes, desc="batch sizes", leave=False, disable=None):
+        for batch in tqdm(batches, desc="batch sizes", leave=False, disable=None):
             torch.compiler.reset()  # a program for each batch size: together they would fill its cache
             images = torch.randn(batch, channels, side, side, device=device())
             ways, why = _ways(backbone, images, Path(folder), threads)
@@ -87,16 +86,6 @@ def run(
 
 def _random(name: str) -> Backbone:
     return Backbone(VisionTransformer(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(word) for word in text.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise ConfigError(f"--batches {text!r}: wanted are numbers of images such as 1,4,16,64")
-    return numbers
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
@@ -150,7 +139,7 @@ def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
     if provider not in onnxruntime.get_available_providers():
         raise Skipped("it is the package for CPUs: pip install onnxruntime-gpu")
     if not file.exists():
-        export_onnx(backbone, file, {})
+        export_onnx(backbone, file)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(file, options, providers=[provider])

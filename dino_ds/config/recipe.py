@@ -52,10 +52,8 @@ def _check_range(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-EVALUATIONS = (
-    "knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics",
-    "oxford", "paris", "copydays", "davis", "voc",
-)  # fmt: skip
+BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
+EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
 
 
 def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
@@ -231,7 +229,7 @@ class EvalSection(Section):
     temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
     bank_images: Count = _field(10000, "labelled training images that evaluations use, at most")
     test_images: Count = _field(2000, "test images, at most")
-    protocol_root: str | None = _field(None, "folder of the data that an evaluation with its own images reads")
+    benchmark_root: str | None = _field(None, f"folder of the data of {', '.join(BENCHMARKS)}")
     pictures_every: LengthField = _field(
         Length(5, "epochs"), "how often attention and PCA of a few training images are drawn; 0 steps = never"
     )

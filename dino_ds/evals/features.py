@@ -54,7 +54,7 @@ def extract_features(
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False
-    hidden = True if progress is None or distributed.rank() else None
+    hidden = distributed.hidden_bar(progress is not None)
     try:
         for images, targets, unreadable in tqdm(batches, progress, len(loader), leave=False, disable=hidden):
             bad += unreadable

@@ -149,11 +149,10 @@ def augmented_batches(subject: Subject) -> Iterator[tuple[int, Tensor, Tensor]]:
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     unreadable = set[str]()
-    hidden = None if subject.progress and distributed.rank() == 0 else True
+    hidden = distributed.hidden_bar(subject.progress)
+    bar = tqdm(batches, "linear-sgd", len(sampler), leave=False, disable=hidden)
     try:
-        for step, (crops, rows, bad) in enumerate(
-            tqdm(batches, "linear-sgd", len(sampler), leave=False, disable=hidden)
-        ):
+        for step, (crops, rows, bad) in enumerate(bar):
             unreadable.update(bad)
             yield step // sampler.epoch_steps, crops, rows[:, 1]
     finally:

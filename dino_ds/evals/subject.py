@@ -52,8 +52,8 @@ class Settings:
 
     ks: numbers of neighbours; temperature of their votes; seed of whatever is drawn; size: pixels of a side (None: the
     model's); images: of the training set at most, and of the test set unless `test_images` is given (None: all);
-    workers: loader processes a rank (None: by the cores); root: data of a protocol such as DAVIS; epochs and batch
-    (images, over all ranks) of classifiers that are trained by gradient descent.
+    workers: loader processes a rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and
+    batch (images, over all ranks) of classifiers that are trained by gradient descent.
     """
 
     ks: tuple[int, ...] = (10, 20, 100, 200)
@@ -63,7 +63,7 @@ class Settings:
     images: int | None = None
     test_images: int | None = None
     workers: int | None = None
-    root: Path | None = None
+    benchmark_root: Path | None = None
     epochs: int = 100
     batch: int = 256
 
@@ -117,7 +117,7 @@ class Subject:
     def begin(self) -> None:
         """Evaluations call it when they have found everything they want and are about to use the model, on all ranks.
 
-        Training rehearses its evaluations up to here before its first step.
+        They are rehearsed up to here first.
         """
 
     @property
@@ -237,9 +237,7 @@ class Subject:
         if train is None:
             raise DataError("there are no training images: name labelled ones with --root DIR")
         if test is None:
-            raise DataError(
-                "there are no test images: name labelled ones with --test_root DIR (and --root DIR to compare)"
-            )
+            raise DataError("there are no test images: name labelled ones with --test_root DIR")
         check_labels(train, test)
         return train, test
 

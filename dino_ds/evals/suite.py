@@ -7,7 +7,7 @@ written and reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,16 +38,23 @@ Evaluation = Callable[[Subject], dict[str, float]]
 
 def knn(subject: Subject) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
-    test, train, settings = subject.test, subject.train, subject.settings
+    settings = subject.settings
+    _with_neighbours(settings.ks, len(subject.train_indices))  # before features, which may take hours
+    test, train = subject.test, subject.train
     images = len(train.labels)
-    ks = [k for k in settings.ks if k <= images]
-    if not ks:
-        raise DataError(f"{images} training images have no {min(settings.ks)} neighbours: give a smaller --k, or more")
+    ks = _with_neighbours(settings.ks, images)
     if len(ks) < len(settings.ks):
         left_out = ", ".join(str(k) for k in settings.ks if k > images)
         subject.note([f"k = {left_out} left out: there are {images} training images"])
     found = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
     return {f"knn_{k}": accuracy for k, accuracy in found.items()}
+
+
+def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
+    """Those of `ks` that are not more than the training images. Raises DataError where none is."""
+    if images < min(ks):
+        raise DataError(f"{images} training images have no {min(ks)} neighbours: give a smaller --k, or more")
+    return [k for k in ks if k <= images]
 
 
 def linear(subject: Subject) -> dict[str, float]:

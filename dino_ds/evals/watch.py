@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,12 @@ from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.rehearsal import rehearse
 from dino_ds.evals.results import describe_result
 from dino_ds.evals.subject import GaveUp, Settings, Subject
-from dino_ds.evals.suite import EVALUATIONS, evaluate
+from dino_ds.evals.suite import evaluate
 from dino_ds.teacher import Teacher
 
-_CPU = torch.device("cpu")
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
 
@@ -55,8 +53,7 @@ class Watch:
         self.untrained: float | None = None
         self.latest: float | None = None
         for name in names:
-            with distributed.together():  # what an evaluation agrees on inside, all ranks agree on
-                self._check(name)
+            self._check(name)
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> Watch | None:
@@ -81,29 +78,26 @@ class Watch:
             images=settings.bank_images,
             test_images=settings.test_images,
             workers=data.workers,
-            root=Path(settings.protocol_root).expanduser() if settings.protocol_root else None,
+            benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         return cls(names, every, train, test, how, recipe.crops.global_size)
 
     def _check(self, name: str) -> None:
-        """Goes through an evaluation until it wants the first feature. Raises ConfigError, DataError."""
-        rehearsal = _Rehearsal(_NoModel(self._size), self._settings, _CPU, lambda: self._sources)
+        """Raises ConfigError, DataError."""
         try:
-            with suppress(_Ready):
-                EVALUATIONS[name](rehearsal)
-            if name == "knn":
-                self._check_neighbours(rehearsal)
+            rehearsed = rehearse(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
             raise _explained(name, error) from None
+        if name == "knn":
+            self._remember_neighbours(rehearsed)
 
-    def _check_neighbours(self, subject: Subject) -> None:
-        k, bank, tests = self._settings.ks[0], len(subject.train_indices), subject.test_indices
-        if k > bank:
-            raise DataError(f"eval.k {k} is more than the {bank} labelled training images: lower it")
+    def _remember_neighbours(self, subject: Subject) -> None:
+        """What the accuracies depend on, and that of chance."""
         labels = subject.test_source.labels
         assert labels is not None
         self.chance = 100.0 / len({label for label in labels if label >= 0})
-        self._compared = [k, self._settings.temperature, bank, len(tests)]
+        images = len(subject.train_indices), len(subject.test_indices)
+        self._compared = [*self._settings.ks, self._settings.temperature, *images]
 
     def due(self, step: int) -> bool:
         return step % self._every == 0
@@ -202,43 +196,13 @@ class _RawPixels:
         return raw_pixels(images)
 
 
-class _Ready(Exception):
-    """Everything is there that an evaluation asks for before its first feature."""
-
-
-class _NoModel:
-    """In a rehearsal; nothing of it is used."""
-
-    def __init__(self, image_size: int) -> None:
-        self.image_size, self.patch_size, self.width = image_size, 1, 1
-
-    def features(self, *_: Any) -> Tensor:
-        raise AssertionError("an evaluation calls Subject.begin before it uses the model")
-
-    patch_tokens = attention = last_tokens = features
-
-
-class _Rehearsal(Subject):
-    """Of an evaluation, up to where it would use the model."""
-
-    def begin(self) -> None:
-        if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
-            _ = self.test_indices
-        raise _Ready
-
-    @cached_property
-    def _labelled_sources(self) -> tuple[Source, Source]:
-        if self.sources[1] is None:
-            raise ConfigError("it needs labelled test images: name them with --eval.root DIR, or leave it out")
-        return super()._labelled_sources
-
-
 def _explained(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
     """An evaluation's own words, with our keys for the flags of `dino-ds eval`."""
     words = {
         "(--images)": "(eval.bank_images, eval.test_images)",
         "--images": "--eval.bank_images",
-        "--root": "--eval.protocol_root",
+        "--test_root": "--eval.root",
+        "--benchmark_root": "--eval.benchmark_root",
         "--k": "--eval.k",
     }
     text = re.sub("|".join(map(re.escape, words)), lambda flag: words[flag[0]], str(error))

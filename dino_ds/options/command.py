@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dino_ds.names import MODEL_FORMS
+
 
 @dataclass(frozen=True)
 class Flag:
-    """kind: text, texts (one or more words: a list), int or number (> 0, with `zero` >= 0), switch (needs no value) or
-    resume (a switch, auto or a step).
+    """kind: text, texts (one or more words: a list), names or numbers (with commas between, each once: a tuple; numbers
+    are whole and > 0), int or number (> 0, with `zero` >= 0), switch (needs no value) or resume (a switch, auto or a
+    step).
 
-    `default` is what the function gets; where that is None, `shown` says what it means.
+    `default` is what the function gets; where that is None, `shown` says what it means. choices: all that a text or a
+    name may be. required: there is no default.
     """
 
     name: str
     kind: str
-    default: str | int | float | bool | None
+    default: str | int | float | bool | tuple[str | int, ...] | None
     description: str
     shown: str = ""
     zero: bool = False
+    choices: tuple[str, ...] = ()
+    required: bool = False
 
     @property
     def default_text(self) -> str:
-        return self.shown or str(self.default).lower()
+        if self.required:
+            return "required"
+        listed = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else str(self.default).lower()
+        return self.shown or listed
+
+    @property
+    def meaning(self) -> str:
+        return ": ".join(text for text in (self.description, ", ".join(self.choices)) if text)
 
 
 @dataclass(frozen=True)
@@ -71,3 +84,5 @@ class Command:
 
 
 JSON = Flag("json", "switch", False, "print one JSON object")
+MODEL = Flag("model", "text", None, MODEL_FORMS, required=True)
+HEADS = Flag("heads", "int", None, "attention heads, of a file that does not say it", shown="as usual")

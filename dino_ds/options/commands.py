@@ -132,7 +132,7 @@ BENCHES = (
         (
             Flag("batch", "int", 4, "images per process"),
             Flag("ranks", "int", 2, "processes of the second column"),
-            Flag("precision", "text", "fp32", "fp32 or bf16"),
+            Flag("precision", "text", "fp32", "", choices=("fp32", "bf16")),
             _JSON,
         ),
         takes_recipe=False,
@@ -196,8 +196,8 @@ _SHARDING = (
         (
             Flag("source", "text", "folder", "as data.source of a recipe"),
             Flag("root", "text", None, "as data.root: folder, list, shards, Parquet", shown="none"),
-            Flag("split", "text", "train", "train or test, of a torchvision data set"),
-            Flag("out", "text", None, "folder of the shards", shown="none"),
+            Flag("split", "text", "train", "of a torchvision data set", choices=("train", "test")),
+            Flag("out", "text", None, "folder of the shards", required=True),
             Flag("shard_size", "text", "256MiB", "images of a shard (10000) or about its size (256MiB)"),
             Flag("shrink", "int", None, "make the shorter side of larger images N pixels, as JPEG", shown="none"),
             Flag("quality", "int", 90, "of shrunken JPEGs, 1 to 100"),
@@ -212,8 +212,8 @@ _SHARDING = (
         "tar shards -> a folder of images",
         "dino_ds.tools.unshard:run",
         (
-            Flag("root", "text", None, "the shards: a folder or a pattern", shown="none"),
-            Flag("out", "text", None, "a new folder for the images", shown="none"),
+            Flag("root", "text", None, "the shards: a folder or a pattern", required=True),
+            Flag("out", "text", None, "a new folder for the images", required=True),
             Flag("skip_checksums", "switch", False, "do not check the shards first"),
             _JSON,
         ),
@@ -222,6 +222,7 @@ _SHARDING = (
     ),
 )
 
+PROFILERS = ("torch", "cprofile", "nsight")
 _TOOLS = (
     Command(
         "find-batch-size",
@@ -248,7 +249,7 @@ _TOOLS = (
         "dino_ds.tools.profiler:run",
         (
             Flag("out", "text", "profile", "folder for the traces and the summary"),
-            Flag("tool", "text", "torch", "torch, cprofile (the Python side) or nsight (to be run under nsys)"),
+            Flag("tool", "text", "torch", "the Python side is cprofile's; nsight's wants nsys", choices=PROFILERS),
             *_bench_flags(steps=5),
         ),
         recipe="vitti16",

@@ -20,6 +20,7 @@ from dino_ds.options.commands import TRAIN, Command, Flag
 
 ALIASES = {"deepspeed_config": "ds_config"}
 _SWITCH_WORDS = {"true": True, "false": False}
+_WANTED = {"int": "a whole number {}", "number": "a number {}", "numbers": "whole numbers {} with commas between"}
 
 
 @dataclass
@@ -49,6 +50,15 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
+
+
+def check_required(command: Command, flags: Flags) -> None:
+    """Raises ConfigError for what has no default and was not given."""
+    for flag in command.all_flags:
+        if flag.required and flag.name not in flags.fixed:
+            bare = flag.name in (command.bare or "").split()
+            how = f"dino-ds {command.name} {command.bare.upper()}" if bare and command.bare else f"--{flag.name} X"
+            raise ConfigError(f"no {flag.name} is given: {how}, {flag.meaning}")
 
 
 def _parse_both(command: Command, words: list[str]) -> Flags:
@@ -149,28 +159,45 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         try:
             target[key] = _convert(fixed, value)
         except ValueError as error:
-            problems.append(f"--{fixed.name} {value!r} is not {error}")
+            problems.append(f"--{fixed.name} {value!r} {error}")
 
 
 def _convert(flag: Flag, value: str) -> Any:
-    """Raises ValueError that says what is wanted."""
+    """Raises ValueError, whose words follow the flag and its value."""
     if flag.kind == "text":
-        return value
+        return _chosen(flag, value, "is not") if flag.choices else value
+    if flag.kind in ("names", "numbers"):
+        words = dict.fromkeys(word.strip() for word in value.split(",") if word.strip()) or [""]
+        return tuple(
+            _number(flag, word) if flag.kind == "numbers" else _chosen(flag, word, f"names {word!r}, which is not")
+            for word in words
+        )
     if flag.kind == "resume" and _is_resume(value):
         if value.isdigit() and int(value) == 0:
-            raise ValueError("the step of a checkpoint")
+            raise ValueError("is not the step of a checkpoint")
         return int(value) if value.isdigit() else "auto"
     if flag.kind in ("switch", "resume"):
         if value.lower() not in _SWITCH_WORDS:
-            raise ValueError("true or false" if flag.kind == "switch" else "auto or the step of a checkpoint")
+            raise ValueError(
+                f"is not {'true or false' if flag.kind == 'switch' else 'auto or the step of a checkpoint'}"
+            )
         return _SWITCH_WORDS[value.lower()]
-    wanted = f"a {'whole number' if flag.kind == 'int' else 'number'} {'>= 0' if flag.zero else '> 0'}"
+    return _number(flag, value)
+
+
+def _chosen(flag: Flag, word: str, problem: str) -> str:
+    if word not in flag.choices:
+        raise ValueError(f"{problem} one of {', '.join(flag.choices)}.{did_you_mean(word, flag.choices)}")
+    return word
+
+
+def _number(flag: Flag, word: str) -> float:
     try:
-        number = int(value) if flag.kind == "int" else float(value)
+        number = float(word) if flag.kind == "number" else int(word)
     except ValueError:
-        raise ValueError(wanted) from None
+        number = -1
     if not (0 < number < float("inf") or (flag.zero and number == 0)):
-        raise ValueError(wanted)
+        raise ValueError(f"is not {_WANTED[flag.kind].format('>= 0' if flag.zero else '> 0')}")
     return number
 
 

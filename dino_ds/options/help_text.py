@@ -22,6 +22,7 @@ examples
   dino-ds train --config vitb16 --data.root /images --optimizer.lr 5e-4 --ds.gradient_clipping 0.3
 """
 
+_VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "texts": " X X ..."}
 _INTRO = """\
 # Who owns which knob
 
@@ -73,8 +74,7 @@ def _command_page(command: Command) -> str:
 
 
 def _flag_row(flag: Flag) -> tuple[str, str, str]:
-    value = {"switch": "", "int": " N", "number": " N", "texts": " X X ..."}.get(flag.kind, " X")
-    return f"--{flag.name}{value}", flag.default_text, flag.description
+    return f"--{flag.name}{_VALUES.get(flag.kind, ' X')}", flag.default_text, flag.meaning
 
 
 def configs_markdown() -> str:

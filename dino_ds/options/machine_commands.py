@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dino_ds.options.command import JSON, Command, Flag
+from dino_ds.options.command import HEADS, JSON, MODEL, Command, Flag
 
 LAUNCH = Command(
     "launch",
@@ -53,15 +53,15 @@ BENCH_INFERENCE = Command(
     "latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, by turns",
     "dino_ds.bench.inference:run",
     (
-        Flag("model", "text", None, "a run folder, a file of weights, a Hugging Face folder or a timm name", "none"),
+        MODEL,
         Flag("random", "switch", False, "MODEL is an architecture: random weights, 224 pixels; they change no speed"),
-        Flag("batches", "text", "1,4,16,64", "images of a call; several with commas"),
+        Flag("batches", "numbers", (1, 4, 16, 64), "images of a call"),
         Flag("size", "int", None, "pixels of a side, a multiple of the patch size", shown="the model's"),
         Flag("rounds", "int", 200, "measured calls of each way, at most"),
         Flag("seconds", "number", 30.0, "for each batch size, about; 5 rounds at least"),
         Flag("warmup", "int", 3, "calls before them", zero=True),
         Flag("threads", "int", 1, "threads of the CPU's operators; with 1 CPU time is measured, else wall time"),
-        Flag("heads", "int", None, "attention heads, of a file that does not say it", shown="as usual"),
+        HEADS,
         JSON,
     ),
     takes_recipe=False,

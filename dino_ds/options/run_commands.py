@@ -10,8 +10,8 @@ CONVERT = Command(
     "a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network",
     "dino_ds.tools.convert:run",
     (
-        Flag("checkpoint", "text", None, "the checkpoint: RUN/checkpoints/step_...", shown="none"),
-        Flag("out", "text", None, "a new folder: a run to resume, or that of student.safetensors", shown="none"),
+        Flag("checkpoint", "text", None, "RUN/checkpoints/step_...", required=True),
+        Flag("out", "text", None, "a new folder: a run to resume, or that of student.safetensors", required=True),
         Flag("ranks", "int", None, "number of ranks: files of the new checkpoint", shown="1"),
         Flag("student", "switch", False, "write the student's FP32 weights by name instead of a checkpoint"),
         _JSON,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from dino_ds.pictures.series import Curve
 from dino_ds.report.html import join
-from dino_ds.report.series import Curve
 from dino_ds.report.text import number
 
 COLOURS = 8

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from dino_ds.pictures.series import Curve
 from dino_ds.report.chart import COLOURS, Level, Line, draw_chart
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import join, note
-from dino_ds.report.series import Curve
 from dino_ds.report.summary import CHANCE, KNN, RAW_PIXELS, summarise_knn
 from dino_ds.report.text import number
 

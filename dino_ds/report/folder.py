@@ -15,8 +15,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
+from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.report.log import RunLog, read_log
-from dino_ds.report.series import Metrics, read_metrics
 
 T = TypeVar("T")
 _LARGEST_JSON = 64 << 20

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dino_ds.costs.memory import count_parameters
+from dino_ds.pictures.series import Curve, Metrics
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.series import Curve, Metrics
 
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 

@@ -19,16 +19,13 @@ from tqdm import tqdm
 
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean
 from dino_ds.pictures.draw import MASS, coat, head_colours, heat, overlay
 from dino_ds.pictures.maps import PatchColours, mass_mask
 from dino_ds.tools.clip import has_av, import_av, open_clip, survey
 from dino_ds.tools.clip_writing import FORMS, clip_writer
-from dino_ds.tools.pictures import side_of
-from dino_ds.weights.load import Backbone, load
+from dino_ds.tools.frozen import MAPS_AT_ONCE, in_parts, load_frozen, side_of
+from dino_ds.weights.load import Backbone
 
-SHOWS = ("attention", "heads", "pca")
-_AT_ONCE = 4
 _SAMPLE = 16
 _LIGHTEST = 0.995
 """Part of the sample's patches that are darker than the lightest colour."""
@@ -43,8 +40,8 @@ Paint = Callable[[Tensor, Tensor], list[np.ndarray]]
 
 def run(
     *,
-    model: str | None,
-    clip: str | None,
+    model: str,
+    clip: str,
     out: str | None,
     format: str | None,
     show: str,
@@ -54,15 +51,13 @@ def run(
     json: bool,
 ) -> None:
     """Every frame of `clip`, painted, into `out`. Raises ConfigError, DataError, CheckpointError."""
-    if model is None or clip is None:
-        raise ConfigError("give a model and a clip: dino-ds attention-video MODEL CLIP")
-    if show not in SHOWS:
-        raise ConfigError(f"--show {show!r}: there is {', '.join(SHOWS)}.{did_you_mean(show, SHOWS)}")
     if head is not None and show != "attention":
         raise ConfigError(f"--head {head} is for --show attention; --show {show} has all heads")
     path, form = _destination(clip, out, format)
+    if fps is not None and form == "png":
+        raise ConfigError(f"--fps {fps:g} is for videos and animations; a folder of images has no rate: leave it out")
     frames = open_clip(clip)
-    backbone = load(model).to("cuda" if torch.cuda.is_available() else "cpu")
+    backbone = load_frozen(model)
     short = side_of(backbone, size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.patch_size)
@@ -73,7 +68,7 @@ def run(
         path.parent.mkdir(parents=True, exist_ok=True)
         with clip_writer(path, form, rate) as writer, tqdm(total=count, unit=" frames", disable=None) as bar:
             stream = frames.frames()
-            while batch := list(itertools.islice(stream, _AT_ONCE)):
+            while batch := list(itertools.islice(stream, MAPS_AT_ONCE)):
                 shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
                 for picture in paint(torch.stack([_cut(frame, height, width) for frame in batch]), shown):
                     writer.add((255 * picture).round().astype(np.uint8))
@@ -90,8 +85,6 @@ def run(
 
 def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, str]:
     """Where to and how. Raises ConfigError, also for what exists already."""
-    if form is not None and form not in FORMS:
-        raise ConfigError(f"--format {form!r}: there is {', '.join(FORMS)}.{did_you_mean(form, FORMS)}")
     ending = Path(out).suffix.lower().removeprefix(".") if out else ""
     if form is None and ending in FORMS:
         form = ending
@@ -140,25 +133,20 @@ def _painter(backbone: Backbone, sample: Tensor, show: str, head: int | None) ->
 
     Raises ConfigError where there is no such head.
     """
-
-    def batched(function: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
-        where = next(backbone.parameters()).device
-        return torch.cat([function(part.to(where)).float().cpu() for part in images.split(_AT_ONCE)])
-
     if show == "pca":
-        colours = PatchColours(batched(backbone.patch_tokens, sample).flatten(0, 2))
+        colours = PatchColours(in_parts(backbone.patch_tokens, sample).flatten(0, 2))
         return lambda images, shown: [
             coat(picture, colour)
-            for picture, colour in zip(shown, colours(batched(backbone.patch_tokens, images)), strict=True)
+            for picture, colour in zip(shown, colours(in_parts(backbone.patch_tokens, images)), strict=True)
         ]
     if show == "heads":
         return lambda images, shown: [
             overlay(picture, maps * mass_mask(maps, MASS), head_colours(len(maps)))
-            for picture, maps in zip(shown, batched(backbone.attention, images), strict=True)
+            for picture, maps in zip(shown, in_parts(backbone.attention, images), strict=True)
         ]
 
     def looked_at(images: Tensor) -> Tensor:
-        maps = batched(backbone.attention, images)
+        maps = in_parts(backbone.attention, images)
         if head is not None and head >= maps.shape[1]:
             raise ConfigError(f"--head {head}: the model has {maps.shape[1]} heads, 0 to {maps.shape[1] - 1}")
         return maps.mean(dim=1) if head is None else maps[:, head]

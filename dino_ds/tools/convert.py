@@ -25,14 +25,12 @@ from dino_ds.engine.saved_state import MASTER, MOMENTS, Piece, SavedParameters, 
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
 
 
-def run(*, checkpoint: str | None, out: str | None, ranks: int | None, student: bool, json: bool) -> None:
+def run(*, checkpoint: str, out: str, ranks: int | None, student: bool, json: bool) -> None:
     """Write `out`, a run with one checkpoint for `ranks` ranks, or with `student` a folder with student.safetensors.
 
     Raises ConfigError, CheckpointError for one that is not whole, StorageError; there is then no `out`.
     """
     begin = time.monotonic()
-    if checkpoint is None or out is None:
-        raise ConfigError("give --checkpoint RUN/checkpoints/step_... and --out DIR, a new folder")
     if student and ranks is not None:
         raise ConfigError(f"--ranks {ranks} is for a checkpoint, and --student writes only weights: leave one out")
     saved, place = _open(Path(checkpoint).expanduser()), Path(out).expanduser().absolute()

@@ -13,32 +13,44 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.recipe import Recipe
+from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS, Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
+from dino_ds.evals.rehearsal import rehearse
 from dino_ds.evals.results import RESULTS, as_json, describe_result, read_results, write_results
 from dino_ds.evals.subject import Settings, Subject
-from dino_ds.evals.suite import EVALUATIONS, evaluate
+from dino_ds.evals.suite import evaluate
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.names import did_you_mean
+from dino_ds.tools.idle import refuse_idle
 from dino_ds.weights.load import Backbone, load
+
+_OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
+_CONCERNS = {
+    **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
+    **dict.fromkeys(("k", "temperature"), ("knn",)),
+    **dict.fromkeys(("epochs", "batch"), ("linear-sgd",)),
+    "workers": (*_OF_IMAGES, "oxford", "paris", "copydays"),
+    "benchmark_root": BENCHMARKS,
+}
+"""Option -> the evaluations that it changes something of; others are of all."""
 
 
 def run(
     *,
-    model: str | None,
-    evals: str,
+    model: str,
+    evals: tuple[str, ...],
     source: str | None,
     root: str | None,
     test_root: str | None,
+    benchmark_root: str | None,
     size: int | None,
-    k: str,
-    temperature: float,
+    k: tuple[int, ...] | None,
+    temperature: float | None,
     images: int | None,
-    epochs: int,
-    batch: int,
+    epochs: int | None,
+    batch: int | None,
     workers: int | None,
     out: str | None,
     json: bool,
@@ -47,38 +59,28 @@ def run(
 
     Raises ConfigError, DataError, CheckpointError.
     """
-    if model is None:
-        raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
-    names = _chosen(evals)
-    settings = Settings(
-        ks=_numbers(k),
-        temperature=temperature,
-        size=size,
-        images=images,
-        epochs=epochs,
-        batch=batch,
-        workers=workers,
-        root=Path(root).expanduser() if root else None,
-    )
+    data = Path(benchmark_root).expanduser() if benchmark_root else None
+    named = {"source": source, "root": root, "test_root": test_root}
+    how: dict[str, Any] = {"temperature": temperature, "images": images, "epochs": epochs, "batch": batch}
+    how |= {"workers": workers, "benchmark_root": data}
+    given = {"ks": k, "size": size, **how}
+    settings = Settings(**{key: value for key, value in given.items() if value is not None})
     init_distributed()
     with distributed.together():
         _check_places(model, out)
+    for name in (name for name in evals if name in BENCHMARKS):  # first: who gives --root for one is told what it wants
+        rehearse(name, settings, lambda: (None, None))
+    refuse_idle("evals", evals, _CONCERNS, {"k": k, **named, **how})
     began = time.monotonic()
     with distributed.together():
-        backbone = load(model).to(device())
-    subject = Subject(backbone, settings, device(), lambda: _data(model, source, root, test_root))
+        backbone = load(model, device())
+    subject = Subject(backbone, settings, device(), lambda: _data(model, **named))
+    for name in (name for name in evals if name not in BENCHMARKS):
+        rehearse(name, settings, lambda: subject.sources)
     results: dict[str, Any] = {}
     try:
-        for name in tqdm(names, "evaluations", leave=False, disable=None if distributed.rank() == 0 else True):
-            start = time.monotonic()
-            values = evaluate(name, subject)
-            results[name] = describe_result(
-                values,
-                time.monotonic() - start,
-                backbone.about.get("step"),
-                backbone.about.get("images"),
-                *subject.image_counts,
-            )
+        for name in tqdm(evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
+            results[name] = _timed(name, subject, backbone.about)
             with distributed.together():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, model, out)
@@ -89,25 +91,11 @@ def run(
             _show(results, subject, backbone, time.monotonic() - began, json)
 
 
-def _chosen(evals: str) -> list[str]:
-    names = [name.strip() for name in evals.split(",") if name.strip()]
-    for name in names:
-        if name not in EVALUATIONS:
-            there = ", ".join(EVALUATIONS)
-            raise ConfigError(f"--evals {name!r}: there is {there}.{did_you_mean(name, EVALUATIONS)}")
-    if not names:
-        raise ConfigError(f"--evals names no evaluation: there is {', '.join(EVALUATIONS)}")
-    return names
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = (0,)
-    if min(numbers) < 1:
-        raise ConfigError(f"--k {text!r}: wanted are numbers of neighbours such as 10,20,100,200")
-    return numbers
+def _timed(name: str, subject: Subject, about: dict[str, Any]) -> dict[str, Any]:
+    start = time.monotonic()
+    values = evaluate(name, subject)
+    seconds = time.monotonic() - start
+    return describe_result(values, seconds, about.get("step"), about.get("images"), *subject.image_counts)
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:

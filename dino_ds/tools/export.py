@@ -9,20 +9,15 @@ from typing import Any
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, read_results
-from dino_ds.names import did_you_mean
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
 
 
-def run(*, model: str | None, format: str | None, out: str | None, heads: int | None, json: bool) -> None:
-    """Write `model` (a run folder, a file of weights, a Hugging Face folder, a timm name) as `format` to `out`.
+def run(*, model: str, format: str, out: str | None, heads: int | None, json: bool) -> None:
+    """Write `model` as `format`, a key of FORMATS, to `out`.
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
     """
-    if model is None or format is None:
-        raise ConfigError(f"give a run folder or a file of weights, and --format: {', '.join(FORMATS)}")
-    if format not in FORMATS:
-        raise ConfigError(f"--format {format!r} is not one of {', '.join(FORMATS)}.{did_you_mean(format, FORMATS)}")
     write, ending = FORMATS[format]
     backbone = load(model, heads=heads)
     source = Path(model)
@@ -33,7 +28,7 @@ def run(*, model: str | None, format: str | None, out: str | None, heads: int | 
     if place.exists():
         raise ConfigError(f"{place} is there already: remove it, or name another with --out")
     backbone.about |= _results(source)
-    how = write(backbone, place, backbone.head)
+    how = write(backbone, place)
     if json:
         print(jsons.dumps({"format": format, "out": str(place), "load": how, "notes": list(backbone.notes)}))
     else:

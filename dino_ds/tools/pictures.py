@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json as jsons
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,14 +20,16 @@ from dino_ds.data.sources import Source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import nearest
-from dino_ds.names import did_you_mean
 from dino_ds.pictures import draw
 from dino_ds.pictures.curves import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
+from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
 from dino_ds.tools.evaluate import find_images
+from dino_ds.tools.frozen import in_parts, load_frozen, side_of
+from dino_ds.tools.idle import refuse_idle
 from dino_ds.tools.picture_files import PictureFiles
-from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.load import Backbone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,12 +37,11 @@ if TYPE_CHECKING:
 KINDS = ("attention", "pca", "similarity", "neighbours", "map", "curves")
 _OF_PATCHES, _OF_FEATURES = KINDS[:3], KINDS[3:5]
 _METRICS = "metrics.jsonl"
-_NEIGHBOURS, _QUERIES, _PATCHES = 6, 6, 4
+_IMAGES, _BANK, _NEIGHBOURS, _QUERIES, _PATCHES = 6, 500, 6, 6, 4
 _MOST = 100
 """Images that one picture shows, of those that are only counted."""
 _THUMBNAIL = 128
-_FEATURES_AT_ONCE, _MAPS_AT_ONCE = 32, 4
-_FEW_PATCHES, _MANY_PATCHES = 16, 30
+_FEATURES_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -56,37 +57,43 @@ class _Wishes:
     size: int | None
 
 
+_CONCERNS = {
+    **dict.fromkeys(("source", "root"), (*_OF_PATCHES, *_OF_FEATURES)),
+    **dict.fromkeys(("images", "size"), _OF_PATCHES),
+    **{"queries": ("neighbours",), "patch": ("similarity",), "foreground": ("pca",), "map": ("map",)},
+    "bank": _OF_FEATURES,
+}
+"""Option -> the pictures that it changes something of; --images are also the bank where there are no others."""
+
+
 def run(
     *,
-    model: str | None,
+    model: str,
     source: str | None,
     root: str | None,
     out: str | None,
-    only: str | None,
-    images: str,
+    only: Sequence[str] | None,
+    images: str | None,
     queries: str | None,
     patch: str | None,
     foreground: bool,
     map: str | None,
-    bank: int,
+    bank: int | None,
     size: int | None,
     json: bool,
 ) -> None:
     """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
-    if model is None:
-        raise ConfigError("give a run folder, a file of weights, a Hugging Face folder or a timm name")
     kinds = _kinds(only, Path(model))
-    for option, given, kind in (
-        ("queries", queries, "neighbours"),
-        ("patch", patch, "similarity"),
-        ("foreground", foreground, "pca"),
-        ("map", map, "map"),
-    ):
-        if given and kind not in kinds:
-            raise ConfigError(f"--{option} is for the picture {kind!r}: add it to --only, or leave --{option} out")
-    wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank, size)
+    shown = _Shown(model, source, root, images or str(_IMAGES))
+    given = {"source": source, "root": root, "images": images, "size": size, "queries": queries, "patch": patch}
+    given |= {"foreground": foreground or None, "map": map, "bank": bank}
+    concerns = _CONCERNS if shown.has_others else {**_CONCERNS, "images": _CONCERNS["root"]}
+    refuse_idle("only", kinds, concerns, given)
+    if (source or root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
+        raise ConfigError(f"--images {images} names files: no image of --{'root' if root else 'source'} is looked at")
+    wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank or _BANK, size)
     files = PictureFiles(model, out)
-    for name, figure in _figures(model, _Shown(model, source, root, images), wishes):
+    for name, figure in _figures(model, shown, wishes):
         files.add(name, figure)
     print(jsons.dumps({"pictures": files.written}) if json else "\n".join(files.written))
 
@@ -101,6 +108,12 @@ class _Shown:
         if self._count is not None and not 0 < self._count <= _MOST:
             raise ConfigError(f"--images {images}: give a number from 1 to {_MOST}, or name images")
         self._chosen = choose(images, "images", self.source) if self._count is None else []
+        self.has_others = bool(source or root) or (Path(model) / "config.yaml").is_file()
+
+    @property
+    def are_files(self) -> bool:
+        """Whether the source has no part in them."""
+        return self._count is None and self._opened is None
 
     def source(self) -> Source:
         if self._opened is None:
@@ -112,22 +125,20 @@ class _Shown:
 
     def bank(self, size: int) -> list[Picked]:
         """Of the images of the run or of --root; where there are none, the chosen ones."""
-        model, source, root = self._named
-        others = source or root or (Path(model) / "config.yaml").is_file()
-        return spread(self.source(), size) if others or self._count is not None else self._chosen
+        return spread(self.source(), size) if self.has_others or self._count is not None else self._chosen
 
 
 def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
     """(name, Figure) one after another."""
     if set(wishes.kinds) - {"curves"}:
-        backbone = load(model).to("cuda" if torch.cuda.is_available() else "cpu")
+        backbone = load_frozen(model)
         asked = choose(wishes.queries, "queries", shown.source) if wishes.queries else None
         if set(wishes.kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), wishes)
         if set(wishes.kinds) & set(_OF_FEATURES):
             yield from _feature_figures(backbone, shown.bank(wishes.bank), asked, wishes)
     if "curves" in wishes.kinds:
-        yield "curves", draw_curves(_records(Path(model) / _METRICS))
+        yield "curves", draw_curves(_read_metrics(Path(model) / _METRICS))
 
 
 def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
@@ -140,10 +151,10 @@ def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes
     patches = find_patches(wishes.patch, cuts, crop, grid) if wishes.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
     pictures = _pictures(pixels)
-    attention = _batches(backbone.attention, pixels, _MAPS_AT_ONCE)
+    attention = in_parts(backbone.attention, pixels)
     if "attention" in wishes.kinds:
         yield "attention", draw.draw_attention(pictures, attention)
-    tokens = _batches(backbone.patch_tokens, pixels, _MAPS_AT_ONCE)
+    tokens = in_parts(backbone.patch_tokens, pixels)
     if "pca" in wishes.kinds:
         yield "pca", draw.draw_pca(pictures, tokens, attention if wishes.foreground else None)
     if "similarity" in wishes.kinds:
@@ -185,7 +196,7 @@ def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list
     cuts = read_cuts(picked, EvalCrop(backbone.image_size), option)
     while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
         pixels = torch.stack([cut.pixels for cut in batch])
-        features, small = _batches(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
+        features, small = in_parts(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
         for cut, row, thumbnail in zip(batch, features, small, strict=True):
             found.append(_Described(cut.picked.name, cut.picked.group, row, thumbnail))
     return found
@@ -206,51 +217,23 @@ def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Fi
     return draw.draw_neighbours([query.thumbnail for query in queries], found, captions)
 
 
-def _kinds(only: str | None, model: Path) -> list[str]:
-    """Raises ConfigError."""
+def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:
+    """In the order of KINDS. Raises ConfigError."""
     has_curves = (model / _METRICS).is_file()
-    if only is None:
-        return [kind for kind in KINDS if kind != "curves" or has_curves]
-    asked = [word.strip() for word in only.split(",")]
-    for word in asked:
-        if word not in KINDS:
-            raise ConfigError(f"--only {word!r}: there is {', '.join(KINDS)}.{did_you_mean(word, KINDS)}")
-    if "curves" in asked and not has_curves:
+    if only and "curves" in only and not has_curves:
         raise ConfigError(f"--only curves: {model / _METRICS} does not exist; curves are those of a run folder")
-    return [kind for kind in KINDS if kind in asked]
+    return [kind for kind in KINDS if (kind in only if only else kind != "curves" or has_curves)]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Lines that are cut off, as the last one of a run that goes on may be, are left out. Raises ConfigError."""
+def _read_metrics(path: Path) -> Metrics:
+    """Raises ConfigError."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        metrics = read_metrics(path)
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error}; mend it, or leave curves out with --only") from None
-    records = [record for line in lines if (record := _record(line))]
-    if not records:
+    if not metrics.lines:
         raise ConfigError(f"{path} holds no line of metrics: leave curves out with --only")
-    return records
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = jsons.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
-
-
-def side_of(backbone: Backbone, size: int | None) -> int:
-    """Pixels of the images whose patches are shown: unless `size` says it, twice the native side, within 16 and 30
-    patches, and never less than the native side. Raises ConfigError."""
-    patch = backbone.patch_size
-    if size is None:
-        native = backbone.image_size // patch
-        return patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
-    if size % patch:
-        near = max(round(size / patch), 1) * patch
-        raise ConfigError(f"--size {size} is not a multiple of the patch size {patch}: use {near}")
-    return size
+    return metrics
 
 
 def _pictures(pixels: Tensor) -> Tensor:
@@ -263,8 +246,3 @@ def _thumbnails(pixels: Tensor) -> np.ndarray:
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
     return (255 * _pictures(pixels)).round().byte().numpy()
-
-
-def _batches(function: Callable[[Tensor], Tensor], images: Tensor, at_once: int) -> Tensor:
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.cat([function(part.to(where)).float().cpu() for part in images.split(at_once)])

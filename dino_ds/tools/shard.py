@@ -40,9 +40,9 @@ _SAMPLED = 200
 def run(
     *,
     root: str | None,
-    out: str | None,
+    out: str,
     source: str = "folder",
-    split: str = "train",
+    split: Literal["train", "test"] = "train",
     shard_size: str = "256MiB",
     shrink: int | None = None,
     quality: int = 90,
@@ -55,14 +55,9 @@ def run(
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
-    if out is None:
-        raise ConfigError("shards need a folder: give --out DIR")
     if not 1 <= quality <= 100:
         raise ConfigError(f"quality {quality} is none of JPEG's: 1 to 100")
-    if split not in ("train", "test"):
-        raise ConfigError(f"split {split!r} is not train or test")
-    part: Literal["train", "test"] = "test" if split == "test" else "train"
-    images = build_source(source, root, part, False)
+    images = build_source(source, root, split, False)
     recoding = Shrink(shrink, quality)
     folder = Path(out).expanduser()
     plan = {

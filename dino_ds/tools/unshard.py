@@ -28,15 +28,13 @@ _THREADS = 8
 _AS_THEY_ARE = Shrink(None, 0)
 
 
-def run(*, root: str | None, out: str | None, skip_checksums: bool = False, json: bool = False) -> None:
+def run(*, root: str, out: str, skip_checksums: bool = False, json: bool = False) -> None:
     """Write each image into `out` under its name in the shards; the same command after an interruption goes on.
 
     Names never lead out of `out`: leading / and .. are dropped. Where two shards have images of one name, each shard
     gets a folder. Raises ConfigError, DataError for a damaged shard or a disk that can't be used.
     """
     begin = time.monotonic()
-    if root is None or out is None:
-        raise ConfigError("give --root SHARDS (a folder or pattern) and --out DIR, a new folder for the images")
     images = open_files(root)
     if isinstance(images, TarShards) and not skip_checksums:
         _check(images)

@@ -29,7 +29,7 @@ _BATCH, _SIDE = 4096, 512
 """Largest batch, and largest side in patches, that an ONNX program takes."""
 
 
-def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_safetensors(model: Backbone, out: Path) -> str:
     """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
     about = {
         "timm_arguments": _timm(model)[1],
@@ -43,7 +43,7 @@ def export_safetensors(model: Backbone, out: Path, head: dict[str, Tensor]) -> s
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 
 
-def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_timm(model: Backbone, out: Path) -> str:
     """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
     arch = model.vit.arch
     name, arguments = _timm(model)
@@ -76,7 +76,7 @@ def export_timm(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     return f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
 
 
-def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_hf(model: Backbone, out: Path) -> str:
     """A folder for transformers: config, weights, image processor, model card.
 
     Raises ConfigError for an architecture that transformers has no model of.
@@ -106,15 +106,15 @@ def export_hf(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
-def export_dino(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_dino(model: Backbone, out: Path) -> str:
     """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE."""
-    network = to_reference(_tensors(model), head)
+    network = to_reference(_tensors(model), model.head)
     with _whole(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    return f"eval_knn.py --pretrained_weights {out} ({'with' if head else 'without'} a head)"
+    return f"eval_knn.py --pretrained_weights {out} ({'with' if model.head else 'without'} a head)"
 
 
-def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_onnx(model: Backbone, out: Path) -> str:
     """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
 
     Raises ConfigError where onnx and onnxscript are not installed.
@@ -142,7 +142,7 @@ def export_onnx(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
     return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}})"
 
 
-def export_torchscript(model: Backbone, out: Path, head: dict[str, Tensor]) -> str:
+def export_torchscript(model: Backbone, out: Path) -> str:
     """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size."""
     with _quiet(), torch.no_grad():
         traced = torch.jit.trace(PlainBackbone(model.vit), _example(model))
@@ -151,7 +151,7 @@ def export_torchscript(model: Backbone, out: Path, head: dict[str, Tensor]) -> s
     return f"torch.jit.load({out.name!r})(images)"
 
 
-FORMATS: dict[str, tuple[Callable[[Backbone, Path, dict[str, Tensor]], str], str]] = {
+FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
     "hf": (export_hf, "-hf"),

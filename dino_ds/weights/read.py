@@ -19,7 +19,8 @@ from torch import Tensor
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError
-from dino_ds.names import did_you_mean
+from dino_ds.names import MODEL_FORMS, did_you_mean
+from dino_ds.weights.hub import hub_or_cache
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
@@ -57,10 +58,7 @@ def find_weights(place: str | Path) -> Weights:
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
-        raise CheckpointError(
-            f"{place} does not exist; give a run folder, a file of weights, a Hugging Face folder or a timm name."
-            f"{did_you_mean(str(place), ARCHITECTURES)}"
-        )
+        raise CheckpointError(f"{place} does not exist; give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
@@ -103,13 +101,14 @@ def _is_timm_name(name: str) -> bool:
 def _from_timm(name: str) -> Weights:
     import timm
 
-    try:
-        model = timm.create_model(name, pretrained=True, num_classes=0)
-    except Exception as error:  # whatever timm and the hub's client raise, without a network for one
-        reason = textwrap.shorten(str(error), 160, placeholder=" ...")
-        raise CheckpointError(
-            f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
-        ) from None
+    with hub_or_cache() as why:
+        try:
+            model = timm.create_model(name, pretrained=True, num_classes=0)
+        except Exception as error:  # whatever timm and the hub's client raise
+            reason = why or textwrap.shorten(str(error), 160, placeholder=" ...")
+            raise CheckpointError(
+                f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
+            ) from None
     tensors = dict(model.state_dict())
     try:
         network = split_network(tensors, "teacher")

@@ -222,10 +222,10 @@ def test_inference(capsys, tmp_path, monkeypatch):
     compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
     monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
     model = _backbone()
-    export_safetensors(model, tmp_path / "teacher.safetensors", {})
+    export_safetensors(model, tmp_path / "teacher.safetensors")
     given = {
         "random": False,
-        "batches": "1,3",
+        "batches": (1, 3),
         "size": 40,
         "rounds": 5,
         "seconds": 0.1,
@@ -247,11 +247,11 @@ def test_inference(capsys, tmp_path, monkeypatch):
 
 
 def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
-    export_safetensors(_backbone(), tmp_path / "teacher.safetensors", {})
+    export_safetensors(_backbone(), tmp_path / "teacher.safetensors")
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", _no_compiler)
-    given = {"random": False, "batches": "1", "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1}
+    given = {"random": False, "batches": (1,), "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1}
     given["heads"] = None
     inference.run(model=str(tmp_path), json=True, **given)
     result = _result(capsys)
@@ -265,8 +265,8 @@ def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
         inference.run(model="vit_tiny_patch16_242", json=True, **{**given, "random": True})
     with pytest.raises(ConfigError, match="multiples of the patch size 8"):
         inference.run(model=str(tmp_path), json=True, **{**given, "size": 33})
-    with pytest.raises(ConfigError, match=r"--batches '0,2'"):
-        inference.run(model=str(tmp_path), json=True, **{**given, "batches": "0,2"})
+    with pytest.raises(ConfigError, match="--heads 3 is of a file"):
+        inference.run(model="vit_tiny_patch16_224", json=True, **{**given, "random": True, "heads": 3})
 
 
 def _no_compiler(*_):

@@ -17,7 +17,7 @@ import dino_ds.cli as cli
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import recipe_options
 from dino_ds.errors import CheckpointError
-from dino_ds.options.commands import COMMANDS, TRAIN, Command
+from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import configs_markdown, help_text
 
@@ -191,6 +191,54 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
     assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
     assert errors("--config", "x") == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("eval", "no model is given: dino-ds eval MODEL, a run folder, a file of weights, a Hugging Face folder or a"),
+        ("attention-video a", "no clip is given: dino-ds attention-video MODEL CLIP, a video, "),
+        ("export a", "no format is given: --format X, one of: safetensors, timm, hf, dino, onnx, torchscript"),
+        (
+            "export a --format onxx",
+            "--format 'onxx' is not one of safetensors, timm, hf, dino, onnx, torchscript. Did you",
+        ),
+        ("shard --root a", "no out is given: --out X, folder of the shards"),
+        ("pictures a --only pca,maps", "--only 'pca,maps' names 'maps', which is not one of attention, pca"),
+        ("eval a --evals knn,linear-sdg", "--evals 'knn,linear-sdg' names 'linear-sdg', which is not one of knn, "),
+        ("eval a --k 10,x", "--k '10,x' is not whole numbers > 0 with commas between"),
+        ("bench inference a --batches 0,2", "--batches '0,2' is not whole numbers > 0 with commas between"),
+    ],
+)
+def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., list[str]]):
+    (line,) = errors(*words.split())
+    assert line.startswith(says)
+
+
+def test_lists_with_commas():
+    command, words = find_command(["eval", "a", "--evals", "knn,ridge,knn", "--k", "20,5"])
+    assert parse_flags(command, words).fixed == {"model": "a", "evals": ("knn", "ridge"), "k": (20, 5)}
+
+
+def test_choices_are_what_the_tools_have():
+    from dino_ds.pictures.embedding import METHODS
+    from dino_ds.tools.clip_writing import FORMS
+    from dino_ds.tools.pictures import KINDS
+    from dino_ds.weights.export import FORMATS
+
+    choices = {(name, flag.name): flag.choices for name, command in COMMANDS.items() for flag in command.flags}
+    assert choices["export", "format"] == tuple(FORMATS)
+    assert choices["pictures", "only"] == KINDS and choices["pictures", "map"] == tuple(METHODS)
+    assert choices["attention-video", "format"] == tuple(FORMS)
+
+
+def test_defaults_that_are_only_shown_are_those_of_the_settings():
+    from dino_ds.evals.subject import Settings
+
+    shown = {flag.name: flag.shown for flag in COMMANDS["eval"].flags}
+    settings = {"k": ",".join(map(str, Settings().ks)), "temperature": str(Settings().temperature)}
+    settings |= {"epochs": str(Settings().epochs), "batch": str(Settings().batch)}
+    assert {name: shown[name] for name in settings} == settings
 
 
 def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[..., list[str]]):

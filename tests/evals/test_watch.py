@@ -110,11 +110,11 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
 def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     train, test = sources
     unlabelled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
-    with pytest.raises(DataError, match=r"eval\.k 5 is more than the 4 labelled training images"):
+    with pytest.raises(DataError, match=r"knn: 4 training images have no 5 neighbours: give a smaller --eval\.k"):
         _watch(sources, limit=4)
     with pytest.raises(DataError, match=r"eval\.evals linear: .* of 2 classes of the test images.*eval\.bank_images"):
         _watch(sources, ("linear",), limit=1)
-    with pytest.raises(ConfigError, match=r"eval\.evals ridge: it needs labelled test images: name them with --eval"):
+    with pytest.raises(DataError, match=r"eval\.evals ridge: there are no test images: .* --eval\.root"):
         _watch((train, None), ("statistics", "ridge"))
     for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
@@ -123,21 +123,21 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
 
 def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
     train, test = sources
-    for root, how in ((None, "needs its images: --eval.protocol_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
+    for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
-            Watch(("davis",), 2, train, test, Settings(root=root), 32)
+            Watch(("davis",), 2, train, test, Settings(benchmark_root=root), 32)
 
 
 def test_the_papers_probe_is_rehearsed_too(sources):
     assert _watch(sources, ("linear-sgd",)).due(2)
-    with pytest.raises(ConfigError, match=r"eval\.evals linear-sgd: it needs labelled test images"):
+    with pytest.raises(DataError, match=r"eval\.evals linear-sgd: there are no test images"):
         _watch((sources[0], None), ("linear-sgd",))
 
 
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
-    watch = Watch(("davis",), 2, *sources, Settings(root=tmp_path, size=96, workers=0), 32)
+    watch = Watch(("davis",), 2, *sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
     assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 

@@ -39,7 +39,7 @@ def test_it_runs_from_docs_after_the_quickstart(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     (tmp_path / "docs").mkdir()
     (tmp_path / "runs/quickstart").mkdir(parents=True)
-    FORMATS["safetensors"][0](_backbone(), tmp_path / "runs/quickstart/teacher.safetensors", {})
+    FORMATS["safetensors"][0](_backbone(), tmp_path / "runs/quickstart/teacher.safetensors")
     notebook = build()
     execute(notebook, tmp_path / "docs")
     assert all(picture.width > 100 for picture in _pictures(notebook))

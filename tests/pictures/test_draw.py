@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import numpy as np
@@ -25,6 +26,7 @@ from dino_ds.pictures.draw import (
     picture_of,
 )
 from dino_ds.pictures.embedding import _NEEDS, METHODS, draw_map, find_method, place
+from dino_ds.pictures.series import read_metrics
 
 
 @pytest.fixture
@@ -163,8 +165,6 @@ def test_umap_where_it_is_installed():
 def test_a_method_that_is_not_there(monkeypatch, tmp_path):
     """t-SNE is for those who have scikit-learn; nobody else has to say so."""
     assert find_method("pca") == "pca" and find_method(None) == "tsne"
-    with pytest.raises(ConfigError, match=r"'pacmap': there is tsne, umap, pca"):
-        find_method("pacmap")
     for method, module, extra in (("tsne", "sklearn", "viz"), ("umap", "umap", "umap")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
@@ -187,23 +187,29 @@ def test_the_map_names_its_groups_where_there_are_few():
     assert not draw_map(points, thumbnails, None, "").legends
 
 
-def test_curves_with_and_without_evaluations():
+def _curves(folder, *records):
+    """Of lines of metrics.jsonl."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return draw_curves(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_curves_with_and_without_evaluations(tmp_path):
     record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
     records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
-    assert [axes.get_title() for axes in draw_curves(records).axes][:2] == [
+    assert [axes.get_title() for axes in _curves(tmp_path, *records).axes][:2] == [
         "loss = teacher entropy + KL",
         "learning rate",
     ]
     knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
-    panel = draw_curves([*records, knn]).axes[1]
+    panel = _curves(tmp_path, *records, knn).axes[1]
     assert "50.0 at the end" in panel.get_title()
     assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0"]
-    figure_pixels(draw_curves([]), dpi=50)
+    figure_pixels(_curves(tmp_path), dpi=50)
 
 
-def test_a_curve_has_gaps_where_a_record_has_no_number():
+def test_a_curve_has_gaps_where_a_record_has_no_number(tmp_path):
     """NaN is text in metrics.jsonl, and runs of other versions lack a key."""
     odd = {"step": 1, "loss": "nan", "kl": "nan", "lr": "inf"}
-    figure = draw_curves([odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"}])
+    figure = _curves(tmp_path, odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"})
     figure_pixels(figure, dpi=50)
     assert figure.axes[0].get_ylim() == (0, pytest.approx(1.15 * 3))

@@ -22,12 +22,12 @@ from dino_ds.ports import find_free_port
 from dino_ds.tools import evaluate
 from dino_ds.tools.evaluate import run
 from dino_ds.weights.export import FORMATS
+from tests.evals.protocols.tiny import segments
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
 
-DEFAULTS = {"source": None, "size": None, "k": "1,5", "temperature": 0.07, "images": None, "workers": 0, "json": True}
-DEFAULTS |= {"epochs": 2, "batch": 8}
+DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
 
 
 LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics"]
@@ -36,7 +36,7 @@ LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "st
 @pytest.fixture
 def place(tmp_path):
     """A teacher, 24 training and 9 test images in three classes."""
-    FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors", {})
+    FORMATS["safetensors"][0](_backbone(), tmp_path / "teacher.safetensors")
     _tinted(tmp_path / "train", 24, seed=0)
     _tinted(tmp_path / "test", 9, seed=1)
     return tmp_path
@@ -52,8 +52,12 @@ def _tinted(root, images, seed):
 
 
 def _run(place, evals="knn", **changes):
-    files = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test")}
-    run(**{**files, **DEFAULTS, "evals": evals, "out": str(place / "results.json"), **changes})
+    """What concerns one evaluation alone is given with it."""
+    names = evals.split(",")
+    given = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test"), "workers": 0}
+    given |= {"k": (1, 5) if "knn" in names else None}
+    given |= dict(zip(("epochs", "batch"), (2, 8) if "linear-sgd" in names else (None, None), strict=True))
+    run(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes})
 
 
 def _results(place):
@@ -100,10 +104,57 @@ def test_rank_0_prints_alone(place):
     assert _results(place).keys() == {"statistics"}
 
 
-def test_an_evaluation_that_fails_leaves_the_others(place, capsys):
+def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
+    """Not hours later: labels, classes, neighbours, the files of a benchmark."""
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: pytest.fail("too late"))
+    image_folder(place / "other", 8, 4)
+    for evals, changes, error, words in (
+        ("knn,voc", {}, ConfigError, r"Pascal VOC 2012 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
+        ("knn,voc", {"benchmark_root": str(place)}, DataError, "no Pascal VOC 2012 in"),
+        ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbours"),
+        ("statistics,ridge", {"test_root": str(place / "other")}, DataError, "not in training: class3"),
+    ):
+        with pytest.raises(error, match=words):
+            _run(place, evals, **changes)
+
+
+def test_labelled_images_and_benchmarks_in_one_command(place):
+    segments(place / "data/VOCdevkit/VOC2012", train=2, val=1)
+    _run(place, "knn,voc", benchmark_root=str(place / "data"), size=32)
+    assert _results(place).keys() == {"knn", "voc"}
+
+
+@pytest.mark.parametrize(
+    ("evals", "changes", "words"),
+    [
+        ("knn", {"epochs": 3}, "--epochs changes nothing of knn: it is for linear-sgd; add one to --evals, or leave"),
+        ("linear,ridge", {"k": (3,)}, "--k changes nothing of linear, ridge"),
+        ("statistics", {"temperature": 0.1}, "--temperature changes nothing"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis, voc"),
+        ("voc", {"benchmark_root": "data"}, "--root changes nothing of voc: it is for knn, linear"),
+        ("voc", {"benchmark_root": "data", "root": None, "test_root": None}, "--workers changes nothing of voc"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
+    segments(place / "data", train=1, val=1)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=words):
+        _run(place, evals, **changes)
+
+
+def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
     """They may have taken hours, and a file of weights has no folder that keeps them."""
-    with pytest.raises(DataError, match="no Pascal VOC"):
-        _run(place, "knn,voc")
+    judge = evaluate.evaluate
+
+    def fail(name, subject):
+        if name == "ridge":
+            raise DataError("the disk is gone")
+        return judge(name, subject)
+
+    monkeypatch.setattr(evaluate, "evaluate", fail)
+    with pytest.raises(DataError, match="the disk is gone"):
+        _run(place, "knn,ridge")
     assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
 
 
@@ -122,7 +173,7 @@ def test_what_is_no_number_is_null(place, capsys):
 )
 def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
     """Not after the evaluation, which may take hours."""
-    monkeypatch.setattr(evaluate, "load", lambda model: pytest.fail("too late"))
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
     out = place / "train"
     if content is not None:
         out = place / "mine.json"
@@ -137,9 +188,6 @@ def test_bad_input_is_one_line(place):
     image_folder(place / "other", 8, 4)
     image_folder(place / "plain", 4)
     for changes, error, words in (
-        ({"evals": "knm"}, ConfigError, "Did you mean knn"),
-        ({"k": "0,3"}, ConfigError, "numbers of neighbours"),
-        ({"model": None}, ConfigError, "give a run folder"),
         ({"model": str(place / "nothing")}, CheckpointError, "does not exist"),
         ({"test_root": str(place / "other")}, DataError, "1 classes of the test images are not in training: class3"),
         ({"root": str(place / "plain")}, DataError, "the training images have no classes"),
@@ -154,7 +202,8 @@ def test_fewer_images_than_neighbours():
     """What has no k neighbours is left out and said; where nothing is left, it is an error."""
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
     notes: list[str] = []
-    subject = SimpleNamespace(train=rows, test=rows, settings=Settings(ks=(5, 10, 20)), note=notes.extend)
+    settings = Settings(ks=(5, 10, 20))
+    subject = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
     assert list(EVALUATIONS["knn"](subject)) == ["knn_5"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
     subject.settings = Settings(ks=(10, 20))
@@ -194,7 +243,9 @@ def test_bad_input_at_the_command_line(place, capsys):
         (2, "24 training images have no 30 neighbours", (place, *sets, "--k", 30)),
         (2, "1 classes of the test images are not in training: class3", (place, *sets[:3], place / "other")),
         (2, "Did you mean linear-sgd", (place, *sets, "--evals", "linear-sdg")),
-        (2, "--evals names no evaluation", (place, *sets, "--evals", ",")),
+        (2, "--evals ',' names ''", (place, *sets, "--evals", ",")),
+        (2, "--k '0,3' is not whole numbers > 0 with commas between", (place, *sets, "--k", "0,3")),
+        (2, "no model is given: dino-ds eval MODEL, a run folder, a file of weights", sets),
         (2, "empty", (place, *sets[:3], place / "empty")),
         (2, "multiples of the patch size", (place, *sets, "--size", 30)),
     ):
@@ -213,7 +264,7 @@ def test_every_form_of_a_model(place, capsys, monkeypatch, form):
     model = {"folder": place, "file": place / "teacher.safetensors", "timm": "vit_tiny_patch16_224"}.get(form)
     if form == "hf":
         model = place / "hf"
-        FORMATS["hf"][0](_backbone(), model, {})
+        FORMATS["hf"][0](_backbone(), model)
     _run(place, model=str(model))
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == str(model) and found["results"]["knn"]["results"].keys() == {"knn_1", "knn_5"}

@@ -25,7 +25,7 @@ from tests.weights.test_weights import _backbone
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("pictures")
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors", {})
+    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
     image_folder(path / "images", 12, 3)
     (path / "images/class0/000.png").write_bytes(b"broken")
     image_folder(path / "more", 3)
@@ -53,8 +53,10 @@ def shown(monkeypatch):
 
 def _run(place, **changes):
     values = {"model": str(place), "source": None, "root": str(place / "images"), "out": str(place / "out")}
-    values |= {"only": None, "images": "3", "queries": None, "patch": None, "foreground": False, "map": None}
-    run(**{**values, "bank": 12, "size": None, "json": True, **changes})
+    images = None if changes.get("only") in ("curves", "neighbours") else "3"
+    values |= {"only": None, "images": images, "queries": None, "patch": None, "foreground": False, "map": None}
+    values = {**values, "bank": None, "size": None, "json": True, **changes}
+    run(**{**values, "only": values["only"] and values["only"].split(",")})
 
 
 def test_one_picture_of_each_kind(place, tmp_path, capsys):
@@ -79,10 +81,10 @@ def test_curves_want_neither_images_nor_weights_and_are_on_tensorboard_too(tmp_p
 def test_a_line_that_is_cut_off_leaves_the_curves(tmp_path, monkeypatch):
     """A run that goes on may be writing it."""
     drawn = []
-    monkeypatch.setattr(pictures, "draw_curves", lambda records: drawn.append(records) or draw.Sheet(1, 1).figure)
+    monkeypatch.setattr(pictures, "draw_curves", lambda metrics: drawn.append(metrics) or draw.Sheet(1, 1).figure)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n[1]\n{"step": 2, "lo')
     _run(tmp_path, root=None, only="curves", out=str(tmp_path / "out"))
-    assert drawn == [[{"step": 1, "loss": 2.0}]]
+    assert (drawn[0].lines, drawn[0].broken, drawn[0]["loss"].y.tolist()) == (1, 2, [2.0])
     (tmp_path / "metrics.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="no line of metrics: leave curves out"):
         _run(tmp_path, root=None, only="curves", out=str(tmp_path / "out"))
@@ -150,14 +152,15 @@ def test_bad_input_is_one_line(place):
         ({"images": some, "patch": "2:5,5"}, ConfigError, "1 images are shown, 1 to 1"),
         ({"images": some, "patch": "50,5"}, ConfigError, "000.png has 48 x 40 pixels, so X is 0 to 47"),
         ({"images": some, "patch": "0,0", "size": 32}, ConfigError, "without its borders: X "),
-        ({"only": "pca,maps"}, ConfigError, "'maps': there is .*mean map"),
         ({"only": "curves"}, ConfigError, "metrics.jsonl does not exist"),
-        ({"only": "pca", "patch": "1,1"}, ConfigError, "for the picture 'similarity'"),
-        ({"only": "pca", "queries": "1"}, ConfigError, "for the picture 'neighbours'"),
-        ({"only": "map", "foreground": True}, ConfigError, "for the picture 'pca'"),
-        ({"only": "pca", "map": "pca"}, ConfigError, "for the picture 'map'"),
-        ({"map": "tsn"}, ConfigError, "mean tsne"),
-        ({"model": None}, ConfigError, "give a run folder"),
+        ({"only": "pca", "patch": "1,1"}, ConfigError, "--patch changes nothing of pca: it is for similarity"),
+        ({"only": "pca", "queries": "1"}, ConfigError, "it is for neighbours"),
+        ({"only": "map", "images": None, "foreground": True}, ConfigError, "it is for pca"),
+        ({"only": "pca", "map": "pca"}, ConfigError, "it is for map"),
+        ({"only": "pca", "bank": 9}, ConfigError, "--bank changes nothing of pca: it is for neighbours, map"),
+        ({"only": "map"}, ConfigError, "--images changes nothing of map"),
+        ({"only": "map", "images": None, "size": 32}, ConfigError, "--size changes nothing of map"),
+        ({"only": "pca", "images": some}, ConfigError, "names files: no image of --root is looked at"),
     ):
         with pytest.raises(error, match=words):
             _run(place, **changes)

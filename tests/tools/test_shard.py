@@ -205,15 +205,12 @@ def test_folders_of_something_else_are_left_alone(tmp_path):
         ({"shard_size": "0"}, "write 10000"),
         ({"shard_size": "5 furlongs"}, "write 10000"),
         ({"quality": 0}, "1 to 100"),
-        ({"split": "val"}, "not train or test"),
     ],
 )
 def test_options_that_can_not_be(tmp_path, options, message):
     tree(tmp_path / "images")
     with pytest.raises(ConfigError, match=message):
         make(tmp_path / "images", tmp_path / "shards", **options)
-    with pytest.raises(ConfigError, match="--out DIR"):
-        shard.run(root=str(tmp_path / "images"), out=None)
 
 
 def test_images_that_are_all_unreadable_are_an_error(tmp_path):

@@ -75,7 +75,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
 def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
     model, source = load(trained / "run"), trained / "run"
     if of != "a run":
-        export_dino(model, source := tmp_path / "checkpoint.pth", model.head)
+        export_dino(model, source := tmp_path / "checkpoint.pth")
     recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
     network = build_network(recipe, Levers())
     assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.head.items())
@@ -94,7 +94,7 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
 
 def test_resume_does_not_read_the_file_again(trained, tmp_path):
     model = load(trained / "run")
-    export_dino(model, tmp_path / "start.pth", {})
+    export_dino(model, tmp_path / "start.pth")
     changes = {"model.init_from": str(tmp_path / "start.pth")}
     assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
     (tmp_path / "start.pth").unlink()

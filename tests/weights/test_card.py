@@ -22,7 +22,7 @@ KNN = {"step": 3, "results": {"knn_10": 76.25, "knn_20": None}, "train_images": 
 @pytest.fixture
 def run(tmp_path):
     """A run folder's files as far as an export reads them; its teacher is of step 3."""
-    export_safetensors(_backbone(), tmp_path / "run/teacher.safetensors", {})
+    export_safetensors(_backbone(), tmp_path / "run/teacher.safetensors")
     (tmp_path / "run/config.yaml").write_text("data:\n  source: photos\n")
     return tmp_path / "run"
 

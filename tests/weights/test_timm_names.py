@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import safetensors.torch
 import timm
 import torch
 
 from dino_ds.errors import CheckpointError
+from dino_ds.weights.hub import hub_or_cache
 from dino_ds.weights.load import load
 from tests.weights.test_formats_in import _images, _random, _same
 
@@ -43,6 +46,30 @@ def test_without_a_network(cache):
     with pytest.raises(CheckpointError, match=f"the weights of {NAME} are not in the cache") as caught:
         load(NAME)
     assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
+
+
+def test_where_the_hub_does_not_answer(cache, monkeypatch):
+    """Its client is not asked, which would try for most of a minute; the cache is."""
+    from huggingface_hub import constants, utils
+
+    asked = []
+
+    def fail(*_, **how):
+        asked.append(how)
+        raise OSError
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        utils, "get_session", lambda: SimpleNamespace(head=lambda *_, **how: asked.append(how) or 1 / 0)
+    )
+    with pytest.raises(CheckpointError, match=r"not in the cache.* \(https://.* does not answer\); give a file"):
+        load(NAME)
+    assert len(asked) == 1 and not constants.HF_HUB_OFFLINE
+    with hub_or_cache() as why:
+        assert why and constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(utils, "get_session", lambda: SimpleNamespace(head=lambda *_, **how: asked))
+    with hub_or_cache() as why:
+        assert not why and not constants.HF_HUB_OFFLINE
 
 
 def test_other_networks_of_timm(monkeypatch):

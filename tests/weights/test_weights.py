@@ -78,14 +78,14 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
     At other sizes too where the run resized positions as timm does.
     """
     model = _backbone(name, size=size)
-    export_timm(model, tmp_path / "out", {})
+    export_timm(model, tmp_path / "out")
     theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True, dynamic_img_size=True).eval()
     for images in (_images(size, size), _images(40, 24)):
         torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
         load(tmp_path / "out").features(_images(size, size)), model.features(_images(size, size))
     )
-    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors", {})
+    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
     config = json.loads((tmp_path / "out/config.json").read_text())
     empty = timm.create_model(config["architecture"], num_classes=0, **config["model_args"]).eval()
     empty.load_state_dict(safetensors.torch.load_file(tmp_path / "a.safetensors"), strict=True)
@@ -97,7 +97,7 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
 def test_transformers_gives_the_same_features(name, size, tmp_path):
     transformers = pytest.importorskip("transformers")
     model, images = _backbone(name, size=size), _images(size, size)
-    export_hf(model, tmp_path / "out", {})
+    export_hf(model, tmp_path / "out")
     theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["unexpected_keys"] and not [k for k in info["missing_keys"] if not k.startswith("pooler")]
     tokens = theirs.eval()(pixel_values=images).last_hidden_state
@@ -113,7 +113,7 @@ def test_from_a_picture_to_features_as_transformers_does(tmp_path, shape):
     8-bit values to the neighbour, 1e-3."""
     transformers = pytest.importorskip("transformers")
     model = _backbone()
-    export_hf(model, tmp_path / "out", {})
+    export_hf(model, tmp_path / "out")
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
     pixels = torch.randint(0, 256, (30, 40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     image = Image.fromarray(pixels.numpy()).resize(shape, Image.Resampling.BICUBIC)
@@ -133,7 +133,7 @@ def test_onnx_runs_at_any_batch_and_size(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     for name, interpolation in ((KINDS[0], "dino"), (KINDS[4], "antialias")):
         model = _backbone(name, interpolation)
-        export_onnx(model, tmp_path / f"{name}.onnx", {})
+        export_onnx(model, tmp_path / f"{name}.onnx")
         session = onnxruntime.InferenceSession(tmp_path / f"{name}.onnx")
         for images in (_images(), _images(48, 16, images=1), _images(16, 32, images=5)):
             (features,) = session.run(None, {"images": images.numpy()})
@@ -146,7 +146,7 @@ def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
 
     model = _backbone()
     monkeypatch.setattr(F, "linear", zero3_linear_wrap)
-    FORMATS["torchscript"][0](model, tmp_path / "out.pt", {})
+    FORMATS["torchscript"][0](model, tmp_path / "out.pt")
     theirs = torch.jit.load(tmp_path / "out.pt")
     for images in (_images(), _images(48, 16, images=1)):
         torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
@@ -163,7 +163,8 @@ def _reference_load(path: Path, key: str) -> dict[str, torch.Tensor]:
 def test_the_reference_s_scripts_read_ours(tmp_path, key):
     """Their loader gives the backbone's tensors; their head's product g v / |v| is our normalised prototypes."""
     model, head = _backbone(), _head()
-    export_dino(model, tmp_path / "out.pth", head)
+    model.head = head
+    export_dino(model, tmp_path / "out.pth")
     state = _reference_load(tmp_path / "out.pth", key)
     for name, parameter in model.vit.named_parameters():
         assert torch.equal(state[name], parameter)
@@ -191,7 +192,7 @@ def test_a_position_embedding_of_another_size_is_resized_as_the_network_does(way
 class TestNotebook:
     def test_a_run_folder_gives_features_patches_and_attention(self, tmp_path):
         model = _backbone(KINDS[2])
-        FORMATS["safetensors"][0](model, tmp_path / "teacher.safetensors", {})
+        FORMATS["safetensors"][0](model, tmp_path / "teacher.safetensors")
         loaded = dino_ds.load(tmp_path)
         images = _images(40, 24)
         assert loaded.features(images).equal(model.features(images)) and loaded(images).equal(loaded.features(images))
@@ -268,11 +269,11 @@ class TestBadInput:
         model = _backbone()
         arch = dataclasses.replace(model.vit.arch, registers=2)
         with pytest.raises(ConfigError, match="export to timm or onnx"):
-            export_hf(Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {}), tmp_path / "out", {})
+            export_hf(Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {}), tmp_path / "out")
         assert not list(tmp_path.iterdir())
 
     def test_an_out_that_can_not_be_written(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match=r"can't be written.*--out"):
-            export_timm(_backbone(), tmp_path / "file/out", {})
+            export_timm(_backbone(), tmp_path / "file/out")
         assert [p.name for p in tmp_path.iterdir()] == ["file"]

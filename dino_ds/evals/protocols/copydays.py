@@ -40,7 +40,7 @@ _GEM_POWER = 4
 def copydays(subject: Subject) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
     with distributed.together():
-        folder = _BENCHMARK.find(subject.settings.root)
+        folder = _BENCHMARK.find(subject.settings.benchmark_root)
         blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
         extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
         originals = [path.name for path in blocks["original"]]

@@ -38,7 +38,7 @@ _VOID = 255
 def davis(subject: Subject) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
     with distributed.together():
-        folder = _BENCHMARK.find(subject.settings.root)
+        folder = _BENCHMARK.find(subject.settings.benchmark_root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
     subject.begin()

@@ -139,7 +139,7 @@ def _whole_patches(images: Tensor, patch: int) -> Tensor:
 def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     benchmark = _benchmark(dataset)
     with distributed.together():
-        folder = benchmark.find(subject.settings.root)
+        folder = benchmark.find(subject.settings.benchmark_root)
         truth = read_ground_truth(folder / f"gnd_{dataset}.pkl")
         images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]
         queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]

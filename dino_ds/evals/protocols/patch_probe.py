@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.distributed import rank, sum_across_ranks
+from dino_ds.distributed import hidden_bar, sum_across_ranks
 from dino_ds.evals.linear import LinearProbe
 from dino_ds.evals.minimise import minimise
 
@@ -33,8 +33,7 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress
     total = float(
         sum_across_ranks(sum((part.double().sum() for part in pixels), torch.zeros((), device=device).double()))
     )
-    hidden = None if progress and rank() == 0 else True
-    bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden)
+    bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden_bar(progress))
 
     def loss_and_gradient(values: Tensor) -> Tensor:
         """Of the mean cross-entropy over the pixels of all ranks."""

@@ -1,4 +1,4 @@
-"""Where a benchmark lies below `--root`, and what is said where it does not."""
+"""Where a benchmark lies below `--benchmark_root`, and what is said where it does not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Benchmark:
     def find(self, root: Path | None) -> Path:
         """The folder that has all marks. Raises ConfigError without a root, DataError where there is none."""
         if root is None:
-            raise ConfigError(f"{self.name} needs its images: --root DIR, {self._wanted()}")
+            raise ConfigError(f"{self.name} needs its images: --benchmark_root DIR, {self._wanted()}")
         for folder in self.folders:
             if all((root / folder / mark).exists() for mark in self.marks):
                 return root / folder

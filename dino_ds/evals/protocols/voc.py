@@ -38,7 +38,7 @@ _SIZE = 512
 def voc(subject: Subject) -> dict[str, float]:
     """Pascal VOC 2012: linear layer on patch tokens, mean IoU of 21 classes"""
     with distributed.together():
-        folder = _BENCHMARK.find(subject.settings.root)
+        folder = _BENCHMARK.find(subject.settings.benchmark_root)
         train, val = (_read_split(folder, split) for split in ("train", "val"))
         _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
     subject.begin()

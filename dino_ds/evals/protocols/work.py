@@ -78,9 +78,8 @@ def share(subject: Subject, items: Sequence[T], work: Callable[[T], R], what: st
     subject.begin()
     rank, world = distributed.rank(), distributed.world_size()
     results, gave_up = list[R](), False
-    hidden = None if subject.progress and rank == 0 else True
     with distributed.together():
-        for item in tqdm(items[rank::world], what, leave=False, disable=hidden):
+        for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(subject.progress)):
             results.append(work(item))
             gave_up = subject.give_up()
             if gave_up:

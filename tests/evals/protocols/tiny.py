@@ -39,7 +39,7 @@ class Colours:
 
 
 def subject_of(root: Path | None, **settings: object) -> Subject:
-    return Subject(Colours(), Settings(root=root, workers=0, **settings), torch.device("cpu"), progress=False)
+    return Subject(Colours(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False)
 
 
 def photo(path: Path, blocks: list[list[int]], side: int = 40) -> None:

@@ -43,6 +43,12 @@ class Curve:
     def constant(self) -> bool:
         return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
 
+    def at(self, x: np.ndarray) -> np.ndarray:
+        """The values at some steps, which ascend; NaN where there is none."""
+        y = np.full(len(x), np.nan)
+        y[np.isin(x, self.x)] = self.y[np.isin(self.x, x)]
+        return y
+
     def thinned(self, buckets: int = BUCKETS) -> Curve:
         """At most 4 points for each of `buckets` equal parts of x: the first, the last, the lowest and the highest.
 
