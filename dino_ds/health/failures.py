@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import append_line
+from dino_ds.health.files import append_to_log
 from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
@@ -82,8 +82,8 @@ class Failures:
             return None
         failure = Failure(self._rank, socket.gethostname(), beat.step, kind, code, message)
         claimed = self._heartbeats.claim(failure)
-        if claimed and (self._run_dir / "log.txt").exists():
-            append_line(self._run_dir / "log.txt", f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
+        if claimed:
+            append_to_log(self._run_dir, f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
         return claimed
 
     def _peer_error(self, error: Exception) -> PeerError:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import append_line
+from dino_ds.health.files import append_line, append_to_log
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang, last_checkpoint
@@ -223,7 +223,7 @@ class Watcher:
         if not self._beat.listed or self._heartbeats.claim(failure):
             self._say(message)
             if self._beat.listed:
-                append_line(self._run_dir / "log.txt", f"error    {message}")
+                append_to_log(self._run_dir, f"error    {message}")
 
     def _say(self, message: str) -> None:
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
+from dino_ds.health.files import now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
@@ -67,7 +68,7 @@ def _announce(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome,
     begin = "the beginning" if checkpoint is None else f"step {checkpoint}"
     _say(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
     record = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": now(),
         "restart": restarts,
         "code": outcome.code,
         "rank": outcome.rank,
