@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def scale_is_exhausted(self) -> bool:
-        """After SKIPPED: whether an fp16 gradient has overflowed at the smallest loss scale that the ds config allows."""
+        """After SKIPPED: whether an fp16 gradient has overflowed at the smallest loss scale of the ds config."""
         before = self._before_step["loss_scaler"]
         if before is None:
             return False

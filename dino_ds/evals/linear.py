@@ -50,10 +50,10 @@ def fit_linear(
     seed: int = 0,
     give_up: Callable[[], bool] = lambda: False,
 ) -> LinearProbe:
-    """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device. Raises GaveUp (`minimise`).
+    """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
 
     Of several regularisations the one that is best on a tenth of the images, held out, is fitted to all of them; of one
-    image nothing can be held out, and the first is taken.
+    image nothing can be held out, and the first is taken. Raises GaveUp (`minimise`).
     """
     best, start = regularisations[0], None
     if len(regularisations) > 1 and len(labels) > 1:

@@ -105,21 +105,27 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
     False where a signal came.
     """
-    begin = time.monotonic()
+    begin, told = time.monotonic(), False
     while not signals.count:
         waited = time.monotonic() - begin
-        if waited >= seconds and (waited > _LOCK_SECONDS or _is_free(run_dir)):
-            return True
+        if waited >= seconds:
+            in_use = _in_use(run_dir)
+            if not in_use or waited > _LOCK_SECONDS:
+                return True
+            if not told:
+                _say(f"waiting: {in_use}")
+                told = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
 
 
-def _is_free(run_dir: Path) -> bool:
+def _in_use(run_dir: Path) -> str:
+    """By whom; "" where the folder is free."""
     try:
         RunLock(run_dir).check_free(0)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

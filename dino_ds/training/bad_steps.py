@@ -30,7 +30,7 @@ class BadSteps:
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
         """After a skipped step, with what this rank has trained on; every rank calls it.
 
-        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows, or the loss scale can't fall.
+        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows, or the scale can't fall.
         """
         run, step = self._run, self._run.step
         run.skipped_steps += 1

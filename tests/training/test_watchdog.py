@@ -139,7 +139,7 @@ def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_pat
         ("by SIGSEGV", "rank 1 died by SIGSEGV at step 7 (data)"),
         (
             "with exit code 0",
-            "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has ended",
+            "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has",
         ),
         ("", "rank 1 died at step 7 (data); how was not seen: killed, most often because memory has run out, or ended"),
     ],
