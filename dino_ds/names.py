@@ -67,6 +67,7 @@ RECIPE_HOMES: dict[str, str] = {
     "seed": "seed",
     "epoch": "length",
     "epochs": "length",
+    "max_epochs": "length",
     "num_train_epochs": "length",
     "max_steps": "length",
     "length": "length",
@@ -99,7 +100,10 @@ RECIPE_HOMES: dict[str, str] = {
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The words " Did you mean a, b or c?" for the nearest of `known`, or "" if nothing is near."""
-    near = nearest(name, known)
+    return suggestion(nearest(name, known))
+
+
+def suggestion(near: list[str]) -> str:
     return f" Did you mean {_listed(near)}?" if near else ""
 
 
@@ -110,7 +114,8 @@ def _listed(words: list[str]) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, slack: float = 0.08) -> list[str]:
     """At most `count` of `known`, the most alike first: likeness >= `cutoff` and within `slack` of the best.
 
-    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`.
+    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; a beginning of three
+    letters is near, so that `run` finds `run_dir`.
     """
     scores = {other: _likeness(name, other) for other in known}
     best = max(scores.values(), default=0.0)
@@ -122,8 +127,10 @@ def _likeness(name: str, other: str) -> float:
     def ratio(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a.lower().replace("-", "_"), b.lower()).ratio()
 
-    by_leaf = ratio(name.rsplit(".", 1)[-1], other.rsplit(".", 1)[-1])
-    return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0)
+    leaf = other.rsplit(".", 1)[-1]
+    begins = len(name) > 2 and (other.startswith(name) or leaf.startswith(name))
+    by_leaf = ratio(name.rsplit(".", 1)[-1], leaf)
+    return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0, 0.8 if begins else 0.0)
 
 
 def ds_home(key: str) -> str | None:

@@ -18,11 +18,13 @@ from pydantic.fields import FieldInfo
 from dino_ds.config.lengths import Length
 from dino_ds.config.recipe import Recipe, Section
 from dino_ds.errors import ConfigError
-from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file
+from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file, read_text
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NONE_WORDS = ("none", "null")
+_FAR, _SURE = 0.75, 0.85
+"""Likeness: below it a name is not worth a guess; of a name that only others use."""
 
 
 class Option(NamedTuple):
@@ -118,12 +120,12 @@ def unknown_key(name: str) -> str:
 
 
 def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
-    """The words " Did you mean ...?" among knobs, sections and `more`, or the knob that others call `name`; or ""."""
-    known = [option for option, _ in _fields()]
-    called = RECIPE_HOMES.get(name.rsplit(".", 1)[-1])
-    if called in known:
-        return f" Did you mean {called}?"
-    return did_you_mean(name, [*more, *known, *dict.fromkeys(n.split(".")[0] for n in known if "." in n)])
+    """The words " Did you mean ...?" among knobs, what others call them, sections and `more`; "" if nothing is near."""
+    options = [option for option, _ in _fields()]
+    known = [*more, *options, *dict.fromkeys(option.split(".")[0] for option in options if "." in option)]
+    called = {other: home for other, home in RECIPE_HOMES.items() if home in options and other not in known}
+    others = nearest(name.rsplit(".", 1)[-1], called, count=1, cutoff=_SURE)
+    return suggestion([called[other] for other in others] or nearest(name, known, cutoff=_FAR))
 
 
 def _find_recipe(config: str) -> str:

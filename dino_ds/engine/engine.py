@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.optimizers import masters_of
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, flats_of, put_back, take_out
-from dino_ds.errors import ConfigError, NumericError
+from dino_ds.errors import ConfigError
 from dino_ds.models.network import DinoNetwork
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
@@ -68,6 +69,10 @@ class Engine:
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
         _read_finiteness_once(self._optimizer)
+        if config.dynamic_loss_scale:
+            # Of a window that was spoilt to stop, it would be no error: `scale_is_exhausted` tells who knows.
+            self._optimizer.loss_scaler.raise_error_at_min_scale = False
+        self._before_step = self._moving()
         if config.stage == 0 and distributed.world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
         self._stage0_norm: float | None = None
@@ -101,24 +106,26 @@ class Engine:
         self._engine.module.freeze_backbone(frozen)
 
     def step(self) -> Progress:
-        """After every micro-batch. On all ranks the answer is the same.
-
-        Raises NumericError when an fp16 loss scale is at its minimum and the gradient still overflows.
-        """
+        """After every micro-batch. On all ranks the answer is the same."""
         boundary = self._engine.is_gradient_accumulation_boundary()
         skip = boundary and self.config.stage == 0 and not self._stage0_clip()
-        try:
-            self._engine.step()
-        except Exception as error:
-            if "loss scale already at minimum" in str(error):
-                raise NumericError(
-                    f"fp16 gradients still overflow at the smallest loss scale ({self.loss_scale:g}): "
-                    "lower optimizer.lr, or use a bf16 ds config"
-                ) from error
-            raise
+        self._before_step = self._moving()
+        self._engine.step()
         if not boundary:
             return Progress.ACCUMULATING
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
+
+    def forget_skip(self) -> None:
+        """After SKIPPED: as if the window had not been, for DeepSpeed's counters and the loss scale too."""
+        self._set_moving(self._before_step["counters"], self._before_step["loss_scaler"] or {})
+
+    @property
+    def scale_is_exhausted(self) -> bool:
+        """After SKIPPED: whether an fp16 gradient has overflowed at the smallest loss scale of the ds config."""
+        before = self._before_step["loss_scaler"]
+        if before is None:
+            return False
+        return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
 
     def _stage0_clip(self) -> bool:
         """Whether the gradient is finite; it is then clipped, else removed: AdamW would write NaN into the weights.
@@ -162,8 +169,7 @@ class Engine:
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
         assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
-        common = {"loss_scaler": self._scaler_state(), "counters": {k: getattr(self._engine, k) for k in _COUNTERS}}
-        return take_out(self._flats(), self._shapes, self.config.stage > 0, common)
+        return take_out(self._flats(), self._shapes, self.config.stage > 0, self._moving())
 
     def load_state(self, saved: SavedState) -> None:
         """Put back what the `state` of all ranks gave, under this engine's stage, ranks, precision and offload.
@@ -172,18 +178,23 @@ class Engine:
         ranks must call it. Raises CheckpointError, on all ranks, for a state of another network.
         """
         parameters = put_back(saved, self._flats(), self._shapes, self._optimizer)
-        for name in _COUNTERS:
-            setattr(self._engine, name, parameters.counters.get(name, 0))
+        self._set_moving(parameters.counters, parameters.loss_scaler)
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
-        if self.config.dynamic_loss_scale:
-            known = {name: value for name, value in parameters.loss_scaler.items() if name in _SCALER}
-            vars(self._optimizer.loss_scaler).update(known)
 
-    def _scaler_state(self) -> dict[str, float] | None:
-        """Of fp16's dynamic loss scaler: what moves; its settings are the ds config's."""
-        if not self.config.dynamic_loss_scale:
-            return None
-        return {name: getattr(self._optimizer.loss_scaler, name) for name in _SCALER}
+    def _moving(self) -> dict[str, Any]:
+        """DeepSpeed's counters, and of fp16's dynamic loss scaler what moves; its settings are the ds config's."""
+        scaler = self._optimizer.loss_scaler if self.config.dynamic_loss_scale else None
+        return {
+            "loss_scaler": None if scaler is None else {name: getattr(scaler, name) for name in _SCALER},
+            "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
+        }
+
+    def _set_moving(self, counters: Mapping[str, int], scaler: Mapping[str, float]) -> None:
+        for name in _COUNTERS:
+            setattr(self._engine, name, counters.get(name, 0))
+        if self.config.dynamic_loss_scale:
+            known = {name: value for name, value in scaler.items() if name in _SCALER}
+            vars(self._optimizer.loss_scaler).update(known)
 
     def _flats(self) -> list[Flat]:
         return flats_of(self._optimizer, self._engine.module, self._name_of, self._shapes)

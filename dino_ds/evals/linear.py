@@ -7,7 +7,7 @@ Source of the protocol: DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020) fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,17 @@ class LinearProbe:
 
 
 def fit_linear(
-    features: Tensor, labels: Tensor, classes: int, regularisations: Sequence[float] = REGULARISATIONS, seed: int = 0
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    regularisations: Sequence[float] = REGULARISATIONS,
+    seed: int = 0,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> LinearProbe:
     """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
 
     Of several regularisations the one that is best on a tenth of the images, held out, is fitted to all of them; of one
-    image nothing can be held out, and the first is taken.
+    image nothing can be held out, and the first is taken. Raises GaveUp (`minimise`).
     """
     best, start = regularisations[0], None
     if len(regularisations) > 1 and len(labels) > 1:
@@ -58,13 +63,13 @@ def fit_linear(
         scores: dict[float, float] = {}
         found: dict[float, Tensor] = {}
         for strength in sorted(regularisations, reverse=True):  # each starts at the smoother one before it
-            probe = _fit(features[rest], labels[rest], classes, strength, start)
+            probe = _fit(features[rest], labels[rest], classes, strength, start, give_up)
             start = found[strength] = torch.cat((probe.weight, probe.bias[:, None]), dim=1)
             # The loss: less noisy than the accuracy on few images.
             scores[strength] = float(F.cross_entropy(probe(features[held]), labels[held]))
         best = min(scores, key=lambda strength: (scores[strength], strength))
         start = found[best]
-    return _fit(features, labels, classes, best, start)
+    return _fit(features, labels, classes, best, start, give_up)
 
 
 def fit_ridge(features: Tensor, labels: Tensor, classes: int, regularisation: float = 1e-3) -> LinearProbe:
@@ -89,7 +94,14 @@ def _mine(rows: Tensor) -> Tensor:
     return rows[distributed.rank() :: distributed.world_size()]
 
 
-def _fit(features: Tensor, labels: Tensor, classes: int, strength: float, start: Tensor | None) -> LinearProbe:
+def _fit(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    strength: float,
+    start: Tensor | None,
+    give_up: Callable[[], bool],
+) -> LinearProbe:
     """L-BFGS on the whole set; the last column of the parameters is the bias, which is not regularised."""
     mean, scale = _moments(features)
     x, wanted = (_mine(features).float() - mean) / scale, _mine(labels)
@@ -105,5 +117,5 @@ def _fit(features: Tensor, labels: Tensor, classes: int, strength: float, start:
         return distributed.sum_across_ranks(torch.cat((loss[None], gradient.flatten()))) / len(labels)
 
     with torch.no_grad():
-        found = minimise(loss_and_gradient, parameters, strength, _MAX_STEPS)
+        found = minimise(loss_and_gradient, parameters, strength, _MAX_STEPS, give_up)
     return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)

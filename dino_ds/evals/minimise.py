@@ -8,19 +8,33 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.evals.subject import GaveUp
 
 
-def minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float, steps: int) -> Tensor:
+def minimise(
+    loss_and_gradient: Callable[[Tensor], Tensor],
+    parameters: Tensor,
+    strength: float,
+    steps: int,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Tensor:
     """L-BFGS to the optimum, or for `steps`; all ranks call it, and get the same.
 
     parameters: (classes, width + 1), where to begin; the last column is the bias. loss_and_gradient: such parameters ->
     (1 + classes * (width + 1),), summed over all ranks; `strength` * |weights|^2 / 2 is added here.
-    Rank 0 decides where to look next, so that no rounding can part the ranks; the others compute with it.
+    Rank 0 decides where to look next, so that no rounding can part the ranks; the others compute with it. `give_up` is
+    asked before each look; where it says yes on any rank, all raise GaveUp.
     """
+
+    def look(values: Tensor) -> Tensor:
+        if float(distributed.sum_across_ranks(values.new_tensor(float(give_up())))):
+            raise GaveUp
+        return loss_and_gradient(values)
+
     message = parameters.new_zeros(1 + parameters.numel())  # whether to go on, and where
     if distributed.rank() > 0:
         while float(distributed.broadcast_from_first(message)[0]):
-            loss_and_gradient(message[1:].view_as(parameters))
+            look(message[1:].view_as(parameters))
         return message[1:].view_as(parameters)
     parameters.requires_grad_(True)
     optimizer = torch.optim.LBFGS(
@@ -33,14 +47,12 @@ def minimise(loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, 
 
     def closure() -> Tensor:
         tell(1.0)
-        values = loss_and_gradient(parameters.detach())
+        values = look(parameters.detach())
         parameters.grad = values[1:].view_as(parameters).clone()
         weight = parameters.detach()[:, :-1]
         parameters.grad[:, :-1] += strength * weight
         return values[0] + 0.5 * strength * weight.square().sum()
 
-    try:
-        optimizer.step(closure)
-    finally:
-        tell(0.0)
+    optimizer.step(closure)
+    tell(0.0)
     return parameters.detach()

@@ -60,7 +60,8 @@ def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
 def linear(subject: Subject) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
     test, train = subject.test, subject.train
-    probe = fit_linear(train.features, train.labels, train.classes, seed=subject.settings.seed)
+    seed, give_up = subject.settings.seed, subject.give_up
+    probe = fit_linear(train.features, train.labels, train.classes, seed=seed, give_up=give_up)
     return {
         "linear": probe.accuracy(test.features, test.labels),
         "linear_train": probe.accuracy(train.features, train.labels),
@@ -83,7 +84,8 @@ def few_shot(subject: Subject) -> dict[str, float]:
         scores = []
         for _ in range(_FEW_SHOT_DRAWS):
             rows = draw_balanced(train.labels, fraction, generator)
-            probe = fit_linear(train.features[rows], train.labels[rows], train.classes, regularisations=[1e-3])
+            few = train.features[rows], train.labels[rows], train.classes
+            probe = fit_linear(*few, regularisations=[1e-3], give_up=subject.give_up)
             scores.append(probe.accuracy(test.features, test.labels))
         results[f"few_shot_{fraction:.0%}"] = sum(scores) / len(scores)
     return results

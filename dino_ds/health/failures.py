@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import append_line
+from dino_ds.health.files import append_to_log
 from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
@@ -36,13 +36,18 @@ class Failures:
         """What ends the block is told to the watcher and the other ranks; what follows from another rank's end
         becomes that rank's error.
 
-        Raises PeerError, with the exit code of the cause, instead of an error of the connection.
+        Raises PeerError, with the exit code of the cause, instead of an error of the connection, and RuntimeError for
+        a SystemExit that is no stop on request: a run that is not over must not end with 0.
         """
         try:
             yield
         except SystemExit as stop:
-            self._beat.end("stopped" if stop.code == STOPPED else "error", int(stop.code or 0), "")
-            raise
+            if stop.code == STOPPED:
+                self._beat.end("stopped", STOPPED, "")
+                raise
+            error = RuntimeError(f"sys.exit({stop.code!r}) was called at step {self._beat.step}, before the end")
+            self._claim(1, f"RuntimeError: {error}", "error")
+            raise error from stop
         except UserError as error:
             self._tell(error)
             raise
@@ -82,8 +87,8 @@ class Failures:
             return None
         failure = Failure(self._rank, socket.gethostname(), beat.step, kind, code, message)
         claimed = self._heartbeats.claim(failure)
-        if claimed and (self._run_dir / "log.txt").exists():
-            append_line(self._run_dir / "log.txt", f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
+        if claimed:
+            append_to_log(self._run_dir, f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
         return claimed
 
     def _peer_error(self, error: Exception) -> PeerError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from pathlib import Path
 
 
@@ -42,3 +43,19 @@ def append_line(path: Path, text: str) -> None:
     """One write, so that lines of several processes don't mix; nothing where the folder is gone."""
     with contextlib.suppress(OSError), path.open("a") as file:
         file.write(text + "\n")
+
+
+def now() -> str:
+    """Such as "2026-11-21T16:47:54Z": UTC, so that all machines of a run agree and lines can be sorted."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def stamped(text: str) -> str:
+    """Lines as log.txt has them: the time, a space, the line."""
+    return "\n".join(f"{now()} {line}" for line in text.split("\n"))
+
+
+def append_to_log(run_dir: Path, text: str) -> None:
+    """A line of RUN/log.txt by another process than rank 0, of a run that has a log."""
+    if (run_dir / "log.txt").exists():
+        append_line(run_dir / "log.txt", stamped(text))

@@ -124,14 +124,15 @@ class RunLock:
             # Perhaps its writer has not come to the end yet.
             return f"{self._run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
-            living = alive(holder.pid, holder.ticks)
+            living, gone = alive(holder.pid, holder.ticks), ""
         else:
             living = age < STALE_SECONDS
+            gone = f"; if {holder.host} is gone, it is free in {min(STALE_SECONDS, STALE_SECONDS - age):.0f} s"
         if not living:
             return ""
         return (
             f"{self._run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {max(age, 0):.0f} s ago): "
-            "stop that run, or give another --run_dir"
+            f"stop that run, or give another --run_dir{gone}"
         )
 
     def _age(self) -> float:

@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process that is ending ended: "by SIGKILL", "with code 1", or "" where it is too late to tell."""
+    """How a process that is ending ended: "by SIGKILL", "with exit code 0", or "" where it is too late to tell."""
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
     except (OSError, ValueError, IndexError):
@@ -67,7 +67,7 @@ def death_of(pid: int) -> str:
             return f"by {signal.Signals(number).name}"
         except ValueError:
             return f"by signal {number}"
-    return f"with code {status >> 8}"
+    return f"with exit code {status >> 8}"
 
 
 def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:

@@ -155,6 +155,14 @@ def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: fl
     return f"no progress on {who}{host} for {seconds:.0f} s (step {at.step}, {where}{state}); stacks in {stacks}"
 
 
+def describe_death(rank: int, how: str, step: int, where: str) -> str:
+    """The line for people; `how` as dino_ds.health.processes.death_of says it."""
+    memory = "most often because memory has run out"
+    why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
+    own = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
+    return f"rank {rank} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, own)}"
+
+
 def last_checkpoint(run_dir: Path) -> str:
     """ "last complete checkpoint: step 500 in RUN/checkpoints", or that there is none."""
     folder = run_dir / "checkpoints"

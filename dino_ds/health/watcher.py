@@ -18,12 +18,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import append_line
+from dino_ds.health.files import append_line, append_to_log
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang, last_checkpoint
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
@@ -73,6 +74,10 @@ class Watcher:
         self._heartbeats = Heartbeats(self._run_dir)
         self._lock = RunLock(self._run_dir, orders.pid)
         self._process = find_process(orders.pid)
+        self._ends: list[Any] = [sys.stdin]
+        with contextlib.suppress(OSError, AttributeError):  # old kernels
+            # Seen at once, how it ended can still be read: soon its launcher has asked, and nobody can.
+            self._ends.append(os.pidfd_open(orders.pid))
         self._launchers = launchers_above(orders.pid, "RANK" in os.environ)
         self._disk = _Disk()
         self._moves, self._idle, self._slowest = (-1, 0), 0.0, 0.0
@@ -106,7 +111,7 @@ class Watcher:
 
     def _rank_is_gone(self, seconds: float) -> bool:
         """Whether it ends within so many seconds. Its end of the pipe may live on in a child that it has forked."""
-        if select.select([sys.stdin], [], [], seconds)[0] or self._beat.left:
+        if select.select(self._ends, [], [], seconds)[0] or self._beat.left:
             return True
         process = self._process
         return process is not None and not alive(process.pid, process.ticks)
@@ -223,7 +228,7 @@ class Watcher:
         if not self._beat.listed or self._heartbeats.claim(failure):
             self._say(message)
             if self._beat.listed:
-                append_line(self._run_dir / "log.txt", f"error    {message}")
+                append_to_log(self._run_dir, f"error    {message}")
 
     def _say(self, message: str) -> None:
         with contextlib.suppress(OSError):
@@ -245,12 +250,8 @@ class Watcher:
     def _after_the_end(self) -> None:
         beat, orders = self._beat, self._orders
         if not beat.ended:
-            how = death_of(orders.pid)
-            hint = ", most often because memory has run out" if how in ("", "by SIGKILL") else ""
-            message = (
-                f"rank {orders.rank} died {how or 'without a word'} at step {beat.step} ({beat.where}){hint}; "
-                f"{last_checkpoint(self._run_dir)}"
-            )
+            message = describe_death(orders.rank, death_of(orders.pid), beat.step, beat.where)
+            message = f"{message}; {last_checkpoint(self._run_dir)}"
             if beat.listed:
                 self._disk.look(lambda: self._fail("died", message))
             beat.end("error", PEER_LOST, message)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
+from dino_ds.health.files import now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
@@ -67,7 +68,7 @@ def _announce(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome,
     begin = "the beginning" if checkpoint is None else f"step {checkpoint}"
     _say(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
     record = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": now(),
         "restart": restarts,
         "code": outcome.code,
         "rank": outcome.rank,
@@ -104,21 +105,27 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
     False where a signal came.
     """
-    begin = time.monotonic()
+    begin, told = time.monotonic(), False
     while not signals.count:
         waited = time.monotonic() - begin
-        if waited >= seconds and (waited > _LOCK_SECONDS or _is_free(run_dir)):
-            return True
+        if waited >= seconds:
+            in_use = _in_use(run_dir)
+            if not in_use or waited > _LOCK_SECONDS:
+                return True
+            if not told:
+                _say(f"waiting: {in_use}")
+                told = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
 
 
-def _is_free(run_dir: Path) -> bool:
+def _in_use(run_dir: Path) -> str:
+    """By whom; "" where the folder is free."""
     try:
         RunLock(run_dir).check_free(0)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

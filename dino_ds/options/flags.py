@@ -15,10 +15,12 @@ from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import SECTIONS, key_names
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean, ds_home
+from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN, Command, Flag
 
 ALIASES = {"deepspeed_config": "ds_config"}
+_CALLED = {"output_dir": "run_dir"}
+"""What facebookresearch/dino calls our flags."""
 _SWITCH_WORDS = {"true": True, "false": False}
 _WANTED = {"int": "a whole number {}", "number": "a number {}", "numbers": "whole numbers {} with commas between"}
 
@@ -212,9 +214,14 @@ def _unknown(command: Command, name: str) -> str:
         return f"unknown option: {home}"
     if any(option.name.startswith(f"{name}.") for option in recipe_options()):
         return unknown_key(name)
-    near = nearest_knobs(name, [*own, *(ALIASES if command.takes_ds else ())])
-    near = near or did_you_mean(name, [f"ds.{key}" for key in key_names()] if command.takes_ds else [])
-    return f"unknown option.{_dashed(near)}"
+    near = nearest_knobs(_CALLED.get(name, name), [*own, *(ALIASES if command.takes_ds else ())])
+    return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"
+
+
+def _nearest_ds_keys(name: str) -> str:
+    """By their last parts only those of several words: `device` and `names` are parts of many things."""
+    keys = [key for key in key_names() if "." in name or "_" in key.rsplit(".", 1)[-1]]
+    return suggestion([f"ds.{key}" for key in nearest(name, keys, cutoff=0.85)])
 
 
 def _dashed(near: str) -> str:

@@ -21,6 +21,7 @@ class Kind:
 KINDS = (
     Kind("collapse", "bad", re.compile(r"collapse after step")),
     Kind("not finite", "bad", re.compile(r".* after step \d+: nothing moved")),
+    Kind("hang", "bad", re.compile(r"error {4}no progress on")),
     Kind("error", "bad", re.compile(r"error {4}")),
     Kind("save failed", "bad", re.compile(r"cannot save step")),
     Kind("warning", "odd", re.compile(r"warning {2}")),
@@ -32,6 +33,8 @@ KINDS = (
     Kind("resumed", "plain", re.compile(r"resumed {2}")),
     Kind("note", "plain", re.compile(r"note {5}|evals {4}")),
 )
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)Z ")
+"""Before each line; logs of earlier versions have none."""
 _FACTS = re.compile(r"(images|length|engine|kernels|memory|saves) {2,}(.*)")
 _ENDS = {"done": "finished", "stopped": "stopped", "error": "failed", "images": ""}
 _STEPS = re.compile(r"(\d+) steps = (\d+) images = ([\d.]+) epochs(?:, stopping after step (\d+))?")
@@ -39,14 +42,23 @@ _MEMORY = re.compile(r"predicted peak ([\d.]+) GiB at (.+?): (.+)")
 _PART = re.compile(r"(.+) ([\d.]+)")
 
 
+@dataclass(frozen=True)
+class Incident:
+    """`time` such as "2026-11-21 16:47:54", UTC, or "" where the log does not say it."""
+
+    kind: Kind
+    time: str
+    line: str
+
+
 @dataclass
 class RunLog:
     """facts: the newest lines of a start, by their first word; ended: finished, stopped, failed or "" where no line
-    says it; incidents: (kind, line) in their order, at most 50 of a kind; counts: of all."""
+    says it; incidents: in their order, at most 50 of a kind; counts: of all."""
 
     facts: dict[str, str] = field(default_factory=dict)
     ended: str = ""
-    incidents: list[tuple[Kind, str]] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -71,9 +83,10 @@ class RunLog:
 def read_log(lines: Iterable[str]) -> RunLog:
     log = RunLog()
     for text in lines:
-        if text.startswith("step "):
+        stamp = _STAMP.match(text)
+        line = text[stamp.end() if stamp else 0 :].rstrip("\n")
+        if line.startswith("step "):
             continue  # progress: most lines
-        line = text.rstrip("\n")
         if fact := _FACTS.match(line):
             log.facts[fact[1]] = fact[2]
         word = line.partition(" ")[0]
@@ -82,5 +95,5 @@ def read_log(lines: Iterable[str]) -> RunLog:
         if kind is not None:
             log.counts[kind.name] = log.counts.get(kind.name, 0) + 1
             if log.counts[kind.name] <= MOST_OF_A_KIND:
-                log.incidents.append((kind, line))
+                log.incidents.append(Incident(kind, " ".join(stamp.groups()) if stamp else "", line))
     return log

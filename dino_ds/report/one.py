@@ -111,10 +111,14 @@ def _knn(found: dict[str, Any] | None) -> Markup:
 
 def _alarm(run: RunFiles) -> Markup:
     """The newest line of each kind that is bad."""
-    newest = {kind.name: line for kind, line in run.log.incidents if kind.level == "bad"}
-    line = Markup('<p class="incident bad">{}{}</p>\n')
-    counts = ((run.log.counts[name], text) for name, text in newest.items())
-    return join(line.format(text, f" ({number(n)} times)" if n > 1 else "") for n, text in counts)
+    newest = {found.kind.name: found for found in run.log.incidents if found.kind.level == "bad"}
+    lines = []
+    for name, found in newest.items():
+        count = run.log.counts[name]
+        about = [f"{found.time} UTC"] if found.time else []
+        about += [f"{number(count)} times"] if count > 1 else []
+        lines.append(f"{found.line} ({', '.join(about)})" if about else found.line)
+    return join(Markup('<p class="incident bad">{}</p>\n').format(line) for line in lines)
 
 
 def _evaluations(found: Sequence[Evaluation]) -> Markup:
@@ -180,9 +184,14 @@ def _incidents(run: RunFiles) -> Markup:
         return note("The log tells of none: no alarm, no resume, no unreadable image.") + more_in
     counts = "; ".join(f"{name} {number(count)}" for name, count in log.counts.items())
     label = Markup('<span class="incident {}">{}</span>')
-    rows: list[list[Piece]] = [[label.format(kind.level, kind.name), line] for kind, line in log.incidents]
+    timed = any(incident.time for incident in log.incidents)
+    rows: list[list[Piece]] = [
+        [*([found.time] if timed else []), label.format(found.kind.level, found.kind.name), found.line]
+        for found in log.incidents
+    ]
+    header = ("UTC", "", "") if timed else ()
     more = f", at most {MOST_OF_A_KIND} of a kind" if max(log.counts.values()) > MOST_OF_A_KIND else ""
-    lines = folded(f"The lines of log.txt{more}", table((), rows), is_open=len(rows) <= _OPEN_LINES)
+    lines = folded(f"The lines of log.txt{more}", table(header, rows), is_open=len(rows) <= _OPEN_LINES)
     return Markup("<p>{}.</p>{}{}").format(counts, lines, more_in)
 
 

@@ -30,7 +30,7 @@ class BadSteps:
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
         """After a skipped step, with what this rank has trained on; every rank calls it.
 
-        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows.
+        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows, or the scale can't fall.
         """
         run, step = self._run, self._run.step
         run.skipped_steps += 1
@@ -39,6 +39,11 @@ class BadSteps:
         found = distributed.gather_objects((mine, all_mine))
         ranks = [rank for rank, (names, _) in enumerate(found) if names]
         if not ranks and run.config.dynamic_loss_scale:
+            if step.engine.scale_is_exhausted:
+                raise NumericError(
+                    f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
+                    "lower optimizer.lr, or use a bf16 ds config"
+                )
             self._log.say(
                 f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
             )

@@ -142,7 +142,9 @@ class Loop:
         stops = distributed.gather_objects(bool(self._stop.why) or self._gave_up_waiting)
         gave_up = distributed.gather_objects(self._gave_up_waiting)
         self._begin_window(again=any(gave_up))
-        if not any(gave_up):
+        if any(gave_up):
+            run.step.engine.forget_skip()
+        else:
             self._bad_steps.report(window)
         if any(stops):
             if run.step.applied_steps > self._saved_step:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.durable import replace_file
+from dino_ds.health.files import stamped
 
 
 class Meter:
@@ -106,11 +107,11 @@ class RunLog:
         )
 
     def say(self, text: str) -> None:
-        """A line for people: console and log.txt."""
+        """A line for people: console and, with the time, log.txt."""
         if self._text is None:
             return
         tqdm.write(text, file=sys.stderr)
-        self._append(self._text, text)
+        self._append(self._text, stamped(text))
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""

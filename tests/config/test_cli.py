@@ -16,7 +16,7 @@ import pytest
 import dino_ds.cli as cli
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import recipe_options
-from dino_ds.errors import CheckpointError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import configs_markdown, help_text
@@ -121,6 +121,33 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
     cli.main(["train", "--config", str(tmp_path / "mine.yaml")])
     cli.main(["train", "--config", "quickstart"])
     assert [call[-1]["run_dir"] for call in calls] == ["runs/mine", "runs/quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "near"),
+    [
+        # Own flags and the recipe's keys, by what is meant.
+        ("run", ["run_dir"]),
+        ("output_dir", ["run_dir"]),
+        ("batchsize", ["data.global_batch"]),
+        ("lerning_rate", ["optimizer.lr"]),
+        ("teacher_tmp", ["objective.teacher_temp"]),
+        ("root", ["data.root", "eval.root"]),
+        # Of DeepSpeed's keys those whose name says enough.
+        ("reduce_buckt_size", ["ds.zero_optimization.reduce_bucket_size"]),
+        # Nothing, rather than `ds.zero_optimization.leaf_module.names` or a card's `device`.
+        ("name", []),
+        ("device", []),
+        ("verbose", []),
+        ("project", []),
+        ("out", []),
+    ],
+)
+def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
+    says = f" Did you mean {' or '.join(f'--{other}' for other in near)}?" if near else ""
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(TRAIN, [f"--{flag}", "1"])
+    assert str(caught.value) == f"--{flag}: unknown option.{says}"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.engine.engine import Progress
-from dino_ds.errors import NumericError
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, max_difference, run_windows, tiny_network
 from tests.ranks import run_on_ranks
 
@@ -108,13 +107,33 @@ def _overflow_for_ever():
     step = build_step(ds_config(2, "fp16", BATCH, fp16_settings=settings))
     views = crops(torch.arange(8))
     views[0][:] = float("inf")
-    for _ in range(8):
-        try:
-            step.micro_batch(views, None)
-        except NumericError as error:
-            return str(error)
-    return ""
+    told = []
+    for _ in range(4):
+        step.micro_batch(views, None)
+        told.append((step.engine.loss_scale, step.engine.scale_is_exhausted))
+    return told
 
 
-def test_loss_scale_at_its_minimum_is_one_clear_error():
-    assert "smallest loss scale" in run_on_ranks(_overflow_for_ever, world=1)[0]
+def test_a_loss_scale_that_cannot_fall_any_more_is_told():
+    """From 4 to 1; what follows overflows at 1. tests/faults has the error that a run makes of it."""
+    assert run_on_ranks(_overflow_for_ever, world=1)[0] == [(2.0, False), (1.0, False), (1.0, True), (1.0, True)]
+
+
+def _skip_and_forget(stage):
+    step = build_step(ds_config(stage, "fp16", BATCH, 2, fp16_settings={"initial_scale_power": 2, "hysteresis": 1}))
+    run_windows(step, 0, 2, BATCH)
+    before = step.engine.state().layout
+    for _ in range(2):
+        views = crops(torch.arange(2) + 2 * distributed.rank())
+        views[0][:] = float("nan")
+        out = step.micro_batch(views, None)
+    moved = step.engine.state().layout != before
+    step.engine.forget_skip()
+    return out.progress is Progress.SKIPPED, moved, step.engine.state().layout == before
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_skip_can_be_forgotten_whole(stage):
+    """For a window that was spoilt to stop: counters and loss scale are saved as they were before it."""
+    found = run_on_ranks(_skip_and_forget, stage)
+    assert found[0] == (True, True, True) and all(skipped and same for skipped, _, same in found)

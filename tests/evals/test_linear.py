@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from dino_ds import distributed
 from dino_ds.evals.linear import fit_linear, fit_ridge
+from dino_ds.evals.protocols.patch_probe import fit_patch_probe
+from dino_ds.evals.subject import GaveUp
 from tests.ranks import run_on_ranks
 
 
@@ -55,6 +58,35 @@ def test_logistic_regression_equals_scikit_learn_s(strength):
     logits, expected = (values - values.mean(1, keepdims=True) for values in (logits, expected))
     np.testing.assert_allclose(logits, expected, atol=2e-3 * np.abs(expected).max())
     assert (logits.argmax(1) == theirs.predict(x)).mean() == 1
+
+
+def _given_up(fit):
+    """Rank 1 wants to stop after three looks; how many each rank has taken, and whether it has raised."""
+    asked = []
+
+    def give_up():
+        asked.append(True)
+        return distributed.rank() == 1 and len(asked) > 3
+
+    try:
+        fit(give_up)
+    except GaveUp:
+        return len(asked), True
+    return len(asked), False
+
+
+def _fit_linear(give_up):
+    fit_linear(*_problem(), 4, give_up=give_up)
+
+
+def _fit_patches(give_up):
+    tokens, labels = _problem()
+    fit_patch_probe([tokens], [torch.nn.functional.one_hot(labels, 4).float()], give_up=give_up)
+
+
+@pytest.mark.parametrize("fit", [_fit_linear, _fit_patches])
+def test_a_fit_is_given_up_by_all_ranks_at_the_same_look(fit):
+    assert run_on_ranks(_given_up, fit) == [(4, True)] * 2
 
 
 def test_one_image_is_fitted_too():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -95,6 +96,10 @@ PROCESSES = [
     _dies(1, "SIGKILL before step 8", inject.kill, "killed"),
     _dies(1, "SIGSEGV before step 8", inject.crash, "crashes"),
     _dies(1, "exit code 0 before step 8", inject.leave, "leaves early"),
+    Kind(
+        "rank 1 calls sys.exit(0)", "before step 8", (1, 1), "sys.exit(0) was called at step 7",
+        at_step(8, (1,), act(sys.exit, 0)),
+    ),
     Kind("rank 1 raises", "RuntimeError before step 8", (1, 1), "planted by a test", at_step(8, (1,), inject.fail)),
     Kind(
         "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",

@@ -19,7 +19,10 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
+from dino_ds.health.lock import RunLock
+from dino_ds.launching.attempt import StopSignals
 from dino_ds.launching.poison import write_step_images
+from dino_ds.launching.supervise import _wait
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
@@ -243,3 +246,16 @@ def test_children_of_ranks_do_not_stay(tmp_path):
 def test_a_launcher_that_can_not_start_is_an_error(tmp_path):
     code, (line,) = Job(tmp_path / "run", [[["launcher 2"]]]).end()
     assert code == 2 and "no rank was seen" in line
+
+
+def test_a_restart_waits_for_the_lock_of_a_lost_machine_and_says_so(tmp_path, capsys, monkeypatch):
+    """Rank 0 ran there: nobody has given the lock back. A sleep lets a minute pass."""
+    RunLock(tmp_path).acquire()
+    lock = tmp_path / "lock"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "machine": "another", "host": "far"}))
+    monkeypatch.setattr("time.sleep", lambda _: os.utime(lock, (0, 0)))
+    assert _wait(0.0, tmp_path, StopSignals())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dino_ds: waiting: {tmp_path} is in use by pid ")
+    assert "; if far is gone, it is free in " in line
+    RunLock(tmp_path).check_free(0)

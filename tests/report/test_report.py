@@ -257,6 +257,22 @@ def test_how_a_run_ended_and_what_went_wrong():
     assert read_log([LOG.splitlines()[1] + ", stopping after step 30"]).planned_steps == 30
 
 
+def test_incidents_have_the_times_of_the_log(tmp_path):
+    """Also where an earlier version, which wrote none, began the log."""
+    hang = "no progress on rank 1 for 600 s (step 40, step); stacks in runs/a/hang-40.txt"
+    lines = [f"2026-11-21T16:47:54Z error    {hang}", "2026-11-21T16:50:00Z resumed  at step 30, epoch 0, image 1920"]
+    folder = make_run(tmp_path / "run", log=f"{LOG}note     old\n" + "".join(f"{line}\n" for line in [*lines, DONE]))
+    log = read_log((folder / "log.txt").read_text().splitlines())
+    assert log.ended == "finished" and log.planned_steps == 100
+    assert [(found.kind.name, found.time) for found in log.incidents] == [
+        ("note", ""), ("hang", "2026-11-21 16:47:54"), ("resumed", "2026-11-21 16:50:00"),
+    ]  # fmt: skip
+    page = _report(folder)
+    assert f"UTC note note old 2026-11-21 16:47:54 hang error {hang} 2026-11-21 16:50:00 resumed" in page.text
+    old = _report(make_run(tmp_path / "old", log=f"{LOG}note     old\n"))
+    assert "The lines of log.txt note note old" in old.text
+
+
 def test_the_planner_s_line_is_understood():
     memory = Memory("the loss", {"student": 2**30, "masters and moments": 2**31, "crops": 2**20})
     log = read_log([f"memory   predicted peak {memory}"])

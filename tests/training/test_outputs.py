@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import timm
@@ -81,3 +82,5 @@ def test_the_log_says_what_a_reader_wants(run):
     log = (run / "log.txt").read_text()
     for part in ("24 in ", "micro-batch 4 x accumulation 1 x ranks 2", "ZeRO 2, bf16", "raw pixels", "chance 33.3 %"):
         assert part in log
+    times = [datetime.strptime(line.split(" ")[0], "%Y-%m-%dT%H:%M:%SZ") for line in log.splitlines()]
+    assert times == sorted(times) and abs(datetime.now(timezone.utc).replace(tzinfo=None) - times[-1]) < timedelta(1)

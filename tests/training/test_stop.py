@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,9 +12,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dino_ds.data.feed import Feed
+from dino_ds.data.loader import NoBatchYet
+from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
 from tests.faults import inject, jobs
-from tests.training.harness import REPOSITORY, image_folder, losses_of
+from tests.ranks import run_on_ranks
+from tests.training.harness import (
+    REPOSITORY,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    train_tiny,
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +120,34 @@ def test_an_evaluation_is_not_waited_for(images, tmp_path):
     assert outcome.seconds < 11  # the rest of the evaluation would sleep for 12
 
 
+def _asked_to_stop_in_a_fit(root, run, changes):
+    """Rank 1, as a classifier's fit begins after step 2."""
+    original = linear.minimise
+
+    def minimise(*values):
+        if os.environ["RANK"] == "1" and _steps_done() == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not values[-1]():
+                time.sleep(0.01)
+        return original(*values)
+
+    linear.minimise = minimise
+    try:
+        return train_tiny(root, run, changes=changes)
+    finally:
+        linear.minimise = original
+
+
+def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
+    run, test = tmp_path / "run", image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.evals": "linear", "eval.every": "2 steps", "eval.root": str(test), "length": "4 steps"}
+    assert run_on_ranks(_asked_to_stop_in_a_fit, images, run, changes) == ["stopped"] * 2
+    assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in log_of(run)
+    assert json.loads((run / "evaluations.json").read_text())["linear"]["step"] == 0
+    assert [line["step"] for line in read_metrics(run) if "eval/linear" in line] == [0]
+    assert run_on_ranks(train_tiny, images, run, resume=True, changes=changes) == [None, None]
+
+
 def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
     """Ctrl-C reaches all processes of a terminal, and a launcher sends its ranks another signal."""
     fault = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.5))
@@ -126,3 +167,40 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
     assert not (run / "stop").exists()
     assert jobs.start(run, images, resume=True).wait(120).codes == [0, 0]
     assert losses_of(run) == straight
+
+
+def _give_up_waiting(root, run, changes, ds_changes):
+    """After step 5 rank 1's next images do not come, and it is asked to stop."""
+    original, rank = Feed.next_unless, int(os.environ["RANK"])
+
+    def next_unless(feed, give_up):
+        if rank == 0 or _steps_done() < 5:
+            return original(feed, give_up)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not give_up():
+            time.sleep(0.01)
+        raise NoBatchYet
+
+    Feed.next_unless = next_unless
+    try:
+        return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
+    finally:
+        Feed.next_unless = original
+
+
+def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):
+    """The window that is given up is no overflow: the scale is saved as it was, also where it can't fall any more."""
+    ours, theirs, changes = tmp_path / "ours", tmp_path / "theirs", {"length": "8 steps"}
+    ds = {"fp16.initial_scale_power": "2", "fp16.hysteresis": "1", "fp16.loss_scale_window": "3"}
+    assert run_on_ranks(train_tiny, images, theirs, "zero2_fp16.json", changes=changes, ds_changes=ds) == [None, None]
+    scales = [line["loss_scale"] for line in read_metrics(theirs)]
+    for least in ("1", "8"):  # 8 is what it has grown to after step 5
+        run, there = ours / least, ds | {"fp16.min_loss_scale": least}
+        assert run_on_ranks(_give_up_waiting, images, run, changes, there) == ["stopped"] * 2
+        assert "saved step 5." in log_of(run)
+        assert read_manifest(run, 5)["state"]["skipped_steps"] == 0
+        assert run_on_ranks(
+            train_tiny, images, run, "zero2_fp16.json", resume=True, changes=changes, ds_changes=there
+        ) == [None, None]
+        assert losses_of(run) == losses_of(theirs) and [line["loss_scale"] for line in read_metrics(run)] == scales
+    assert scales[4] == 8 and len(set(scales)) > 1

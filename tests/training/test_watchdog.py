@@ -16,7 +16,7 @@ import pytest
 from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_hang
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.health.watcher import Watcher, limit_of
 from tests.faults import inject, jobs
@@ -118,6 +118,37 @@ def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path)
     assert not is_connection_error(ValueError("Connection reset"))
 
 
+@pytest.mark.parametrize("code", [0, None, "an option is missing"])
+def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_path):
+    """Whoever calls sys.exit(0) in a plugin: the traceback leads there, the other ranks are told."""
+    beat = Beat()
+    beat.list_in_folder()
+    beat.enter("step", 7)
+    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).told():
+        sys.exit(code)
+    assert isinstance(caught.value.__cause__, SystemExit)
+    failure = heartbeats.first_failure()
+    assert (failure.rank, failure.code) == (1, 1) and f"sys.exit({code!r}) was called" in failure.message
+    assert beat.ended == "error"
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("by SIGKILL", "rank 1 died by SIGKILL at step 7 (data), most often because memory has run out"),
+        ("by SIGSEGV", "rank 1 died by SIGSEGV at step 7 (data)"),
+        (
+            "with exit code 0",
+            "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has",
+        ),
+        ("", "rank 1 died at step 7 (data); how was not seen: killed, most often because memory has run out, or ended"),
+    ],
+)
+def test_a_death_is_described_as_far_as_it_was_seen(how, line):
+    text = describe_death(1, how, 7, "data")
+    assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
+
+
 def test_limits_follow_from_where_the_rank_is():
     beat = Beat()
     assert limit_of(beat, 10) == 30
@@ -147,17 +178,24 @@ def test_a_beat_is_read_through_its_descriptor():
     mine.close()
 
 
+def _wait_for_the_end(found):
+    end = time.monotonic() + 10
+    while alive(found.pid, found.ticks) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def test_how_a_process_has_ended_and_whether_a_pid_is_still_its_own():
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
         found = find_process(process.pid)
         assert found is not None and alive(found.pid, found.ticks) and not alive(found.pid, found.ticks + 1)
         assert found.parent == os.getpid()
         process.kill()
-        end = time.monotonic() + 10
-        while alive(found.pid, found.ticks) and time.monotonic() < end:
-            time.sleep(0.01)
+        _wait_for_the_end(found)
         assert death_of(process.pid) == "by SIGKILL"
     assert find_process(process.pid) is None and death_of(process.pid) == ""
+    with subprocess.Popen(["sh", "-c", "exit 0"]) as process:
+        _wait_for_the_end(find_process(process.pid))
+        assert death_of(process.pid) == "with exit code 0"
 
 
 def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_path):

@@ -7,7 +7,7 @@ learning rate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ _DECAY = 1e-4
 _STEPS = 100
 
 
-def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress: bool = False) -> LinearProbe:
+def fit_patch_probe(
+    tokens: Sequence[Tensor],
+    pixels: Sequence[Tensor],
+    progress: bool = False,
+    give_up: Callable[[], bool] = lambda: False,
+) -> LinearProbe:
     """Logistic regression, every pixel a sample. All ranks call it and get the same.
 
     tokens (n, d) of this rank's patches, in parts, and how many pixels of each class lie in each patch, (n, classes)
-    FP32; all on one device. `progress`: a bar on rank 0.
+    FP32; all on one device. `progress`: a bar on rank 0. Raises GaveUp (`minimise`).
     """
     width, classes, device = tokens[0].shape[1], pixels[0].shape[1], tokens[0].device
     mean, scale = _moments(tokens)
@@ -48,7 +53,8 @@ def fit_patch_probe(tokens: Sequence[Tensor], pixels: Sequence[Tensor], progress
         return sum_across_ranks(found) / total
 
     with torch.no_grad(), bar:
-        best = minimise(loss_and_gradient, torch.zeros(classes, width + 1, device=device), _DECAY, _STEPS)
+        start = torch.zeros(classes, width + 1, device=device)
+        best = minimise(loss_and_gradient, start, _DECAY, _STEPS, give_up)
     return LinearProbe(mean, scale, best[:, :-1].contiguous(), best[:, -1].contiguous(), _DECAY)
 
 

@@ -54,7 +54,7 @@ def voc(subject: Subject) -> dict[str, float]:
     if not tokens:  # fewer images than ranks
         tokens.append(torch.zeros(0, subject.backbone.width, device=subject.device))
         pixels.append(torch.zeros(0, _CLASSES, device=subject.device))
-    probe = fit_patch_probe(tokens, pixels, subject.progress)
+    probe = fit_patch_probe(tokens, pixels, subject.progress, subject.give_up)
     confusion = torch.zeros(_CLASSES, _CLASSES, dtype=torch.long, device=subject.device)
 
     def judge(pair: Pair) -> None:
