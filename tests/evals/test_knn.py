@@ -104,6 +104,11 @@ def test_ranks_share_the_queries():
     assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
+def test_a_class_that_the_bank_lacks_is_never_found():
+    bank, labels = torch.eye(3), torch.arange(3)
+    assert knn_accuracies(bank, labels, bank, torch.tensor([0, 1, 3]), [1], 0.07) == {1: pytest.approx(200 / 3)}
+
+
 def test_lengths_do_not_matter():
     bank, labels = torch.eye(3), torch.arange(3)
     scaled = bank * torch.tensor([[1.0], [50.0], [0.01]])

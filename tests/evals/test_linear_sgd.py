@@ -157,6 +157,17 @@ def test_random_crops_follow_from_the_seed():
     assert 15 < sum(rising) < 45
 
 
+def test_an_image_has_another_crop_in_each_epoch():
+    alone = Subject(_backbone(), SETTINGS, torch.device("cpu"), lambda: (_Blobs(images=1),) * 2, progress=False)
+    crops = [images for _, images, _ in augmented_batches(alone)]
+    assert len(crops) == 3 and len({float(crop.sum()) for crop in crops}) == 3
+
+
+def test_classifiers_of_all_rates_and_kinds_start_apart():
+    weights = Probes([(1, False), (1, True)], 3, 2, RATES, 0, torch.device("cpu")).weights
+    assert len({float(weight[0, 0]) for rows in weights for weight in rows}) == 6
+
+
 def test_images_of_a_batch_are_shared_out():
     """Every image once an epoch, in another order each."""
     sampler = module._Batches(13, 2, 5, seed=0)
