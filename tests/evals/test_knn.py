@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from PIL import Image
 
 import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import UnreadableImage
-from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
+from dino_ds.evals.features import extract_features, generators_kept, raw_pixels, spread_indices
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -169,6 +171,25 @@ def test_ranks_share_the_work_and_see_all_rows_in_order():
     expected = [(float(i), i % 3) for i in range(11)]
     assert _extract() == expected
     assert run_on_ranks(_extract) == [expected, expected]
+
+
+def test_what_is_drawn_inside_is_not_missing_afterwards():
+    """Also where it ends with an error."""
+
+    def draw():
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    wanted = draw()
+    for error in (None, OSError):
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        with contextlib.suppress(OSError), generators_kept(torch.device("cpu")):
+            draw()
+            if error is not None:
+                raise error
+        assert draw() == wanted
 
 
 def test_raw_pixels_are_the_picture():
