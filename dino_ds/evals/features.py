@@ -91,12 +91,14 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """What is drawn inside, such as by a loader for its workers, is not missing afterwards."""
+    """What is drawn inside, such as by a loader for its workers, is not missing afterwards, also after an error."""
     others = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    random.setstate(others[0])
-    np.random.set_state(others[1])
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(others[0])
+        np.random.set_state(others[1])
 
 
 class _Images(Dataset[tuple[Tensor, int, int] | str]):

@@ -87,7 +87,7 @@ def knn_accuracies(
     mine = slice(distributed.rank(), None, distributed.world_size())
     unit, bank = F.normalize(queries[mine].float(), dim=-1), F.normalize(bank.float(), dim=-1)
     correct = torch.zeros(len(ks), dtype=torch.long, device=queries.device)
-    blocks = zip(_search(unit, bank, min(max(ks), len(bank))), query_labels[mine].split(_QUERY_ROWS), strict=True)
+    blocks = zip(_search(unit, bank, max(ks)), query_labels[mine].split(_QUERY_ROWS), strict=True)
     for (similarity, index), wanted in blocks:
         labels = bank_labels[index]
         for i, k in enumerate(ks):

@@ -40,7 +40,7 @@ def show_pictures(run: RunFiles) -> Markup:
     drawn = sorted((_picture(path, _title(path.stem), _WIDTH) for path in own[:_MOST]), key=_is_wide)
     parts = [Markup('<div class="strip">{}</div>').format(join(drawn))]
     for kind, paths in list(strips.items())[:_MOST]:
-        chosen = _spread(sorted(paths))
+        chosen = _spread(paths)
         of = f": {len(chosen)} of {len(paths)}" if len(chosen) < len(paths) else ""
         shown = join(_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in chosen)
         parts.append(

@@ -36,9 +36,9 @@ def gate(monkeypatch):
     return gate
 
 
-def _train_until_saved(run: SmallRun, step: int, limit: int = 6000) -> None:
+def _train_until_said(run: SmallRun, words: str, limit: int = 6000) -> None:
     for _ in range(limit):
-        if f"step {step}:" in "".join(run.said):
+        if words in "".join(run.said):
             return
         run.train()
         time.sleep(0.01)
@@ -50,7 +50,7 @@ def test_what_is_saved_is_of_the_step_it_was_asked_at(tmp_path, gate):
     run = SmallRun(tmp_path).train(3).save().train(4)
     assert folders(tmp_path) == ["writing_step_00000003"] and not run.said
     gate.set()
-    _train_until_saved(run, 3)
+    _train_until_said(run, "step 3:")
     assert folders(tmp_path) == ["latest", "step_00000003"]
     assert is_that_of(run.choose().saved, 3)
     assert run.saving.cost.bytes > 2 * 5000 * 4
@@ -69,12 +69,15 @@ def test_waiting_copies_nothing_either(tmp_path):
     assert is_that_of(run.choose().saved, 3) and not run.saving.copies.bytes
 
 
-def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate):
+def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate, monkeypatch):
+    """Nothing is written before somebody waits for it."""
+    is_written = checkpoint_writing.Flight.is_written
+    waiting = lambda flight, seconds: gate.set() or is_written(flight, seconds)  # noqa: E731
     run = SmallRun(tmp_path).train(1).save().train(1)
-    threading.Timer(0.3, gate.set).start()
+    monkeypatch.setattr(checkpoint_writing.Flight, "is_written", waiting)
     run.save()
-    assert run.said[0].startswith("save     step 1: ") and "step 2 waited 0." in run.said[1]
-    _train_until_saved(run, 2)
+    assert run.said[0].startswith("save     step 1: ") and "step 2 waited " in run.said[1]
+    _train_until_said(run, "step 2:")
     assert is_that_of(run.choose().saved, 2) and is_that_of(run.choose(1).saved, 1)
 
 
@@ -98,11 +101,7 @@ def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
     with pytest.raises(StorageError, match=r"teacher\.safetensors"):
         run.save(wait=True)
     run = SmallRun(tmp_path / "three", finish=fail).train(1).save()
-    for _ in range(500):
-        run.train()
-        time.sleep(0.01)
-        if len(run.said) == 2:
-            break
+    _train_until_said(run, "warning")
     assert "teacher.safetensors" in run.said[1] and run.said[1].startswith("warning")
 
 
@@ -140,10 +139,8 @@ class TestRotation:
         run = SmallRun(tmp_path, keep=1).train().save(wait=True).train()
         monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
         run.save()
-        run.train(200)
-        time.sleep(0.2)
-        run.train(3)
-        assert folders(tmp_path) == ["latest", "step_00000001"] and "cannot save step 2" in run.said[-1]
+        _train_until_said(run, "cannot save step 2")
+        assert folders(tmp_path) == ["latest", "step_00000001"]
 
 
 class TestAnotherCourse:

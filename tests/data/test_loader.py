@@ -338,7 +338,7 @@ def test_a_killed_worker_is_named_and_started_again_once():
     with pytest.raises(DataError, match=f"loader process {second[0].pid} was killed by SIGBUS") as caught:
         list(itertools.islice(loader, 1000))
     assert "\n" not in str(caught.value) and "--resume" in str(caught.value)
-    _, alive = psutil.wait_procs([*first, *second], timeout=10)
+    _, alive = psutil.wait_procs([*first, *second], timeout=60)
     assert alive == []
 
 
@@ -363,7 +363,7 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     with pytest.raises(DataError, match=r"loader processes \d+ gave no batch for \d s.*after a restart"):
         next(loader)
     assert len(loader.notes) == 1
-    _, alive = psutil.wait_procs(first, timeout=10)
+    _, alive = psutil.wait_procs(first, timeout=60)
     assert alive == []
 
 
@@ -436,7 +436,7 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
                     next(loader)
                 print(len(workers), all(worker.is_running() for worker in workers))
                 loader.close()
-                gone, alive = psutil.wait_procs(workers, timeout=10)
+                gone, alive = psutil.wait_procs(workers, timeout=60)
                 print(len(gone), len(alive))
             """
         )
@@ -468,7 +468,7 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         loader = build_loader(build_source("photos", None, "train", False), crops, 0, 8, 8, 0, 1, 1, Position())
         next(loader)
         print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
-        time.sleep(60)
+        time.sleep(600)
         """
     )
     import psutil
@@ -478,6 +478,6 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         assert job.stdout is not None
         family = [psutil.Process(int(pid)) for pid in job.stdout.readline().split()]
         os.kill(job.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=60)
     assert len(family) >= 2
     assert alive == []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import random
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from PIL import Image
 
 import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import UnreadableImage
-from dino_ds.evals.features import extract_features, raw_pixels, spread_indices
+from dino_ds.evals.features import extract_features, generators_kept, raw_pixels, spread_indices
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -104,6 +106,11 @@ def test_ranks_share_the_queries():
     assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
+def test_a_class_that_the_bank_lacks_is_never_found():
+    bank, labels = torch.eye(3), torch.arange(3)
+    assert knn_accuracies(bank, labels, bank, torch.tensor([0, 1, 3]), [1], 0.07) == {1: pytest.approx(200 / 3)}
+
+
 def test_lengths_do_not_matter():
     bank, labels = torch.eye(3), torch.arange(3)
     scaled = bank * torch.tensor([[1.0], [50.0], [0.01]])
@@ -164,6 +171,25 @@ def test_ranks_share_the_work_and_see_all_rows_in_order():
     expected = [(float(i), i % 3) for i in range(11)]
     assert _extract() == expected
     assert run_on_ranks(_extract) == [expected, expected]
+
+
+def test_what_is_drawn_inside_is_not_missing_afterwards():
+    """Also where it ends with an error."""
+
+    def draw():
+        return random.random(), np.random.random(), float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    wanted = draw()
+    for error in (None, OSError):
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        with contextlib.suppress(OSError), generators_kept(torch.device("cpu")):
+            draw()
+            if error is not None:
+                raise error
+        assert draw() == wanted
 
 
 def test_raw_pixels_are_the_picture():

@@ -12,9 +12,10 @@ from PIL import Image
 from torch import nn
 
 import dino_ds.evals.linear_sgd as module
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import RandomCrop, to_tensor
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
-from dino_ds.evals.subject import Settings, Subject
+from dino_ds.evals.subject import GaveUp, Settings, Subject
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone, _images
 
@@ -25,25 +26,26 @@ SETTINGS = Settings(epochs=3, batch=5, workers=0, seed=4)
 class _Blobs:
     """Noise images, brighter in one class than in the other; 13 of them, so that the last batch is short."""
 
-    classes = ("dark", "bright")
-
-    def __init__(self, seed=0, images=13):
-        self._generator_seed, self.labels = seed, [i % 2 for i in range(images)]
+    def __init__(self, seed=0, images=13, classes=("dark", "bright")):
+        self._generator_seed, self.classes = seed, classes
+        self.labels = [classes.index(("dark", "bright")[i % 2]) for i in range(images)]
 
     def __len__(self):
         return len(self.labels)
 
     def load(self, index):
         pixels = np.random.default_rng([self._generator_seed, index]).integers(0, 160, (40, 50, 3))
-        return Image.fromarray((pixels + 60 * self.labels[index]).astype(np.uint8))
+        if index == 12 and self._generator_seed == 2:
+            raise UnreadableImage("12", "broken")
+        return Image.fromarray((pixels + 60 * (index % 2)).astype(np.uint8))
 
     def name(self, index):
         return str(index)
 
 
-def _subject():
-    sources = (_Blobs(), _Blobs(seed=1))
-    return Subject(_backbone(), SETTINGS, torch.device("cpu"), lambda: sources, progress=False)
+def _subject(train=None, test=None, **more):
+    sources = (train or _Blobs(), test or _Blobs(seed=1))
+    return Subject(_backbone(), SETTINGS, torch.device("cpu"), lambda: sources, progress=False, **more)
 
 
 def test_the_tokens_of_the_last_blocks():
@@ -134,6 +136,23 @@ def test_the_report_has_the_best_of_each_kind_and_each_rate():
     assert found["linear_sgd"] == max(found.values()) > 60  # chance is 50
     assert {"linear_sgd_1", "linear_sgd_1_mean", "linear_sgd_2", "linear_sgd_2_mean"} <= found.keys()
     assert sum("_lr_" in name for name in found) == len(module.RATES)
+    # Classes go by their names; of a network of one block there are two kinds.
+    assert linear_sgd(_subject(test=_Blobs(seed=1, classes=("bright", "dark")))) == found
+    assert kinds_of(1) == [(1, False), (1, True)]
+
+
+def test_what_people_are_told(monkeypatch):
+    monkeypatch.setattr(module, "_at_the_end_of_the_grid", lambda found: ["the grid is too short"])
+    subject = _subject(_Blobs(seed=2))
+    linear_sgd(subject)
+    assert subject.notes == ["left out, unreadable: 12 (broken)", "the grid is too short"]
+
+
+def test_training_is_given_up_between_batches():
+    subject = _subject(give_up=lambda: True)
+    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, subject.device)
+    with pytest.raises(GaveUp):
+        module._train(subject, probes, 3 * 64)
 
 
 def test_a_best_rate_at_the_end_of_the_grid_is_said():
@@ -155,6 +174,16 @@ def test_random_crops_follow_from_the_seed():
     gradient = Image.fromarray(np.tile(np.arange(60, dtype=np.uint8)[None, :, None], (40, 1, 3)))
     rising = [bool((crop(gradient, seed)[0, 8].diff() >= 0).all()) for seed in range(60)]
     assert 15 < sum(rising) < 45
+
+
+def test_an_image_has_another_crop_in_each_epoch():
+    crops = [images for _, images, _ in augmented_batches(_subject(_Blobs(images=1)))]
+    assert len(crops) == 3 and len({float(crop.sum()) for crop in crops}) == 3
+
+
+def test_classifiers_of_all_rates_and_kinds_start_apart():
+    weights = Probes([(1, False), (1, True)], 3, 2, RATES, 0, torch.device("cpu")).weights
+    assert len({float(weight[0, 0]) for rows in weights for weight in rows}) == 6
 
 
 def test_images_of_a_batch_are_shared_out():

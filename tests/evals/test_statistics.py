@@ -32,10 +32,12 @@ def test_an_even_sphere():
 def test_definitions():
     features = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 2, 3, 0.1, 1])
     found = feature_statistics(features)
+    assert feature_statistics(F.pad(features, (0, 1)))["rankme"] == pytest.approx(found["rankme"], rel=1e-5)
     singular = np.linalg.svd(features.double().numpy(), compute_uv=False)
     shares = singular / singular.sum() + 1e-7
     assert found["rankme"] == pytest.approx(math.exp(-(shares * np.log(shares)).sum()), rel=1e-5)
     unit = F.normalize(features.double(), dim=-1)
+    assert found["feature_std"] == pytest.approx(float(np.std(unit.numpy(), axis=0).mean()) * 5**0.5, rel=1e-5)
     pairs = [math.exp(-2 * float((unit[i] - unit[j]).square().sum())) for i in range(30) for j in range(i)]
     assert found["uniformity"] == pytest.approx(math.log(sum(pairs) / len(pairs)), rel=1e-5)
 
@@ -47,8 +49,9 @@ def test_alignment():
 
 
 def test_uniformity_of_many_is_that_of_a_sample():
-    """4096 of 6000 evenly spread features: their pairs' mean is that of all to 1 %."""
+    """4096 of 6000 evenly spread features, sorted: their pairs' mean is that of all to 1 %."""
     features = torch.randn(6000, 4, generator=torch.Generator().manual_seed(2))
+    features = features[features[:, 0].argsort()]
     unit = F.normalize(features, dim=-1)
     whole = torch.pdist(unit).square().mul(-2).exp().mean().log()
     assert feature_statistics(features)["uniformity"] == pytest.approx(float(whole), rel=0.01)
@@ -83,6 +86,8 @@ def test_two_views_of_an_image_are_two_crops():
     first = views(images[0])
     assert first.shape == (2, 3, 16, 16) and not torch.equal(first[0], first[1])
     assert torch.equal(first, views(images[0])) and not torch.equal(first, TwoViews(16, seed=2)(images[0]))
+    views._crop = lambda image, seed: torch.tensor([seed % 2**32])
+    assert len({int(seed) for image in images for seed in views(image)}) == 4  # each image has crops of its own
 
 
 def _reference_ap(ranks, number):

@@ -78,6 +78,11 @@ def test_what_needs_no_labels():
     assert not subject.has_labels and subject.any_features.shape == (4, 64)
     with pytest.raises(DataError, match="there are no images"):
         _ = _subject(None, None).any_source
+    train, other = _Images([0, 0], ["a"]), _Images([0, 0], ["b"])
+    subject = _subject(train, other)
+    assert subject.any_source is other and not subject.has_labels and subject.any_features.shape == (2, 64)
+    subject = _subject(train, _Images([0, -1], ["a"]))
+    assert subject.has_labels and subject.any_features is subject.test.features
 
 
 class _Unlabelled(_Images):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
 from dino_ds.config import recipe
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import album as album_module
@@ -55,8 +58,9 @@ def sources(tmp_path_factory):
     return tuple(build_source("folder", str(root), "train", False) for root in roots)
 
 
-def _watch(sources, names=("knn", "linear"), k=K, limit=None):
-    return Watch(names, 2, *sources, Settings(ks=(k,), workers=0, images=limit, test_images=100), 32)
+def _watch(sources, names=("knn", "linear"), k=K, limit=None, **changes):
+    settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
+    return Watch(names, 2, *sources, Settings(**settings), 32)
 
 
 def _evaluate(watch, step, give_up=lambda: False):
@@ -104,7 +108,33 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     assert (same.raw, same.untrained, same.latest) == (first.raw, first.untrained, first.latest)
     _evaluate(other, 2)
     assert other.untrained is None and other.raw is not None
+    for changes in ({"limit": 12}, {"test_images": 6}, {"temperature": 1.0}):
+        other = _watch(sources, **changes)
+        other.load_state_dict(state)
+        assert other.latest is None, changes
+    same.raw = -1.0  # measured once
+    _evaluate(same, 2)
+    assert same.raw == -1
     assert "untrained" not in other.verdict() and "untrained" in same.verdict()
+
+
+def test_chance_is_that_of_the_classes_that_are_asked_for(sources):
+    test = copy.copy(sources[1])
+    test.labels = [-1 if label == 2 else int(label) for label in test.labels]
+    assert (_watch(sources).chance, _watch((sources[0], test)).chance) == (pytest.approx(100 / 3), 50)
+
+
+def test_the_recipe_says_how(sources, tmp_path):
+    image_folder(tmp_path / "test", 6, 3)
+    values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "temperature": "0.2", "bank_images": "20"}
+    values |= {"test_images": "5", "protocol_root": "/bench", "evals": "knn,ridge"}
+    keys = {f"eval.{key}": value for key, value in values.items()} | {"data.source": "folder", "data.workers": "0"}
+    watch = Watch.build(load_recipe(None, keys), sources[0], 10)
+    assert watch._settings == Settings(
+        ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, root=Path("/bench")
+    )
+    assert [step for step in range(5) if watch.due(step)] == [0, 2, 4]
+    assert Watch.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
 
 
 def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
@@ -156,6 +186,8 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
     album, shown = Album(source, 2, tmp_path / "pictures", 32), []
     for step in (0, 2):
         assert album.draw(None, step, CPU, lambda name, image, step: shown.append((name, step, image))) is None
+        (root / "000.png").write_bytes(b"")  # read once
+    assert album._images.shape == (3, 3, 128, 128)  # enlarged to 16 patches a side
     names = [(name, step) for name, step, _ in shown]
     assert names == [("attention", 0), ("pca", 0), ("attention", 2), ("pca", 2)]
     assert torch.equal(shown[0][2], shown[2][2]) and shown[0][2].dtype == torch.uint8

@@ -96,7 +96,7 @@ class Job:
 
     def process(self, rank: int) -> int:
         """The process id of a rank."""
-        self.wait_for(lambda: rank in self._processes(), 30)
+        self.wait_for(lambda: rank in self._processes(), 120)
         return self._processes()[rank]
 
     def signal(self, rank: int, number: int) -> None:
@@ -107,14 +107,14 @@ class Job:
         """The fault happens now, by the test's hand."""
         (self.folder / "fault").write_text(str(time.monotonic()))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Raises AssertionError, with what was printed, if `condition` does not come true."""
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"waited {seconds} s in vain:\n{self._output()}"
             time.sleep(0.02)
 
-    def wait_for_steps(self, run_dir: Path, steps: int, seconds: float = 60) -> None:
+    def wait_for_steps(self, run_dir: Path, steps: int, seconds: float = 120) -> None:
         """Until the metrics have `steps` lines."""
         metrics = run_dir / "metrics.jsonl"
         self.wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps, seconds)

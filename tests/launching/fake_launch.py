@@ -2,8 +2,9 @@
 
 python fake_launch.py torchrun train.py RUN PLAN: PLAN is JSON, for each start and each rank a list of what it does.
 Ranks write heartbeats as the real ones do. "die 9" is a signal to itself, "exit 3" a code, "work" works until a signal
-comes and then ends with 75, "deaf" hears none, "step 7" has done 7 steps, "child" starts a process that stays. The
-launcher ends with the first rank that fails, as DeepSpeed's does, and with a code of its own for ["launcher 0"].
+has come to all ranks and then ends with 75, "deaf" hears none, "step 7" has done 7 steps, "child" starts a process that
+stays, "after 1" waits for the end of rank 1. The launcher ends with the first rank that fails, as DeepSpeed's does, and
+with a code of its own for ["launcher 0"].
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
             Heartbeat(rank, "here", os.getpid(), now, now, step, phase, phase, 0, 0.0, False, ended, code, "")
         )
 
+    (run_dir / f"pid{rank}.new").write_text(str(os.getpid()))
+    (run_dir / f"pid{rank}.new").rename(run_dir / f"pid{rank}")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda n, _: seen.append(n))
     for word in words:
@@ -41,6 +44,11 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
             beat()
         elif verb == "wait":
             time.sleep(float(value))
+        elif verb == "after":
+            other = run_dir / f"pid{value}"
+            while not other.exists() or Path(f"/proc/{other.read_text()}").exists():
+                time.sleep(0.02)
+            time.sleep(0.5)  # until the supervisor has seen it
         elif verb == "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         elif verb == "die":
@@ -53,8 +61,9 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
             (run_dir / f"ready{rank}").touch()
             while not seen:
                 time.sleep(0.02)
-            (run_dir / f"signals{rank}").write_text(f"{seen[0]} {time.time()}")
-            time.sleep(0.3)  # saving
+            (run_dir / f"signals{rank}").write_text(str(seen[0]))
+            while len(list(run_dir.glob("signals*"))) < int(os.environ["WORLD_SIZE"]):
+                time.sleep(0.02)  # saving, together
             beat("stopped", 75)
             sys.exit(75)
         elif verb == "deaf":

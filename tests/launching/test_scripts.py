@@ -98,7 +98,7 @@ def test_slurm_hands_the_warning_on_and_waits_until_the_ranks_have_saved(program
     while not (programs / "started").exists():
         assert job.poll() is None
     job.send_signal(10)  # SIGUSR1
-    assert job.wait(30) == 75 and _given(programs)["scontrol"] == ["requeue", "12345"]
+    assert job.wait(120) == 75 and _given(programs)["scontrol"] == ["requeue", "12345"]
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")

@@ -9,12 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
 from PIL import Image
 
 from dino_ds.errors import ConfigError
 from dino_ds.pictures.canvas import Sheet, figure_pixels, figure_png, figure_tensor
 from dino_ds.pictures.curves import draw_curves
 from dino_ds.pictures.draw import (
+    MASS,
     draw_attention,
     draw_neighbours,
     draw_patches,
@@ -26,6 +28,7 @@ from dino_ds.pictures.draw import (
     picture_of,
 )
 from dino_ds.pictures.embedding import _NEEDS, METHODS, draw_map, find_method, place
+from dino_ds.pictures.maps import mass_mask, patch_similarity
 from dino_ds.pictures.series import read_metrics
 
 
@@ -54,6 +57,33 @@ def test_figures_show_everything(pictures):
     shown = pictures.numpy()
     figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]])
     assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
+
+
+def test_each_picture_is_what_its_title_says(pictures):
+    """Attention of each head and what it keeps; the cosine of the chosen patch, with a cross on it."""
+    attention, tokens = torch.rand(1, 2, 4, 4), torch.randn(2, 4, 4, 8)
+    shown, _ = _shown(draw_attention(pictures[:1], attention))
+    kept, colours = mass_mask(attention[0], MASS), head_colours(2)
+    expected = [pictures[0].numpy(), overlay(pictures[0], attention[0] * kept, colours)]
+    for head in range(2):
+        one = slice(head, head + 1)
+        expected += [heat(pictures[0], attention[0, head]), overlay(pictures[0], kept[one].float(), colours[one])]
+    for found, wanted in zip(shown, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    figure = draw_similarity(pictures, tokens, [(1, 0, 2)])
+    shown, _ = _shown(figure)
+    np.testing.assert_array_equal(shown[2], pictures[1].numpy())
+    wanted = patch_similarity(tokens, 1, 0, 2).clamp(0, 1).numpy()
+    np.testing.assert_allclose(shown[4], colormaps["magma"](wanted[1])[..., :3])
+    (x,), (y,) = figure.axes[0].lines[-1].get_data()
+    left, right, bottom, top = figure.axes[0].images[2].get_extent()
+    assert ((x - left) / (right - left), (y - top) / (bottom - top)) == pytest.approx((2.5 / 4, 0.5 / 4))
+    assert heat(torch.zeros(16, 32, 3), torch.rand(2, 2)).shape == (16, 32, 3)
+
+
+def test_rows_that_belong_together_lie_together():
+    sheet = Sheet(4, 1, rows_of=2)
+    assert sheet._y(2) - sheet._y(1) > sheet._y(1) - sheet._y(0) == pytest.approx(sheet._y(3) - sheet._y(2))
 
 
 def test_channels_that_are_no_colours():
@@ -151,6 +181,10 @@ def test_likes_lie_together_on_the_map():
         assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
         assert bool((torch.from_numpy(place(features, method)) == points).all())
     assert place(features[:2], "tsne").shape == (2, 2)
+    points = place(features, "pca")
+    np.testing.assert_allclose(points.mean(axis=0), 0, atol=1e-5)
+    lengths = torch.rand(60, 1, generator=generator) + 0.5  # cosines decide
+    np.testing.assert_allclose(np.abs(place(features * lengths, "pca")), np.abs(points), atol=1e-4)
 
 
 def test_umap_where_it_is_installed():
@@ -201,7 +235,8 @@ def test_curves_with_and_without_evaluations(tmp_path):
         "learning rate",
     ]
     knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
-    panel = _curves(tmp_path, *records, knn).axes[1]
+    early = {"step": 0, "knn_top1": 40.0, "knn_raw_pixels": 31.0, "knn_chance": 9.0}
+    panel = _curves(tmp_path, early, *records, knn).axes[1]
     assert "50.0 at the end" in panel.get_title()
     assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0"]
     figure_pixels(_curves(tmp_path), dpi=50)

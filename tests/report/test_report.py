@@ -64,9 +64,11 @@ def test_the_page_has_every_part(tmp_path, capsys):
         *("libraries 0.50 GiB", "second copy of the student 0.20 GiB", "Measured is 114 % of the plan"),
         *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "2026-11-21", "2,880 training, 936 test"),
         *("torchrun --nproc_per_node 2 dino_ds/train.py --config quickstart --run_dir 'runs/a b'", "torch==2.15.0"),
+        *("ln K: uniform 5.55", "Waiting for data each window 20", "raw pixels 35.3"),
         *("while it trained", "step 50", "step 100", "Seed 0", "The log tells of none"),
     ):
         assert words in page.text, words
+    assert "dino_ds==" not in page.text  # it is not on PyPI under a number
     assert page.tags.count("svg") >= 9
     assert page.tags.count("img") == 3
     assert all(address.startswith("data:") for address in page.addresses)
@@ -171,10 +173,16 @@ def test_a_name_is_never_taken_for_html(tmp_path):
 def test_runs_side_by_side(tmp_path, capsys):
     one = make_run(tmp_path / "a/run")
     two = make_run(tmp_path / "b/run", recipe={"optimizer.lr": "0.002"})
-    (two / "evaluations.json").write_text('{"knn_10": 80.0, "linear_train": 99}')
+    (two / "evaluations.json").write_text('{"knn_10": 80.0, "linear_train": 99, "rankme": 17}')
+    (two / "metrics.jsonl").write_text(
+        (two / "metrics.jsonl").read_text().replace('"weight_decay": 0.04', '"weight_decay": 0.1')
+    )
     page = _report(one, two)
     assert "a/run" in page.text and "b/run" in page.text
     assert "optimizer.lr 0.0005 0.002" in page.text
+    assert "waiting for data 20.0 % 20.0 %" in page.text and "raw pixels 35.3" in page.text
+    # Flat curves are drawn where they differ.
+    assert "Weight decay" in page.text and "Teacher temperature" not in page.text
     assert "data.global_batch" not in page.text
     best = re.findall(r'class="best">([^<]+)', (one / "compare.html").read_text())
     assert best == ["80"]  # equal accuracies of the curves have no best
@@ -193,7 +201,13 @@ def test_other_batches_are_compared_by_images_and_other_data_is_said(tmp_path):
     two = make_run(tmp_path / "b", recipe={"data.global_batch": "128", "eval.k": "5"})
     page = _report(one, two)
     assert "different images or settings (eval.k)" in page.text
-    assert 'data-x="images"' in (one / "compare.html").read_text()
+    written = (one / "compare.html").read_text()
+    assert 'data-x="images"' in written and "M640 " in written and "M1280 " in written
+    (two / "config.yaml").unlink()
+    (two / "metrics.jsonl").write_text((two / "metrics.jsonl").read_text().replace("35.3", "40.1"))
+    page = _report(one, two)
+    assert 'data-x="images"' not in (one / "compare.html").read_text()
+    assert not {"raw pixels 35.3", "raw pixels 40.1"} & set(page.words)
 
 
 @pytest.mark.parametrize("words", ["a --compare b c", "--compare b c --run a", "a --compare b --compare c"])

@@ -15,6 +15,7 @@ from PIL import Image
 
 from dino_ds.cli import main
 from dino_ds.errors import CheckpointError, ConfigError, DataError
+from dino_ds.evals import suite
 from dino_ds.evals.results import read_results
 from dino_ds.evals.subject import Labelled, Settings
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
@@ -81,7 +82,8 @@ def test_every_evaluation_gives_numbers(place, capsys):
 def test_statistics_need_no_labels(place):
     image_folder(place / "plain", 6)
     _run(place, "statistics", root=str(place / "plain"), test_root=None)
-    assert _results(place)["statistics"].keys() == {"feature_std", "rankme", "uniformity", "alignment"}
+    found = _results(place)["statistics"]
+    assert found.keys() == {"feature_std", "rankme", "uniformity", "alignment"} and found["alignment"] > 0
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
 
 
@@ -202,9 +204,9 @@ def test_fewer_images_than_neighbours():
     """What has no k neighbours is left out and said; where nothing is left, it is an error."""
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
     notes: list[str] = []
-    settings = Settings(ks=(5, 10, 20))
+    settings = Settings(ks=(6, 10, 20))
     subject = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
-    assert list(EVALUATIONS["knn"](subject)) == ["knn_5"]
+    assert list(EVALUATIONS["knn"](subject)) == ["knn_6"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
     subject.settings = Settings(ks=(10, 20))
     with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
@@ -212,10 +214,43 @@ def test_fewer_images_than_neighbours():
 
 
 def test_few_shot_images_are_drawn_by_class():
-    labels = torch.tensor([0] * 50 + [1] * 10 + [2])
-    drawn = draw_balanced(labels, 0.1, torch.Generator().manual_seed(0))
-    assert torch.bincount(labels[drawn]).tolist() == [5, 1, 1]
-    assert len(drawn.unique()) == len(drawn)
+    labels = torch.tensor([0] * 50 + [1] * 16 + [2])
+    drawn, others = (draw_balanced(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.bincount(labels[drawn]).tolist() == [5, 2, 1]
+    assert len(drawn.unique()) == len(drawn) and not torch.equal(drawn, others)
+
+
+def test_few_shot_is_the_mean_of_its_draws(monkeypatch):
+    accuracies = iter([10.0, 20.0, 60.0, 1.0, 1.0, 4.0])
+    monkeypatch.setattr(suite, "fit_linear", lambda *_, **how: SimpleNamespace(accuracy=lambda *_: next(accuracies)))
+    rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
+    found = EVALUATIONS["few-shot"](SimpleNamespace(train=rows, test=rows, settings=Settings()))
+    assert found == {"few_shot_1%": 30, "few_shot_10%": 2}
+
+
+def test_the_temperature_of_votes_and_who_is_judged():
+    """One image is the query itself, two of the other class are near: a low temperature hears the nearest alone."""
+    labels = torch.tensor([0, 1, 1])
+    train = Labelled(torch.tensor([[1.0, 0.0], [0.9, 0.44], [0.9, -0.44]]), labels, 2)
+    test = Labelled(train.features[:1], labels[:1], 2)
+    accuracies = []
+    for temperature in (0.01, 10):
+        subject = SimpleNamespace(train=train, test=test, settings=Settings(ks=(3,), temperature=temperature))
+        accuracies.append(EVALUATIONS["knn"](subject)["knn_3"])
+    assert accuracies == [100, 0]
+    features = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).repeat(5, 1)
+    train = Labelled(features, (features[:, 0] > 0).long(), 2)
+    subject = SimpleNamespace(train=train, test=Labelled(features, 1 - train.labels, 2), settings=Settings())
+    found = EVALUATIONS["linear"](subject)
+    assert (found["linear"], found["linear_train"]) == (0, 100)
+
+
+def test_retrieval_asks_a_sample_of_many(monkeypatch):
+    """Drawn: the first ones, of folders of classes, would all be of one class."""
+    monkeypatch.setattr(suite, "_RETRIEVAL_IMAGES", 10)
+    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    subject = SimpleNamespace(test=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
+    assert 0 < EVALUATIONS["retrieval"](subject)["retrieval_map"] < 100
 
 
 def _command(*words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -74,7 +75,7 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
     (root / "stuck").touch()
     job.wait_for(lambda: any(beat.seconds_since_progress > 3 for beat in Heartbeats(ours).read()))
     job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
-    outcome = job.wait(60)
+    outcome = job.wait(120)
     assert outcome.codes == [75, 75] and outcome.orphans == [] and outcome.errors == []
     saved = losses_of(ours)[-1][0]
     assert f"stopped  by SIGUSR1 (rank 0) at step {saved}; saved step {saved}." in outcome.text
@@ -84,7 +85,7 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
 
 
 def _slow_evaluation(rank):
-    """Batches of one image, half a second each; rank 1 is asked to stop at the first one after step 2."""
+    """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
     from dino_ds.evals import features
     from dino_ds.teacher import Teacher
 
@@ -92,32 +93,34 @@ def _slow_evaluation(rank):
     original, asked = Teacher.features, []
 
     def slow(teacher, views):
-        if rank == 1 and not asked and _steps_done() == 2:
+        late = _step().applied_steps == 2
+        if rank == 1 and not asked and late:
             asked.append(True)
             inject.mark()
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5 if _steps_done() == 2 else 0)
+        time.sleep(1 if late else 0)
         return original(teacher, views)
 
     Teacher.features = slow
 
 
-def _steps_done():
+@functools.cache
+def _step():
     import gc
 
     from dino_ds.training.step import DinoStep
 
-    return next(thing.applied_steps for thing in gc.get_objects() if isinstance(thing, DinoStep))
+    return next(thing for thing in gc.get_objects() if isinstance(thing, DinoStep))
 
 
 def test_an_evaluation_is_not_waited_for(images, tmp_path):
-    test = image_folder(tmp_path / "test", 24, 3, seed=1)
+    test = image_folder(tmp_path / "test", 120, 3, seed=1)
     run, changes = tmp_path / "run", {"eval.every": "2 steps", "eval.root": str(test)}
     outcome = jobs.start(run, images, fault=_slow_evaluation, changes=changes).wait(120)
     assert outcome.codes == [75, 75] and outcome.orphans == []
     assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in outcome.text
     assert "k-NN     at step 0" in outcome.text and "k-NN     at step 2" not in outcome.text
-    assert outcome.seconds < 11  # the rest of the evaluation would sleep for 12
+    assert outcome.seconds < 55  # the rest of the evaluation would sleep for 60
 
 
 def _asked_to_stop_in_a_fit(root, run, changes):
@@ -150,8 +153,8 @@ def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
 
 def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
     """Ctrl-C reaches all processes of a terminal, and a launcher sends its ranks another signal."""
-    fault = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.5))
-    outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(60)
+    fault = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.1))
+    outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(120)
     assert outcome.codes == [75, 75] and outcome.errors == []
 
 

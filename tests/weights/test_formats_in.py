@@ -150,7 +150,7 @@ def test_timm(tmp_path, name, size):
     [
         ("ViT", {"intermediate_size": 256}),
         ("Dinov2", {"mlp_ratio": 4}),
-        ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True}),
+        ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True, "hidden_act": "silu"}),
     ],
 )
 def test_huggingface(tmp_path, kind, changes, form):

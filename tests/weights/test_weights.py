@@ -25,6 +25,7 @@ from dino_ds.weights.fit import take_weights
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.read import read_weights
+from tests.weights.originals import Original
 
 KINDS = ["vit_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"]
 KINDS += ["vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"]
@@ -173,6 +174,19 @@ def test_the_reference_s_scripts_read_ours(tmp_path, key):
     again = read_weights(tmp_path / "out.pth", network=key)
     assert all(torch.equal(again.head[name], head[name]) for name in head)
     assert load(tmp_path / "out.pth").features(_images()).equal(_with_dino_positions(model).features(_images()))
+
+
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_dinov2_s_own_network_takes_ours(tmp_path, name):
+    """Strictly: its mask token, its positions of registers' networks, its names of SwiGLU."""
+    model = _backbone(name, "antialias" if "reg4" in name else "dino")
+    export_dino(model, tmp_path / "out.pth", {})
+    arch = model.vit.arch
+    sizes = {"size": SIZE, "patch": PATCH, "width": 64, "depth": 2, "heads": 1}
+    theirs = Original(**sizes, v2=True, registers=arch.registers, swiglu=arch.swiglu)
+    theirs.load_state_dict(_reference_load(tmp_path / "out.pth", "teacher"), strict=True)
+    for images in (_images(), _images(40, 24)):
+        torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
 
 
 def _with_dino_positions(model: Backbone) -> Backbone:
