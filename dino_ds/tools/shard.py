@@ -58,7 +58,7 @@ def run(
     if out is None:
         raise ConfigError("shards need a folder: give --out DIR")
     if not 1 <= quality <= 100:
-        raise ConfigError(f"quality {quality} is none of JPEG's: 1 to 100")
+        raise ConfigError(f"--quality {quality} must be 1 to 100")
     if split not in ("train", "test"):
         raise ConfigError(f"split {split!r} is not train or test")
     part: Literal["train", "test"] = "test" if split == "test" else "train"
@@ -104,7 +104,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", size)
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS or int(match[1]) < 1:
-        raise ConfigError(f"shard_size {size!r} is none: write 10000 (images) or 256MiB")
+        raise ConfigError(f"--shard_size {size!r} is no size: write 10000 (images) or 256MiB")
     wanted = int(match[1]) * _UNITS[unit]
     if _UNITS[unit] == 1:
         return wanted
