@@ -161,5 +161,5 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
     if match:
         files = [str(folder / stems[stem]) for stem in match]
         return f"{path} does not exist. Did you mean {_listed(files)}?"
-    listed = f": it has {', '.join(beside[:8])}" if beside else f": no {' or '.join(endings)} file in {folder}"
-    return f"{path} does not exist{listed}."
+    there = f"has {', '.join(beside[:8])}" if beside else f"has no {' or '.join(endings)} file"
+    return f"{path} does not exist: {folder.absolute()} {there}."

@@ -189,7 +189,7 @@ def _describe_missing(root: Path) -> str:
     if near:
         return f"{root} does not exist. Did you mean {parent / near[0]}?"
     existing = next((folder for folder in root.parents if os.path.isdir(folder)), Path("/"))
-    return f"{root} does not exist ({existing} does); give an existing folder of images"
+    return f"{root} does not exist ({existing.absolute()} does); give an existing folder of images"
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
@@ -202,11 +202,11 @@ def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
 
 
 def _find_sibling_with_images(root: Path) -> Path | None:
-    """The folder beside `root` that holds images: train first, then the most similar name."""
+    """The folder beside `root` that holds images: train first, then names like its own."""
     parent = root.resolve().parent
     siblings = [entry.name for entry in os.scandir(parent) if entry.is_dir() and not entry.name.startswith(".")]
-    alike = sorted(siblings, key=lambda name: -difflib.SequenceMatcher(None, name, root.name).ratio())
-    for name in sorted(alike, key=lambda name: name != "train"):
+    alike = [name for name in difflib.get_close_matches(root.name, siblings) if name != "train"]
+    for name in [*(["train"] if "train" in siblings else []), *alike]:
         if name != root.resolve().name and _holds_images(parent / name):
             return root.parent / name
     return None

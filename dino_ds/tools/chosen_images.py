@@ -111,7 +111,7 @@ def find_patches(text: str, cuts: Sequence[Cut], crop: EvalCrop, grid: int) -> l
         if not 1 <= image <= len(cuts):
             raise ConfigError(f"--patch {word}: {len(cuts)} images are shown, 1 to {len(cuts)}")
         cut = cuts[image - 1]
-        what, (width, height) = f"--patch {word}: {Path(cut.picked.name).name}", cut.size
+        what, (width, height) = f"--patch {word}: image {image} ({Path(cut.picked.name).name})", cut.size
         if x >= width or y >= height:
             raise ConfigError(f"{what} has {width} x {height} pixels, so X is 0 to {width - 1}, Y 0 to {height - 1}")
         left, top, right, bottom = crop.box(width, height)

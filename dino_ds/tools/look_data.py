@@ -54,7 +54,7 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
     sheet = draw_sheet(rows, _title(recipe))
     html = png.with_suffix(".html")
     with replacing(png) as path:
-        _few_colours(sheet).save(path, "PNG", optimize=True)
+        sheet.save(path, "PNG", optimize=True)
     replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
     print(json_module.dumps(found) if json else report(found))
@@ -158,8 +158,3 @@ def _title(recipe: Recipe) -> str:
     crops = recipe.crops
     local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
     return f"What the network sees: {NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
-
-
-def _few_colours(sheet: Image.Image) -> Image.Image:
-    """256 of its own colours, dithered: less than half the file, and hardly a difference to be seen."""
-    return sheet.quantize(palette=sheet.quantize(256, Image.Quantize.MEDIANCUT), dither=Image.Dither.FLOYDSTEINBERG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class PictureFiles:
-    """`out`, or RUN/pictures where `model` is a run, or ./pictures; `written` are the files' paths so far."""
+    """`out`, or RUN/pictures where `model` is a run, or ./pictures; `written` are the files' paths so far.
+
+    Raises ConfigError where nothing can be written: a map may take minutes.
+    """
 
     def __init__(self, model: str, out: str | None) -> None:
         run = Path(model)
@@ -23,6 +27,9 @@ class PictureFiles:
         self._board = run / "tensorboard" if out is None and (run / "tensorboard").is_dir() else None
         self._step = _step_of(run / "teacher.json")
         self.written: list[str] = []
+        there = next(place for place in (self._folder, *self._folder.absolute().parents) if place.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise _not_written(self._folder, f"{there} is no folder one may write to")
 
     def add(self, name: str, figure: Figure) -> None:
         """Raises ConfigError where it can't be written."""
@@ -33,7 +40,7 @@ class PictureFiles:
             if self._board is not None:
                 self._show(f"pictures/{name}", figure, self._board)
         except OSError as error:
-            raise ConfigError(f"{path} can't be written: {error.strerror or error}; mend --out") from None
+            raise _not_written(path, error.strerror or error) from None
         self.written.append(str(path))
 
     def _show(self, name: str, figure: Figure, board: Path) -> None:
@@ -41,6 +48,10 @@ class PictureFiles:
 
         with SummaryWriter(board) as writer:
             writer.add_image(name, figure_tensor(figure), self._step)
+
+
+def _not_written(path: Path, reason: object) -> ConfigError:
+    return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")
 
 
 def _step_of(about: Path) -> int:

@@ -56,7 +56,7 @@ def run(
     """
     begin = time.monotonic()
     if not 1 <= quality <= 100:
-        raise ConfigError(f"quality {quality} is none of JPEG's: 1 to 100")
+        raise ConfigError(f"--quality {quality} must be 1 to 100")
     images = build_source(source, root, split, False)
     recoding = Shrink(shrink, quality)
     folder = Path(out).expanduser()
@@ -99,7 +99,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", size)
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS or int(match[1]) < 1:
-        raise ConfigError(f"shard_size {size!r} is none: write 10000 (images) or 256MiB")
+        raise ConfigError(f"--shard_size {size!r} is no size: write 10000 (images) or 256MiB")
     wanted = int(match[1]) * _UNITS[unit]
     if _UNITS[unit] == 1:
         return wanted

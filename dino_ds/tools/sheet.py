@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -160,5 +162,9 @@ def _shortened(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
     return f"…{text}"
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font has no letters beyond ASCII, and names of files have."""
+    import matplotlib
+
+    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", size)

@@ -117,6 +117,7 @@ rect { fill: transparent } rect.global { stroke: GLOBAL } rect.local { stroke: L
 table { border-collapse: collapse; font-size: .88rem; display: block; max-height: 24rem; overflow-y: auto }
 caption { text-align: left; font-weight: 600; padding-bottom: .3rem } td { padding: 0 .5rem 0 0 }
 .n { text-align: right; font-variant-numeric: tabular-nums } i { display: block; height: .7em; background: LOCAL }
+@media (max-width: 700px) { section { grid-template-columns: minmax(0, 1fr) } section p { grid-column: 1 } }
 """
 _SCRIPT = """
 for (const part of document.querySelectorAll("[data-view]"))

@@ -97,9 +97,11 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
         folder(tmp_path / "x")
     assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .png ")
     assert "in 1 files, 3 folders: a b c). Give the folder" in str(caught.value)
-    save(tmp_path / "train/0.png")
-    with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/train?")):
-        folder(tmp_path / "x")
+    for found, suggested in (("elsewhere", None), ("xx", "xx"), ("train", "train")):
+        save(tmp_path / found / "0.png")
+        words = f"Did you mean {tmp_path}/{suggested}?" if suggested else "Give the folder that holds the images"
+        with pytest.raises(DataError, match=re.escape(words)):
+            folder(tmp_path / "x")
     assert "\n" not in str(caught.value)
 
 

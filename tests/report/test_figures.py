@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from dino_ds.report.series import EMPTY, Curve, Metrics
 from PIL import Image
 
 from dino_ds.health.lock import RunLock
@@ -13,7 +14,6 @@ from dino_ds.report.chart import Level, Line, _Frame, _levels, _log_ticks, _tick
 from dino_ds.report.compare import names_of
 from dino_ds.report.folder import read_run
 from dino_ds.report.pictures import _spread, show_pictures
-from dino_ds.report.series import EMPTY, Curve, Metrics
 from dino_ds.report.summary import mean_rate, summarise, summarise_knn
 from dino_ds.report.text import duration, number
 from tests.report.runs import LOG, make_run, save_picture

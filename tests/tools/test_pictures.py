@@ -150,7 +150,7 @@ def test_bad_input_is_one_line(place):
         ({"images": some, "root": None, "only": "map"}, DataError, "1 of 1 images.* two or more"),
         ({"images": some, "patch": "5"}, ConfigError, "'5' is not X,Y"),
         ({"images": some, "patch": "2:5,5"}, ConfigError, "1 images are shown, 1 to 1"),
-        ({"images": some, "patch": "50,5"}, ConfigError, "000.png has 48 x 40 pixels, so X is 0 to 47"),
+        ({"images": some, "patch": "50,5"}, ConfigError, r"image 1 \(000.png\) has 48 x 40 pixels, so X is 0 to 47"),
         ({"images": some, "patch": "0,0", "size": 32}, ConfigError, "without its borders: X "),
         ({"only": "curves"}, ConfigError, "metrics.jsonl does not exist"),
         ({"only": "pca", "patch": "1,1"}, ConfigError, "--patch changes nothing of pca: it is for similarity"),
@@ -169,5 +169,5 @@ def test_bad_input_is_one_line(place):
 
 def test_a_folder_that_cant_be_written(place, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="mend --out"):
-        _run(place, only="pca", out=str(tmp_path / "file/out"))
+    with pytest.raises(ConfigError, match="file is no folder one may write to; name another folder with --out"):
+        _run(place, model="nowhere.pth", only="pca", out=str(tmp_path / "file/out"))  # before the weights are read
