@@ -21,7 +21,7 @@ from dino_ds.data.workers import main_module_left_out, stop_workers, worker_opti
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32
-_BATCH = 64
+BATCH = 64
 
 
 def spread_indices(images: int, wanted: int) -> list[int]:
@@ -40,7 +40,7 @@ def extract_features(
     workers: int | None,
     give_up: Callable[[], bool] = lambda: False,
     progress: str | None = None,
-    batch: int = _BATCH,
+    batch: int = BATCH,
 ) -> tuple[Tensor, Tensor, list[str]] | None:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 

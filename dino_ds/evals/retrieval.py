@@ -44,16 +44,6 @@ def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Ite
     return total / len(wanted)
 
 
-def mean_average_precision(ranking: Tensor, positives: Sequence[Iterable[int]], junk: Sequence[Iterable[int]]) -> float:
-    """Over the queries that have something to find, in percent; ranking (q, m). NaN where none has."""
-    values = [
-        average_precision(row, wanted, ignored)
-        for row, wanted, ignored in zip(ranking.tolist(), positives, junk, strict=True)
-    ]
-    known = [value for value in values if value == value]
-    return 100.0 * sum(known) / len(known) if known else float("nan")
-
-
 def class_retrieval(features: Tensor, labels: Tensor) -> float:
     """Mean average precision in percent where every image asks for the others of its class. (n, d), (n,).
 

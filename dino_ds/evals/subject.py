@@ -17,7 +17,7 @@ from dino_ds import distributed
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
-from dino_ds.evals.features import extract_features, spread_indices
+from dino_ds.evals.features import BATCH, extract_features, spread_indices
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
 
@@ -204,7 +204,7 @@ class Subject:
 
     def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
         """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
-        return self.compute(lambda images: self.backbone.features(images), source, indices, EvalCrop(self.size))
+        return self.compute(self.backbone.features, source, indices, EvalCrop(self.size))
 
     def compute(
         self,
@@ -213,19 +213,32 @@ class Subject:
         indices: Sequence[int],
         transform: Callable[[Image.Image], Tensor],
     ) -> Labelled:
-        """What `describe` makes of transformed images (b, ...), in the order of `indices`; each rank does its share.
+        """As `extract`; unreadable images are left out and noted. Raises GaveUp, DataError."""
+        features, labels, unreadable = self.extract(describe, source, indices, transform)
+        self.note(f"left out, unreadable: {text}" for text in unreadable)
+        return Labelled(features, labels, len(source.classes or []))
 
-        Unreadable images are left out and noted. Raises GaveUp, DataError.
+    def extract(
+        self,
+        describe: Callable[[Tensor], Tensor],
+        source: Source,
+        indices: Sequence[int],
+        transform: Callable[[Image.Image], Tensor],
+        what: str = "images",
+        batch: int = BATCH,
+    ) -> tuple[Tensor, Tensor, list[str]]:
+        """What `describe` makes of transformed images (b, ...), FP32, in the order of `indices`, with their labels.
+
+        Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
+        Raises GaveUp, DataError.
         """
         self.begin()
-        progress = "images" if self.progress else None
-        found = extract_features(
-            describe, source, indices, transform, self.device, self.settings.workers, self.give_up, progress
-        )
+        progress = what if self.progress else None
+        settings = self.settings.workers, self.give_up, progress, batch
+        found = extract_features(describe, source, indices, transform, self.device, *settings)
         if found is None:
             raise GaveUp
-        self.note([f"left out, unreadable: {text}" for text in found[2]])
-        return Labelled(found[0].float(), found[1], len(source.classes or []))
+        return found[0].float(), *found[1:]
 
     def note(self, lines: Iterable[str]) -> None:
         """Say something to people, once; the same on all ranks."""

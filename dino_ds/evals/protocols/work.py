@@ -18,7 +18,6 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import DataError
-from dino_ds.evals.features import extract_features
 from dino_ds.evals.subject import GaveUp, Subject
 
 T = TypeVar("T")
@@ -50,24 +49,10 @@ def describe_files(
     Every rank its share; returns all features (n, d) in the order of the files, on all ranks, on the device. Raises
     DataError for an image that cannot be read: a benchmark without it is another one.
     """
-    subject.begin()
-    progress = what if subject.progress else None
-    found = extract_features(
-        describe,
-        files,
-        range(len(files)),
-        transform,
-        subject.device,
-        subject.settings.workers,
-        subject.give_up,
-        progress,
-        batch,
-    )
-    if found is None:
-        raise GaveUp
-    if found[2]:
-        raise DataError(f"{len(found[2])} images can't be read, such as {found[2][0]}: fetch it anew")
-    return found[0].float()
+    features, _, unreadable = subject.extract(describe, files, range(len(files)), transform, what, batch)
+    if unreadable:
+        raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: fetch it anew")
+    return features
 
 
 def share(subject: Subject, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:

@@ -104,7 +104,7 @@ def test_ground_truth_of_every_protocol(tmp_path, protocol):
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):
-    with pytest.raises(ConfigError, match=r"--root DIR.*revisitop"):
+    with pytest.raises(ConfigError, match=r"--benchmark_root DIR.*revisitop"):
         oxford(subject_of(None))
     with pytest.raises(
         DataError, match=r"no roxford5k in .*, .*/roxford5k: .*gnd_roxford5k.pkl is not there; wanted is"
