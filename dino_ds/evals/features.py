@@ -76,9 +76,10 @@ def extract_features(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, "
             "or take more (--images) or fewer processes"
         )
-    placed = torch.cat(labels)
+    described, placed = torch.cat(features), torch.cat(labels)
+    features.clear()  # or there are three copies below
     placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's place in `indices`
-    everybodys = [distributed.concatenate_across_ranks(rows) for rows in (torch.cat(features), placed)]
+    everybodys = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
     order = everybodys[1][:, 0].argsort()
     return everybodys[0][order], everybodys[1][order, 1], [text for _, texts, _ in found for text in texts]
 

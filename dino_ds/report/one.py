@@ -164,7 +164,7 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> Markup:
     rows = [("predicted", gib(predicted), plan), ("measured", gib(measured), [(1, measured)])]
     key = Markup('<span class="key c{}">{} <i>{}</i></span>')
     on_cpu = run.environment.get("devices") == "cpu"
-    kind = "resident set, libraries included" if on_cpu else "tensors on the device, by torch's allocator"
+    kind = "resident set with libraries and evaluations" if on_cpu else "tensors on the device, by torch's allocator"
     moment = f" The plan's fullest moment is {run.log.memory_moment}." if run.log.memory_moment else ""
     text = f"Measured is {100 * measured / predicted:.0f} % of the plan: the peak of rank 0 ({kind}).{moment}"
     return join(
