@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import UnreadableImage, to_rgb
@@ -97,6 +97,8 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
         return stream.getvalue(), True
     except UnreadableImage:
         raise
+    except UnidentifiedImageError:
+        raise UnreadableImage(name, "not an image") from None
     except Exception as error:  # Pillow's decoders raise anything on broken files
         raise UnreadableImage(name, str(error).partition("\n")[0] or type(error).__name__) from None
 

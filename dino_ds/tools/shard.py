@@ -209,7 +209,8 @@ def _report(folder: Path, records: list[ShardRecord], seconds: float, json: bool
         values = {"out": str(folder), "shards": len(records), "images": images, "bytes": size}
         print(jsons.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
         return
-    print(f"{images} images in {len(records)} shards, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
+    shards = "1 shard" if len(records) == 1 else f"{len(records)} shards"
+    print(f"{images} images in {shards}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
     if bad:
         print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / _BAD}")
     print(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {CHECKSUMS}")

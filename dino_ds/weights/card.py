@@ -79,7 +79,9 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
         {
             "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
             "dataset": {"type": data, "name": data},
-            "metrics": [{"type": metric, "name": metric, "value": round(value, 4)} for metric, value in known.items()],
+            "metrics": [
+                {"type": metric, "name": metric, "value": float(f"{value:.6g}")} for metric, value in known.items()
+            ],
         }
         for evaluation, kept in about.get("evaluations", {}).items()
         if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))

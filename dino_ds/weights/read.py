@@ -161,7 +161,10 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
 def _read_folder(folder: Path) -> dict[str, Tensor]:
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
-        raise CheckpointError(f"{folder} holds no {_FILES[0]}; give a file of weights or a Hugging Face folder")
+        raise CheckpointError(
+            f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]}); give one of them, "
+            "or a file of weights"
+        )
     if found.suffix != ".json":
         return _read_file(found, "teacher")
     parts = _read_json(found).get("weight_map")

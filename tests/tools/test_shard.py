@@ -112,13 +112,16 @@ def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_p
         "turned.jpg": noise(200, 100, exif=turned),
         "small.png": noise(40, 32, "PNG"),
         "broken.jpg": noise(200, 100)[:300],
+        "words.jpg": b"not an image",
     }
     for name, data in files.items():
         (tmp_path / "images").mkdir(exist_ok=True)
         (tmp_path / "images" / name).write_bytes(data)
     make(tmp_path / "images", tmp_path / "shards", shrink=32, quality=80)
-    assert "1 images could not be read and are left out, such as" in capsys.readouterr().out
-    assert "broken.jpg" in (tmp_path / "shards/unreadable.txt").read_text()
+    said = capsys.readouterr().out
+    assert "4 images in 1 shard," in said and "2 images could not be read and are left out, such as" in said
+    unreadable = (tmp_path / "shards/unreadable.txt").read_text()
+    assert "broken.jpg" in unreadable and "words.jpg (not an image)\n" in unreadable
     source = read(tmp_path / "shards")
     sizes = {source.member(i): source.load(i).size for i in range(len(source))}
     assert sizes == {"wide.jpg": (64, 32), "tall.jpg": (32, 160), "turned.jpg": (32, 64), "small.png": (40, 32)}

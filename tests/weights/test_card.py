@@ -16,7 +16,12 @@ from dino_ds.weights.load import load
 from tests.weights.test_weights import _backbone
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
-KNN = {"step": 3, "results": {"knn_10": 76.25, "knn_20": None}, "train_images": 2880, "test_images": 936}
+KNN = {
+    "step": 3,
+    "results": {"knn_10": 76.25, "knn_20": None, "small": 1e-05},
+    "train_images": 2880,
+    "test_images": 936,
+}
 
 
 @pytest.fixture
@@ -39,7 +44,8 @@ def test_results_are_read_as_the_hub_reads_them(run, format, library):
     )
     card = _card(run, format)
     assert card.data.library_name == library and card.data.pipeline_tag == "image-feature-extraction"
-    (result,) = card.data.eval_results  # that of step 2 is of another teacher
+    result, small = card.data.eval_results  # that of step 2 is of another teacher
+    assert small.metric_value == 1e-05
     assert (result.metric_type, result.metric_value, result.dataset_name) == ("knn_10", 76.25, "photos")
     assert "| knn | knn_10 | 76.25 | 3 | 2880 / 936 |" in card.text and "| linear | top1 | 80 | 2 |" in card.text
     assert "knn_20" not in card.text and "3 steps = 24 images" in card.text
