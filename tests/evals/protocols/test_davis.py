@@ -129,6 +129,8 @@ def test_pixels_take_the_class_that_wins_when_each_is_stretched():
     assert hard_labels(soft, 1, 2, 8)[0].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
     full = torch.stack((torch.zeros(2, 3), torch.ones(2, 3)))
     assert hard_labels(full, 4, 8, 12).min() == 1  # an object that fills the frame
+    ramp = torch.linspace(0, 0.9, 6).view(2, 3)
+    assert hard_labels(torch.stack((ramp, torch.full((2, 3), 0.3))), 4, 8, 12).mean() > 0.8  # faintly, but everywhere
 
 
 def test_moving_squares_are_followed(tmp_path):
@@ -136,6 +138,14 @@ def test_moving_squares_are_followed(tmp_path):
     results = davis(subject_of(tmp_path, size=192))
     assert results["davis_jf_mean"] > 90 and results["davis_j_recall"] == 100, results
     assert results["davis_jf_mean"] == pytest.approx((results["davis_j_mean"] + results["davis_f_mean"]) / 2)
+
+
+def test_half_of_an_object_is_not_recalled():
+    wanted = torch.zeros(1, 4, 4, dtype=torch.uint8)
+    wanted[:, :, :2] = 1
+    found = wanted.clone()
+    found[:, :, 1] = 0
+    assert judge_masks(found, wanted, 1)[0][:2] == (0.5, 0.0)
 
 
 def test_what_is_void_is_background(tmp_path):
