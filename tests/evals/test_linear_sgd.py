@@ -171,6 +171,7 @@ def test_random_crops_follow_from_the_seed():
     flat = Image.fromarray(np.full((40, 60, 3), 7, dtype=np.uint8))
     torch.testing.assert_close(crop(flat, 5), to_tensor(flat.resize((16, 16))))
     assert crop(np.asarray(image)[:, :, :2], 3).shape == (2, 16, 16)
+    assert crop._cut(image, (0, 0, 60, 40), False) == image.resize((16, 16), Image.Resampling.BILINEAR)
     gradient = Image.fromarray(np.tile(np.arange(60, dtype=np.uint8)[None, :, None], (40, 1, 3)))
     rising = [bool((crop(gradient, seed)[0, 8].diff() >= 0).all()) for seed in range(60)]
     assert 15 < sum(rising) < 45
