@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from dino_ds.engine.optim import group_settings
@@ -14,6 +16,16 @@ def test_warmup_starts_at_zero_and_ends_at_the_base():
     assert values[0] == 0 and values[4] == values[5] == 1.0
     assert values == values[:5] + sorted(values[5:], reverse=True)
     assert values[-1] > 0.1
+    half, end, later = (cosine_schedule(i, 1.0, 0.1, 20, warmup_steps=6) for i in (13, 20, 25))
+    assert (half, end, later) == pytest.approx((0.55, 0.1, 0.1))
+
+
+def test_weight_decay_and_momentum_go_from_one_end_to_the_other():
+    ends = {"weight_decay": 0.04, "weight_decay_end": 0.4, "momentum": 0.9, "momentum_end": 1.0}
+    schedules = dataclasses.replace(tiny_schedules(), **ends)
+    first, last = schedules.at(0), schedules.at(schedules.steps)
+    assert (first.weight_decay, last.weight_decay) == pytest.approx((0.04, 0.4))
+    assert (first.teacher_momentum, last.teacher_momentum) == pytest.approx((0.9, 1.0))
 
 
 def test_staircase_with_treads_of_an_epoch():
@@ -30,7 +42,8 @@ def test_prototypes_are_frozen_then_released_once():
     knobs = [tiny_schedules(freeze_steps=3).at(i) for i in range(6)]
     assert [k.prototypes_frozen for k in knobs] == [True] * 3 + [False] * 3
     assert [k.release_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
-    assert not any(tiny_schedules().at(i).release_prototypes for i in range(3))
+    never = [dataclasses.replace(tiny_schedules(), freeze_steps=0).at(i) for i in range(3)]
+    assert not any(k.release_prototypes or k.release_backbone for k in never)
 
 
 def test_group_settings_freeze_by_zero_lr_and_decay():

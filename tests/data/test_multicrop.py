@@ -217,7 +217,7 @@ def test_seeds_differ_in_every_argument():
 
 
 @pytest.mark.parametrize(
-    "width,height,size", [(500, 375, 224), (375, 500, 224), (300, 300, 96), (40, 40, 32), (61, 50, 32)]
+    "width,height,size", [(500, 375, 224), (375, 500, 224), (300, 300, 96), (40, 40, 32), (61, 50, 32), (60, 60, 21)]
 )
 def test_eval_crop_equals_torchvisions(width, height, size):
     image = photo(width, height)

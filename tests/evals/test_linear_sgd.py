@@ -13,7 +13,7 @@ from torch import nn
 
 import dino_ds.evals.linear_sgd as module
 from dino_ds.data.images import UnreadableImage
-from dino_ds.data.multicrop import RandomCrop, to_tensor
+from dino_ds.data.multicrop import STD, RandomCrop, to_tensor
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
 from dino_ds.evals.subject import GaveUp, Settings, Subject
 from tests.ranks import run_on_ranks
@@ -171,9 +171,20 @@ def test_random_crops_follow_from_the_seed():
     flat = Image.fromarray(np.full((40, 60, 3), 7, dtype=np.uint8))
     torch.testing.assert_close(crop(flat, 5), to_tensor(flat.resize((16, 16))))
     assert crop(np.asarray(image)[:, :, :2], 3).shape == (2, 16, 16)
+    assert crop._cut(image, (0, 0, 60, 40), False) == image.resize((16, 16), Image.Resampling.BILINEAR)
     gradient = Image.fromarray(np.tile(np.arange(60, dtype=np.uint8)[None, :, None], (40, 1, 3)))
     rising = [bool((crop(gradient, seed)[0, 8].diff() >= 0).all()) for seed in range(60)]
     assert 15 < sum(rising) < 45
+    # Red says the column, green the row: 8 to 100 % of the area are seen.
+    rows, columns = np.mgrid[:100, :100] * 2
+    places = Image.fromarray(np.stack((columns, rows, rows), axis=-1).astype(np.uint8))
+    areas = []
+    for seed in range(300):
+        across, down = (crop(places, seed)[i] for i in (0, 1))
+        areas.append(
+            float(np.ptp(across.numpy()) * STD[0] * np.ptp(down.numpy()) * STD[1] * (255 / 2 / 99 * 16 / 15) ** 2)
+        )
+    assert 0.06 < min(areas) < 0.12 and 0.9 < max(areas) < 1.1
 
 
 def test_an_image_has_another_crop_in_each_epoch():

@@ -109,9 +109,9 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     _evaluate(other, 2)
     assert other.untrained is None and other.raw is not None
     for changes in ({"limit": 12}, {"test_images": 6}, {"temperature": 1.0}):
-        other = _watch(sources, **changes)
-        other.load_state_dict(state)
-        assert other.latest is None, changes
+        changed = _watch(sources, **changes)
+        changed.load_state_dict(state)
+        assert changed.latest is None, changes
     same.raw = -1.0  # measured once
     _evaluate(same, 2)
     assert same.raw == -1

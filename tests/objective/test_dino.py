@@ -115,3 +115,16 @@ class TestCenter:
         objective = DinoLoss(5, 0.1, 0.9)
         objective(torch.randn(6, 5), torch.randn(4, 5), 0.04)
         assert torch.equal(objective.center.value, torch.zeros(5))
+
+    def test_the_objective_takes_it_off_and_gathers_for_the_next(self):
+        objective, (students, teachers) = DinoLoss(33, 0.1, 0.9), _logits(3)
+        objective.center.load(torch.linspace(-1, 1, 33))
+        loss, _ = objective(students.flatten(0, 1), teachers, 0.04)
+        targets, _ = teacher_targets(teachers - torch.linspace(-1, 1, 33), torch.zeros(33), 0.04)
+        expected = multicrop_cross_entropy(students, targets.view(2, 3, 33), 0.1)
+        torch.testing.assert_close(loss, expected)
+        pending = objective.center.pending()
+        torch.testing.assert_close(pending[:-1], teachers.sum(dim=0))
+        assert pending[-1] == 6
+        objective.center.load(torch.zeros(33))  # a new window begins
+        assert not objective.center.pending().any()

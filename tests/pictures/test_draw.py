@@ -17,6 +17,7 @@ from dino_ds.pictures.canvas import Sheet, figure_pixels, figure_png, figure_ten
 from dino_ds.pictures.curves import draw_curves
 from dino_ds.pictures.draw import (
     MASS,
+    coat,
     draw_attention,
     draw_neighbours,
     draw_patches,
@@ -119,6 +120,7 @@ def test_a_patch_has_the_colour_of_the_head_that_looks_at_it(pictures):
     wanted = 0.5 * wanted + 0.2
     wanted[1, 0] = 0.1
     torch.testing.assert_close(found.float(), wanted)
+    assert coat(grey, torch.ones(2, 2, 3)) == pytest.approx(np.full((32, 32, 3), 0.3 * 0.4 + 0.7))
     warm = heat(grey, weights[1])
     assert warm[8, 24].sum() > warm[24, 24].sum() > warm[8, 8].sum()
 
@@ -217,6 +219,8 @@ def test_the_map_names_its_groups_where_there_are_few():
     few = draw_map(points, thumbnails, [f"g{i % 3}" for i in range(30)], "a title")
     assert [text.get_text() for text in few.legends[0].texts] == ["g0", "g1", "g2"]
     assert len(few.axes[0].images) == 30 and few.texts[0].get_text() == "a title"
+    heights = [image.get_extent()[2] for image in few.axes[0].images]
+    assert heights == sorted(heights, reverse=True)  # the lower lie upon the higher
     assert not draw_map(points, thumbnails, [f"g{i}" for i in range(30)], "").legends
     assert not draw_map(points, thumbnails, None, "").legends
 

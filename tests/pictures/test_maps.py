@@ -27,6 +27,8 @@ def test_colours_are_the_first_three_components_whitened_through_a_sigmoid():
     flat = tokens.flatten(0, 2)
     colours = PatchColours(flat)(tokens)
     assert colours.shape == (2, 6, 6, 3)
+    for axes in (PatchColours(flat).axes, PatchColours(-flat).axes):
+        assert bool((axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)) > 0).all())
     centred = flat.double().numpy() - flat.double().numpy().mean(0)
     _, _, axes = np.linalg.svd(centred, full_matrices=False)
     scores = centred @ axes[:3].T

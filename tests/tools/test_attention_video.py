@@ -17,8 +17,9 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
-from dino_ds.pictures.draw import heat
-from dino_ds.tools.attention_video import run
+from dino_ds.pictures.draw import MASS, head_colours, heat, overlay
+from dino_ds.pictures.maps import mass_mask
+from dino_ds.tools.attention_video import _shown, run
 from dino_ds.tools.clip import Clip, open_clip, survey
 from dino_ds.tools.clip_writing import FORMS, clip_writer
 from dino_ds.weights.export import FORMATS
@@ -88,6 +89,8 @@ def test_a_gif_keeps_its_time(tmp_path):
             image.seek(index)
             durations.append(image.info["duration"])
     assert sum(durations) == 400 and set(durations) == {30, 40}
+    with Image.open(_write(tmp_path / "fast.gif", "gif", _frames(3), 300.0)) as image:
+        assert image.info["duration"] == 10  # the shortest that there is; none would be taken for 100
 
 
 def test_a_clip_that_was_filmed_upright(tmp_path):
@@ -129,6 +132,10 @@ def test_each_frame_is_painted(place, tmp_path, capsys):
         shown = torch.from_numpy(np.asarray(frame.resize((320, 256), 3)) / np.float32(255))
         expected = 255 * heat(shown, map_, float(maps.quantile(0.995)))
         assert np.abs(picture - expected).max() <= 1
+    _run(place, tmp_path / "heads", format="png", show="heads")
+    maps = load(place).attention(to_tensor(frames[0].resize((40, 32), 3))[None])[0]
+    expected = 255 * overlay(_shown(np.asarray(frames[0]), 256, 320), maps * mass_mask(maps, MASS), head_colours(2))
+    assert np.abs(_read(tmp_path / "heads")[0] - expected).max() <= 1
 
 
 def test_colours_mean_the_same_in_all_frames(place, tmp_path):

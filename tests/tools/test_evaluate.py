@@ -79,6 +79,14 @@ def test_every_evaluation_gives_numbers(place, capsys):
     assert _results(place) == results  # what was not asked for again stays
 
 
+def test_flags_become_settings(place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: seen.append(subject.settings) or {})
+    flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
+    _run(place, k="3,4", **flags)
+    assert seen == [Settings(ks=(3, 4), root=place / "train", **flags)]
+
+
 def test_statistics_need_no_labels(place):
     image_folder(place / "plain", 6)
     _run(place, "statistics", root=str(place / "plain"), test_root=None)

@@ -74,6 +74,7 @@ class TestFacebook:
         read = read_weights(tmp_path / "checkpoint.pth", network)
         head = DinoHead(64, 48, 16, 40, 3)
         head.load_state_dict(read.head)
+        assert read.notes == []
         features = backbones[network](_images())
         _same(head(features).detach(), heads[network](features))
         if network == "teacher":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -62,9 +63,16 @@ def test_colours_find_their_originals(tmp_path):
     results = copydays(subject_of(tmp_path, size=64))
     names = {"copydays_strong_map", "copydays_jpegqual_3_map", "copydays_jpegqual_map"}
     assert results == dict.fromkeys(names, 100.0)
+    photo(tmp_path / "copydays/jpegqual/15/200000.jpg", [[2, 3]])
+    several = copydays(subject_of(tmp_path, size=64))
+    assert several["copydays_jpegqual_15_map"] < 90
+    assert several["copydays_jpegqual_map"] == pytest.approx(50 + several["copydays_jpegqual_15_map"] / 2)
+    shutil.rmtree(tmp_path / "copydays/jpegqual/15")
     for i in range(20):
         photo(tmp_path / "copydays/whitening" / f"{i}.jpg", [[i % 6, (i * 5 + 1) % 6], [(i + 2) % 6, 3]])
     assert copydays(subject_of(tmp_path, size=64)) == results
+    shutil.copy(tmp_path / "copydays/strong/200001.jpg", tmp_path / "copydays/distractors/nearer.jpg")
+    assert copydays(subject_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
 
 
 def test_two_ranks_give_what_one_gives(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.davis import LabelPropagation, davis, frame_sides, hard_labels, judge_masks
+from dino_ds.evals.protocols.davis import LabelPropagation, _read_mask, davis, frame_sides, hard_labels, judge_masks
 from dino_ds.evals.protocols.mask_metrics import boundaries, boundary_similarity, dilate, region_similarity
 from tests.evals.protocols.tiny import clips, label_map, subject_of
 from tests.ranks import run_on_ranks
@@ -129,12 +129,28 @@ def test_pixels_take_the_class_that_wins_when_each_is_stretched():
     assert hard_labels(soft, 1, 2, 8)[0].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
     full = torch.stack((torch.zeros(2, 3), torch.ones(2, 3)))
     assert hard_labels(full, 4, 8, 12).min() == 1  # an object that fills the frame
+    ramp = torch.linspace(0, 0.9, 6).view(2, 3)
+    assert hard_labels(torch.stack((ramp, torch.full((2, 3), 0.3))), 4, 8, 12).mean() > 0.8  # faintly, but everywhere
 
 
 def test_moving_squares_are_followed(tmp_path):
     clips(tmp_path / "DAVIS")
     results = davis(subject_of(tmp_path, size=192))
     assert results["davis_jf_mean"] > 90 and results["davis_j_recall"] == 100, results
+    assert results["davis_jf_mean"] == pytest.approx((results["davis_j_mean"] + results["davis_f_mean"]) / 2)
+
+
+def test_half_of_an_object_is_not_recalled():
+    wanted = torch.zeros(1, 4, 4, dtype=torch.uint8)
+    wanted[:, :, :2] = 1
+    found = wanted.clone()
+    found[:, :, 1] = 0
+    assert judge_masks(found, wanted, 1)[0][:2] == (0.5, 0.0)
+
+
+def test_what_is_void_is_background(tmp_path):
+    label_map(tmp_path / "a.png", np.array([[0, 1], [2, 255]]))
+    assert _read_mask(tmp_path / "a.png", (2, 2)).tolist() == [[0, 1], [2, 0]]
 
 
 def test_two_ranks_give_what_one_gives(tmp_path):
@@ -170,6 +186,10 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
     label_map(tmp_path / "Annotations/480p/walk/00000.png", np.zeros((96, 160)))
     with pytest.raises(DataError, match="has no object"):
         davis(subject_of(tmp_path))
-    (tmp_path / "ImageSets/2017/val.txt").write_text("../walk\n")
-    with pytest.raises(DataError, match="no name of an image"):
+    for name in ("../walk", "..", ".hidden"):
+        (tmp_path / "ImageSets/2017/val.txt").write_text(f"{name}\n")
+        with pytest.raises(DataError, match="no name of an image"):
+            davis(subject_of(tmp_path))
+    clips(tmp_path, names=("short",), frames=2)
+    with pytest.raises(DataError, match="has 2 frames, 3 are the fewest"):
         davis(subject_of(tmp_path))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import dino_ds.evals.protocols.landmarks as module
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.protocols.landmarks import describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
 from tests.evals.protocols.tiny import landmarks, subject_of
@@ -52,6 +53,17 @@ def test_scores_equal_a_slow_reference():
         wanted = 100 * np.mean(rows, axis=0)
         ours = landmark_scores(ranking, answers, setup)
         assert [ours[key] for key in ("map", "mp1", "mp5", "mp10")] == pytest.approx(wanted.tolist(), abs=1e-10)
+
+
+def test_what_is_wanted_is_no_junk():
+    """A list that names an image twice: it is found."""
+    answer = {"easy": [1], "hard": [], "junk": [0, 1]}
+    assert landmark_scores([[0, 1, 2]], [answer], "easy") == {"map": 100, "mp1": 100, "mp5": 100, "mp10": 100}
+
+
+def test_paris_is_seen_at_three_scales_and_oxford_at_one(monkeypatch):
+    monkeypatch.setattr(module, "_evaluate", lambda *_, size, scales: (size, scales))
+    assert oxford(None) == (224, (1.0,)) and paris(None) == (512, (1.0, 2**-0.5, 0.5))
 
 
 def test_nothing_to_find_is_no_number():
@@ -129,6 +141,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
         ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [12], "hard": [], "junk": []}] * 2}, "not below 12"),
         ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [0.5], "hard": [], "junk": []}] * 2}, "no list of integers"),
         ({"gnd": [{"bbx": [0, 0, 10**9, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no box"),
+        ({"gnd": [{"bbx": [-50, 0, 10, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no box"),
         ({"gnd": [{"bbx": [0, 0, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no ground truth"),
         ({"gnd": [{"easy": [], "hard": [], "junk": []}] * 2}, "bbx"),
     ],
