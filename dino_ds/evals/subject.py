@@ -213,12 +213,12 @@ class Subject:
         indices: Sequence[int],
         transform: Callable[[Image.Image], Tensor],
     ) -> Labelled:
-        """As `extract`; unreadable images are left out and noted. Raises GaveUp, DataError."""
-        features, labels, unreadable = self.extract(describe, source, indices, transform)
+        """As `gather`; unreadable images are left out and noted. Raises GaveUp, DataError."""
+        features, labels, unreadable = self.gather(describe, source, indices, transform)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
         return Labelled(features, labels, len(source.classes or []))
 
-    def extract(
+    def gather(
         self,
         describe: Callable[[Tensor], Tensor],
         source: Source,

@@ -49,7 +49,7 @@ def describe_files(
     Every rank its share; returns all features (n, d) in the order of the files, on all ranks, on the device. Raises
     DataError for an image that cannot be read: a benchmark without it is another one.
     """
-    features, _, unreadable = subject.extract(describe, files, range(len(files)), transform, what, batch)
+    features, _, unreadable = subject.gather(describe, files, range(len(files)), transform, what, batch)
     if unreadable:
         raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: fetch it anew")
     return features
