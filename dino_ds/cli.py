@@ -9,6 +9,8 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import select
+import signal
 import socket
 import sys
 import time
@@ -36,15 +38,15 @@ _SECONDS_TO_LEAVE = 60.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
-    if {"-h", "--help"} & set(words):
-        print(help_text(words))
-        return
-    if words == ["--version"]:
-        print(f"dino_ds {__version__}")
-        return
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
-        _dispatch(words)
+        if {"-h", "--help"} & set(words):
+            print(help_text(words))
+        elif words == ["--version"]:
+            print(f"dino_ds {__version__}")
+        else:
+            _dispatch(words)
+        sys.stdout.flush()
     except UserError as error:
         if debug:
             traceback.print_exc()
@@ -58,8 +60,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as stop:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
+            os.kill(os.getpid(), signal.SIGPIPE)
         _say_bug(error, words, debug)
         _exit(1)
+
+
+def _nobody_reads() -> bool:
+    """Whether it is standard output that has broken, and no other pipe."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _dispatch(words: list[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import signal
 import subprocess
 import sys
 import types
@@ -410,3 +412,13 @@ def test_flags_are_sorted_by_their_home():
     assert flags.fixed == {"run_dir": "r"}
     assert flags.recipe == {"data.download": "true", "optimizer.min_lr": "-0.1"}
     assert flags.ds == {"fp16.enabled": "true"}
+
+
+def test_a_reader_that_leaves_ends_a_command_in_silence():
+    """As with `dino-ds look-data ... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "dino_ds", "--help"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
