@@ -142,11 +142,11 @@ def test_the_loader_of_recipes_is_a_safe_one():
     assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})
 
 
-def test_torch_and_pyarrow_are_younger_than_their_known_holes():
+def test_what_reads_files_is_younger_than_its_known_holes():
     """torch before 2.10 runs code in spite of weights_only (CVE-2025-32434, CVE-2026-24747); pyarrow before 14.0.1
-    unpickles what a file says (CVE-2023-47248)."""
+    unpickles what a file says (CVE-2023-47248); Pillow before 12.1.1 writes out of bounds (CVE-2026-25990)."""
     project = (ROOT / "pyproject.toml").read_text()
-    assert '"torch>=2.11"' in project and '"pyarrow>=15"' in project
+    assert all(f'"{bound}"' in project for bound in ("torch>=2.11", "pyarrow>=15", "pillow>=12.3"))
 
 
 def test_shell_scripts_evaluate_nothing():
