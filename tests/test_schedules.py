@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
-from dino_ds.engine.optim import group_settings
+from dino_ds.engine.optim import DECAY, NO_DECAY, PROTOTYPES, _group_of, group_settings
 from dino_ds.schedules import cosine_schedule, warmup_schedule
 from tests.engine.harness import tiny_schedules
 
@@ -44,6 +46,14 @@ def test_prototypes_are_frozen_then_released_once():
     assert [k.release_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
     never = [dataclasses.replace(tiny_schedules(), freeze_steps=0).at(i) for i in range(3)]
     assert not any(k.release_prototypes or k.release_backbone for k in never)
+
+
+def test_what_is_decayed():
+    """Matrices, tokens and positions; neither biases nor what has one dimension."""
+    shapes = {"norm.weight": (4,), "fc.bias": (4,), "fc.weight": (4, 4), "pos_embed": (1, 5, 4)}
+    groups = {name: _group_of(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()}
+    assert groups == {"norm.weight": NO_DECAY, "fc.bias": NO_DECAY, "fc.weight": DECAY, "pos_embed": DECAY}
+    assert _group_of("head.prototypes.weight", nn.Parameter(torch.zeros(4, 4))) == PROTOTYPES
 
 
 def test_group_settings_freeze_by_zero_lr_and_decay():

@@ -34,6 +34,15 @@ class _Run:
         return values, said
 
 
+def test_pauses_do_not_count(monkeypatch):
+    run = _Run(monkeypatch)
+    with run.clock.paused():
+        run.now += 100
+    run.now += 4
+    run.clock.step()
+    assert run.clock.read()["images_per_second"] == 2
+
+
 @pytest.fixture
 def run(monkeypatch):
     run = _Run(monkeypatch)

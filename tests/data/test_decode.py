@@ -165,3 +165,8 @@ def test_no_crop_is_enlarged_by_shrinking():
 def test_the_evaluation_reads_what_training_reads():
     """`load` has no recipe at hand."""
     assert DataSection().max_pixels == MAX_PIXELS
+
+
+def test_a_box_never_vanishes():
+    assert shrunk_box((10, 20, 30, 60), 0.5, 0.25) == (5, 5, 15, 15)
+    assert shrunk_box((8, 8, 9, 9), 0.125, 0.125) == (1, 1, 2, 2)

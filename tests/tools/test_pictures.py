@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
-from dino_ds.tools.pictures import KINDS, run
+from dino_ds.tools.pictures import KINDS, run, side_of
 from dino_ds.weights.export import FORMATS
 from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -171,3 +172,9 @@ def test_a_folder_that_cant_be_written(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file is no folder one may write to; name another folder with --out"):
         _run(place, model="nowhere.pth", only="pca", out=str(tmp_path / "file/out"))  # before the weights are read
+
+
+def test_patches_are_shown_at_twice_the_native_side_within_16_and_30():
+    sides = {4: 16, 10: 20, 20: 30, 40: 40}
+    for native, wanted in sides.items():
+        assert side_of(SimpleNamespace(patch_size=8, image_size=8 * native), None) == 8 * wanted

@@ -107,12 +107,13 @@ class TestFacebook:
         [
             lambda s: {"state_dict": {f"module.backbone.{n}": t for n, t in s.items()}},
             lambda s: {"model": {f"_orig_mod.{n}": t for n, t in s.items()}},
+            lambda s: {f"my_module.{n}": t for n, t in s.items()},
             lambda s: {"state_dict": {f"model.encoder.{n}": t for n, t in s.items()}, "epoch": 1},
             lambda s: {f"teacher_{n}": t for n, t in {f"backbone.{n}": t for n, t in s.items()}.items()},
             lambda s: s | {"head.weight": torch.zeros(10, 64), "head.bias": torch.zeros(10)},
             lambda s: {n: t.half() for n, t in s.items()},
         ],
-        ids=["state_dict, DDP", "compiled", "lightning", "teacher_backbone", "classifier", "half"],
+        ids=["state_dict, DDP", "compiled", "a name", "lightning", "teacher_backbone", "classifier", "half"],
     )
     def test_wrapped(self, tmp_path, wrap):
         original = Original(**SMALL)
@@ -228,6 +229,8 @@ class TestRefused:
             return state
 
         assert "NaN, infinity" in (line := self._line(self._saved(tmp_path, spoil))) and "blocks.1.mlp.fc2" in line
+        head = {"head.last_layer.weight_v": torch.full((4, 4), value)}
+        assert "NaN, infinity" in self._line(self._saved(tmp_path, lambda state: state | head))
 
     def test_heads(self, tmp_path):
         path = self._saved(tmp_path)

@@ -21,7 +21,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
-from dino_ds.weights.fit import take_weights
+from dino_ds.weights.fit import architecture_of, take_weights
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.read import read_weights
@@ -148,6 +148,7 @@ def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
     model = _backbone()
     monkeypatch.setattr(F, "linear", zero3_linear_wrap)
     FORMATS["torchscript"][0](model, tmp_path / "out.pt")
+    assert F.linear is zero3_linear_wrap  # the training that goes on wants it
     theirs = torch.jit.load(tmp_path / "out.pt")
     for images in (_images(), _images(48, 16, images=1)):
         torch.testing.assert_close(theirs(images), model.features(images), rtol=1e-5, atol=1e-5)
@@ -192,6 +193,20 @@ def test_dinov2_s_own_network_takes_ours(tmp_path, name):
 def _with_dino_positions(model: Backbone) -> Backbone:
     model.vit.pos_embed_interpolation = "dino"
     return model
+
+
+def test_the_ratio_of_an_mlp_gives_its_width_again():
+    """Though a quotient may be rounded down."""
+    for width in (192, 384, 768, 1408):
+        for packed in range(width, 6 * width, 7):
+            sizes = {
+                "cls_token": (1, 1, width),
+                "pos_embed": (1, 17, width),
+                "patch_embed.proj.weight": (width, 3, 8, 8),
+            }
+            sizes |= {"blocks.0.mlp.fc1.weight": (packed, width), "blocks.0.mlp.fc2.weight": (width, packed)}
+            arch, _ = architecture_of({name: torch.empty(size, device="meta") for name, size in sizes.items()})
+            assert int(width * arch.mlp_ratio) == packed
 
 
 @pytest.mark.parametrize("way", ["dino", "antialias"])
@@ -261,6 +276,13 @@ class TestBadInput:
         safetensors.torch.save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.safetensors")
         with pytest.raises(CheckpointError, match=r"no Vision Transformer.*conv1\.weight"):
             load(tmp_path / "resnet.safetensors")
+
+    def test_a_description_of_another_size_is_refused(self, tmp_path):
+        model = _backbone()
+        model.about["timm_arguments"] = {"img_size": 48}
+        FORMATS["safetensors"][0](model, tmp_path / "a.safetensors", {})
+        with pytest.raises(CheckpointError, match="the JSON beside the weights describes another network"):
+            load(tmp_path / "a.safetensors")
 
     def test_another_architecture_is_one_line(self):
         small, other = _backbone().vit, VisionTransformer(dataclasses.replace(_backbone().vit.arch, width=48), SIZE)
