@@ -50,6 +50,12 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def why_not_writable(path: Path) -> str:
+    """Why a new file or folder can't be made at `path`, before there is anything to put there; "" where it can."""
+    there = next(place for place in path.absolute().parents if place.exists())
+    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is no folder one may write to"
+
+
 def put_in_place(temporary: Path, path: Path) -> None:
     """Rename a file or folder that is on the disk already, and put the new name there too."""
     os.replace(temporary, path)

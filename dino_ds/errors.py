@@ -1,4 +1,4 @@
-"""The one error family for mistakes a user can mend: printed as one line, without a traceback. And all exit codes."""
+"""The one error family for mistakes a user can fix: printed as one line, without a traceback. And all exit codes."""
 
 from __future__ import annotations
 

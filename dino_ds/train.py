@@ -53,7 +53,7 @@ def train(
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
-    Raises UserError for what the user can mend; what can be known before the first step leaves no run folder.
+    Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
     path, rank, ranks = Path(run_dir), distributed.rank(), distributed.world_size()

@@ -15,7 +15,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps
 
-from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
 
 if TYPE_CHECKING:
     from dino_ds.data.sources import Source
@@ -81,7 +81,7 @@ class EncodedImage:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            self._image = Image.open(io.BytesIO(data))
+            self._image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = self._image.size
             _check_size(width, height, name, max_pixels)
             orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it

@@ -146,7 +146,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
                         images.append(entry.name)
     except OSError as error:
         raise DataError(
-            f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; mend its permissions or link"
+            f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; fix its permissions or link"
         ) from None
     time = where.st_mtime_ns if where.st_mtime_ns > 0 else -1
     identity = (where.st_dev, where.st_ino)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageCms
 
+FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
+"""Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
+
 
 class UnreadableImage(Exception):
     """An image that can't be decoded: `name` as the source calls it, `reason` in a few words."""

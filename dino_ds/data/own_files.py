@@ -59,7 +59,7 @@ def expand(pattern: str) -> list[str]:
         most = "at least " if len(missing) >= _MAX_MISSING else ""
         raise DataError(
             f"data.root {pattern}: {most}{len(missing)} of its files are not there, such as {printable(missing[0])}; "
-            "mend the pattern or fetch them"
+            "fix the pattern or fetch them"
         )
     return list(found)
 

@@ -48,7 +48,7 @@ class ParquetImages(EncodedImages):
             except Exception as error:  # pyarrow has its own family of errors beside Python's
                 raise DataError(f"{printable(file)} cannot be read as Parquet: {_one_line(error)}") from None
         if not first:
-            raise DataError(f"no rows in {printable(self._files[0])}; mend data.root")
+            raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
         self._rows, self._groups = first, np.array(groups, np.int64)
         self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
 

@@ -42,7 +42,7 @@ class TarShards(ListedImages):
         self.notes = [*([note] if note else []), *listing.about["notes"]]
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
-            raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; mend data.root")
+            raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
 
     def _open(self, listing: Listing) -> None:
         super()._open(listing)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_ds.data.decode import decode_rgb, pixels
 from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import FORMATS, UnreadableImage
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 
@@ -77,7 +77,7 @@ class _FactsOf(Dataset[Facts]):
             found = difference_hash(Image.fromarray(decode_rgb(data, self._source.name(index), self._max_pixels)))
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
-        with Image.open(io.BytesIO(data)) as header:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as header:
             turned = header.getexif().get(_EXIF_ORIENTATION) in _TURNED
             width, height = reversed(header.size) if turned else header.size
             return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), found)

@@ -73,7 +73,7 @@ def extract_features(
     rows = [images for images, _, _ in found]
     if not all(rows):
         raise DataError(
-            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: mend the images, "
+            f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: fix the images, "
             "or take more (--images) or fewer processes"
         )
     described, placed = torch.cat(features), torch.cat(labels)

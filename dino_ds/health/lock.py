@@ -56,7 +56,7 @@ class RunLock:
         except OSError as error:
             self.release()
             raise ConfigError(
-                f"run folder {self._run_dir} can't be written to: {error.strerror or error}; mend --run_dir"
+                f"run folder {self._run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
             ) from None
         raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
 

@@ -98,7 +98,7 @@ def _written_file(run_dir: Path) -> Iterator[Path]:
     try:
         path.touch(exist_ok=False)
     except OSError as error:
-        raise ConfigError(f"run folder {run_dir} can't be made: {place}: {error.strerror}; mend --run_dir") from None
+        raise ConfigError(f"run folder {run_dir} can't be made: {place}: {error.strerror}; fix --run_dir") from None
     try:
         yield path
     finally:
@@ -215,7 +215,7 @@ def _gpus(replies: Sequence[Reply]) -> list[Problem]:
     problems = []
     for host, gpus in by_host.items():
         if len(gpus) <= max(host.slots):
-            cure = "mend the hostfile or --ranks, or ask nvidia-smi what the driver misses"
+            cure = "fix the hostfile or --ranks, or ask nvidia-smi what the driver misses"
             problems.append(Problem(f"{host.name}: {len(gpus)} GPUs are found for slot {max(host.slots)}: {cure}"))
             continue
         for slot in host.slots:

@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.pictures.draw import MASS, coat, head_colours, heat, overlay
 from dino_ds.pictures.maps import PatchColours, mass_mask
@@ -74,7 +75,7 @@ def run(
                     writer.add((255 * picture).round().astype(np.uint8))
                 bar.update(len(batch))
     except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror or error}; mend --out") from None
+        raise ConfigError(f"{path} can't be written: {error.strerror or error}; fix --out") from None
     seconds = time.monotonic() - began
     about = {"video": str(path), "frames": count, "height": height * zoom, "width": width * zoom, "fps": rate}
     if json:
@@ -98,6 +99,8 @@ def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, st
     path = Path(out).expanduser() if out else Path(f"{name}_attention" + ("" if form == "png" else f".{form}"))
     if path.exists():
         raise ConfigError(f"{path} exists already: remove it, or name another with --out")
+    if reason := why_not_writable(path):
+        raise ConfigError(f"{path} can't be written: {reason}; fix --out")
     return path, form
 
 

@@ -87,7 +87,7 @@ def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str) -> Iterator
             image = one.source.load(one.index)
         except UnreadableImage as error:
             if one.named:
-                raise DataError(f"--{option}: {error} can't be read: mend it, or name another") from None
+                raise DataError(f"--{option}: {error} can't be read: fix it, or name another") from None
             continue
         if isinstance(image, Image.Image):
             yield Cut(one, crop(image), image.size)

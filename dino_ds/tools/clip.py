@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageSequence
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError
 
@@ -101,7 +101,7 @@ def _images(paths: Sequence[str], name: str) -> Clip:
             try:
                 yield np.asarray(source.load(index))
             except UnreadableImage as error:
-                raise DataError(f"frame {error} can't be read: mend or remove it") from None
+                raise DataError(f"frame {error} can't be read: fix or remove it") from None
 
     return Clip(name, IMAGES_FPS, frames)
 
@@ -116,7 +116,7 @@ def _animation(path: str) -> Clip:
     def frames() -> Iterator[np.ndarray]:
         index = 0
         try:
-            with Image.open(path) as image:
+            with Image.open(path, formats=FORMATS) as image:
                 for frame in ImageSequence.Iterator(image):
                     yield np.asarray(to_rgb(frame.copy()))
                     index += 1
@@ -124,7 +124,7 @@ def _animation(path: str) -> Clip:
             raise _broken(path, index, error) from None
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=FORMATS) as image:
             milliseconds = float(image.info.get("duration") or 0)
     except Exception as error:
         raise _broken(path, 0, error) from None

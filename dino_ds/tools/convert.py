@@ -38,7 +38,7 @@ def run(*, checkpoint: str, out: str, ranks: int | None, student: bool, json: bo
     try:
         bytes_written = _write(saved, parameters, place, None if student else ranks or 1)
     except OSError as error:
-        raise StorageError(f"{place} can't be written: {error.strerror or error}; mend --out") from error
+        raise StorageError(f"{place} can't be written: {error.strerror or error}; fix --out") from error
     result = {
         "out": out,
         "step": saved.manifest.step,
@@ -78,7 +78,7 @@ def _write(saved: SavedCheckpoint, parameters: SavedParameters, place: Path, ran
     needed = 4 * elements * (1 if ranks is None else 3) + (0 if ranks is None else _whole_bytes(saved))
     free = shutil.disk_usage(place.parent).free
     if needed > free:
-        raise StorageError(f"{place}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free; mend --out")
+        raise StorageError(f"{place}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free; fix --out")
     quiet = not sys.stderr.isatty()
     with (
         replacing_folder(place) as temporary,

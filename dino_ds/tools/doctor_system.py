@@ -88,7 +88,7 @@ def _disks(run_dir: Path) -> Iterator[Finding]:
         free = shutil.disk_usage(here).free / 2**30
         text = f"{what}: {free:.1f} GiB free in {here}"
         if not os.access(here, os.W_OK | os.X_OK):
-            yield failure("disk", f"{what}: {here} can't be written to", "mend its rights, or name another place")
+            yield failure("disk", f"{what}: {here} can't be written to", "fix its rights, or name another place")
         elif free < wanted:
             yield warning("disk", text, f"{wanted} GiB are a fair start: remove old runs, or take another disk")
         else:

@@ -154,7 +154,7 @@ def _places(model: str, out: str | None) -> list[Path]:
 
 
 def _not_written(place: Path, reason: object) -> ConfigError:
-    return ConfigError(f"{place} can't be written: {reason}; mend it, or name another with --out")
+    return ConfigError(f"{place} can't be written: {reason}; fix it, or name another with --out")
 
 
 def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds: float, json: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.loading import load_recipe
+from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, read_results
 from dino_ds.weights.export import FORMATS
@@ -19,7 +20,6 @@ def run(*, model: str, format: str, out: str | None, heads: int | None, json: bo
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
     """
     write, ending = FORMATS[format]
-    backbone = load(model, heads=heads)
     source = Path(model)
     default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(out).expanduser() if out else default
@@ -27,6 +27,9 @@ def run(*, model: str, format: str, out: str | None, heads: int | None, json: bo
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
     if place.exists():
         raise ConfigError(f"{place} is there already: remove it, or name another with --out")
+    if reason := why_not_writable(place):
+        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
+    backbone = load(model, heads=heads)
     backbone.about |= _results(source)
     how = write(backbone, place)
     if json:
@@ -42,7 +45,7 @@ def _results(run: Path) -> dict[str, Any]:
     try:
         evaluations = read_results(run / RESULTS)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / RESULTS} can't be read ({error}): mend or remove it") from None
+        raise ConfigError(f"{run / RESULTS} can't be read ({error}): fix or remove it") from None
     try:
         data = load_recipe(str(run / "config.yaml"), {}).data
     except ConfigError:  # of another version

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dino_ds.durable import replace_file
+from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 
@@ -27,9 +26,8 @@ class PictureFiles:
         self._board = run / "tensorboard" if out is None and (run / "tensorboard").is_dir() else None
         self._step = _step_of(run / "teacher.json")
         self.written: list[str] = []
-        there = next(place for place in (self._folder, *self._folder.absolute().parents) if place.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise _not_written(self._folder, f"{there} is no folder one may write to")
+        if reason := why_not_writable(self._folder / "a.png"):
+            raise _not_written(self._folder, reason)
 
     def add(self, name: str, figure: Figure) -> None:
         """Raises ConfigError where it can't be written."""

@@ -230,7 +230,7 @@ def _read_metrics(path: Path) -> Metrics:
     try:
         metrics = read_metrics(path)
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error}; mend it, or leave curves out with --only") from None
+        raise ConfigError(f"{path} can't be read: {error}; fix it, or leave curves out with --only") from None
     if not metrics.lines:
         raise ConfigError(f"{path} holds no line of metrics: leave curves out with --only")
     return metrics

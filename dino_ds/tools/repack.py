@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
 from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
 
@@ -20,7 +20,16 @@ _MAX_PIXELS = 178956970
 """Pillow's own limit: shrinking is how images come below the recipe's."""
 _MOST_PARTS = 64
 """Folders deeper than this can't be made everywhere."""
-_ENDINGS = {"JPEG": ".jpg", "PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "GIF": ".gif", "TIFF": ".tif", "PPM": ".ppm"}
+_ENDINGS = {
+    "JPEG": ".jpg",
+    "MPO": ".jpg",
+    "PNG": ".png",
+    "WEBP": ".webp",
+    "BMP": ".bmp",
+    "GIF": ".gif",
+    "TIFF": ".tif",
+    "PPM": ".ppm",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
 def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, bool]:
     """A JPEG whose shorter side is `side`, upright, and True; or the same bytes and False."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > _MAX_PIXELS:
                 raise UnreadableImage(name, f"{width} x {height} pixels are more than {_MAX_PIXELS}")
@@ -105,7 +114,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
 
 def _ending(data: bytes, name: str) -> str:
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return _ENDINGS[image.format or ""]
     except Exception:
         raise UnreadableImage(name, "not an image of a known format") from None

@@ -74,7 +74,7 @@ def run(
         records = _write_all(folder, images, recoding, per_shard, workers or len(usable_cores()))
         _finish(folder, images, plan, per_shard, records)
     except OSError as error:
-        raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; mend --out") from error
+        raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; fix --out") from error
     _report(folder, records, time.monotonic() - begin, json)
 
 
@@ -111,7 +111,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
         except UnreadableImage:
             continue
     if not sizes:
-        raise DataError(f"none of {count} images looked at can be read: mend data.root")
+        raise DataError(f"none of {count} images looked at can be read: fix data.root")
     return max(1, wanted * len(sizes) // sum(sizes))
 
 

@@ -63,7 +63,7 @@ def run(
 def _read_run(folder: Path) -> dict[str, float]:
     """What a run's own files say: save cost, restart time, step time, the failures it expects."""
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} holds no run: there is no config.yaml in it; mend --run")
+        raise ConfigError(f"{folder} holds no run: there is no config.yaml in it; fix --run")
     recipe = load_recipe(str(folder / "config.yaml"), {})
     found = {"mtbf_hours": recipe.expected_hours_between_failures}
     metrics = _read_lines(folder / "metrics.jsonl")

@@ -42,7 +42,7 @@ def run(*, root: str, out: str, skip_checksums: bool = False, json: bool = False
     try:
         bad = _write_all(images, folder)
     except OSError as error:
-        raise DataError(f"images can't be written to {folder}: {error.strerror or error}; mend --out") from error
+        raise DataError(f"images can't be written to {folder}: {error.strerror or error}; fix --out") from error
     written = len(images) - len(bad)
     if json:
         seconds = round(time.monotonic() - begin, 3)

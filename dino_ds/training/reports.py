@@ -102,7 +102,7 @@ class Reports:
                 self._log.say(lines)
             raise DataError(
                 f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
-                f"{limit}; their names are in {run.folder.path / 'log.txt'}: mend or remove them, or raise the fraction"
+                f"{limit}; their names are in {run.folder.path / 'log.txt'}: fix or remove them, or raise the fraction"
             )
 
     def _say(self, record: dict[str, Any]) -> None:

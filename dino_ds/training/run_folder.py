@@ -62,7 +62,7 @@ class RunFolder:
         if resume is False and there:
             raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
         if resume not in (False, "auto") and not there:
-            raise CheckpointError(f"nothing to resume: {path} holds no run; start without --resume, or mend --run_dir")
+            raise CheckpointError(f"nothing to resume: {path} holds no run; start without --resume, or fix --run_dir")
         self.resume = there and resume is not False
         self.wanted_step = None if isinstance(resume, (bool, str)) else resume
         self.may_start_anew = resume in (False, "auto")
@@ -70,9 +70,7 @@ class RunFolder:
         self._allowed = self._read_allowed(allow_change, resume)
         parent = next(p for p in (path, *path.absolute().parents) if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"run folder {path} can't be made: {parent} is no folder one may write to; mend --run_dir"
-            )
+            raise ConfigError(f"run folder {path} can't be made: {parent} is no folder one may write to; fix --run_dir")
 
     def _read_allowed(self, keys: str | None, resume: Resume) -> set[str]:
         if keys is None:

@@ -206,7 +206,7 @@ def _said(out: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"{out} can't be written: {reason}; mend --out") from error
+        raise ConfigError(f"{out} can't be written: {reason}; fix --out") from error
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def _checked_heads(heads: object, width: int) -> int:
     if heads == 0:
         raise CheckpointError(f"no file says how many attention heads a width of {width} has: name them with --heads")
     if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: mend --heads")
+        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: fix --heads")
     return heads
 
 

@@ -140,7 +140,7 @@ def _described_by_us(weights: Weights) -> tuple[Architecture, int, str]:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
     if not agree:
-        raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or mend it")
+        raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or fix it")
     return arch, size, resizing
 
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from dino_ds.config.recipe import DataSection
 from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import FORMATS, UnreadableImage
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded, images_of_every_mode
 
@@ -55,6 +55,17 @@ def test_an_animation_gives_its_first_frame():
     for form in ("GIF", "WEBP", "PNG"):
         data = encoded(frames[0], form, save_all=True, append_images=frames[1:])
         np.testing.assert_allclose(decode_rgb(data, "file", LIMIT)[4, 4], (255, 0, 0), atol=2)
+
+
+def test_content_of_other_formats_reaches_no_decoder():
+    """Whatever the file is called; Pillow's rarer decoders have had holes."""
+    header = b"8BPS" + struct.pack(">H6xHIIHH", 1, 3, 8, 8, 8, 3) + bytes(12) + struct.pack(">H", 0)
+    assert Image.open(io.BytesIO(header + bytes(192))).format == "PSD"
+    with pytest.raises(UnreadableImage, match="not an image"):
+        decode_rgb(header + bytes(192), "photo.jpg", LIMIT)
+    for form in FORMATS:
+        data = encoded(Image.new("RGB", (16, 16), "red"), form)
+        np.testing.assert_allclose(decode_rgb(data, "file", LIMIT)[8, 8], (255, 0, 0), atol=4)
 
 
 def png_that_claims(width: int, height: int) -> bytes:

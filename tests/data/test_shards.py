@@ -307,7 +307,7 @@ def test_hostile_headers_neither_hang_nor_break(tmp_path, kind, first):
 
 def test_what_is_no_tar_at_all(tmp_path):
     (tmp_path / "a.tar").write_bytes(b"PK" + bytes(2000))
-    with pytest.raises(DataError, match=r"no images in .*a\.tar; .*a\.tar: cut off or damaged.*; mend data\.root"):
+    with pytest.raises(DataError, match=r"no images in .*a\.tar; .*a\.tar: cut off or damaged.*; fix data\.root"):
         read(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "z.tar", "w:gz") as archive:
         archive.add(tmp_path / "a.tar")

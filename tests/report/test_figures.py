@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 import pytest
-from dino_ds.report.series import EMPTY, Curve, Metrics
 from PIL import Image
 
 from dino_ds.health.lock import RunLock
+from dino_ds.pictures.series import EMPTY, Curve, Metrics
 from dino_ds.report.chart import Level, Line, _Frame, _levels, _log_ticks, _ticks, _words, draw_chart
 from dino_ds.report.compare import names_of
 from dino_ds.report.folder import read_run

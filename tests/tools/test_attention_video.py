@@ -238,7 +238,7 @@ def test_bad_input_is_one_line(place, tmp_path):
         ({"out": str(tmp_path / "out.avi")}, ConfigError, "does not end in .mp4"),
         ({"format": "gif"}, ConfigError, "does not end in .gif"),
         ({"out": str(clip)}, ConfigError, "clip.mp4 exists already"),
-        ({"out": str(tmp_path / "no.gif/x.mp4")}, ConfigError, "mend --out"),
+        ({"out": str(tmp_path / "no.gif/x.mp4")}, ConfigError, "fix --out"),
     ):
         with pytest.raises(error, match=words):
             _run(place, **{"out": str(out), **changes})

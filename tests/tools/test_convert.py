@@ -141,6 +141,6 @@ def test_refusals_leave_nothing_behind(trained, tmp_path, capsys):
 def test_a_disk_without_room_is_seen_before_writing(trained, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(StorageError, match=r"MB needed, 0\.0 MB free; mend --out"):
+    with pytest.raises(StorageError, match=r"MB needed, 0\.0 MB free; fix --out"):
         _convert(trained, tmp_path / "out")
     assert not any(Path(tmp_path).iterdir())

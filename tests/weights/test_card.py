@@ -93,7 +93,7 @@ def test_without_results_there_is_no_table(run, content):
 
 def test_results_that_can_not_be_read_are_one_line(run):
     (run / "evaluations.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*mend or remove it"):
+    with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*fix or remove it"):
         _card(run)
     assert not (run / "out").exists()
 

@@ -181,7 +181,7 @@ def test_the_reference_s_scripts_read_ours(tmp_path, key):
 def test_dinov2_s_own_network_takes_ours(tmp_path, name):
     """Strictly: its mask token, its positions of registers' networks, its names of SwiGLU."""
     model = _backbone(name, "antialias" if "reg4" in name else "dino")
-    export_dino(model, tmp_path / "out.pth", {})
+    export_dino(model, tmp_path / "out.pth")
     arch = model.vit.arch
     sizes = {"size": SIZE, "patch": PATCH, "width": 64, "depth": 2, "heads": 1}
     theirs = Original(**sizes, v2=True, registers=arch.registers, swiglu=arch.swiglu)
@@ -280,7 +280,7 @@ class TestBadInput:
     def test_a_description_of_another_size_is_refused(self, tmp_path):
         model = _backbone()
         model.about["timm_arguments"] = {"img_size": 48}
-        FORMATS["safetensors"][0](model, tmp_path / "a.safetensors", {})
+        FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
         with pytest.raises(CheckpointError, match="the JSON beside the weights describes another network"):
             load(tmp_path / "a.safetensors")
 
