@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -72,12 +73,12 @@ def test_names_of_the_recipe_are_those_of_the_table():
 
 
 def test_whoever_gives_up_keeps_nothing(sources):
-    """At any question: between the evaluations, or between the batches of one."""
+    """At any question: between the evaluations, between the batches of one, in a fit."""
     questions = []
-    assert _evaluate(_watch(sources), 0, lambda: questions.append(1)) is not None
-    assert len(questions) > 4
-    for patience in range(len(questions)):
-        asked, watch = iter(range(100)), _watch(sources)
+    assert _evaluate(_watch(sources), 0, lambda: bool(questions.append(1))) is not None
+    assert len(questions) > 20
+    for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
+        asked, watch = itertools.count(), _watch(sources)
         assert _evaluate(watch, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
         assert watch.latest is None and watch.raw is None
 
@@ -127,11 +128,11 @@ def test_chance_is_that_of_the_classes_that_are_asked_for(sources):
 def test_the_recipe_says_how(sources, tmp_path):
     image_folder(tmp_path / "test", 6, 3)
     values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "temperature": "0.2", "bank_images": "20"}
-    values |= {"test_images": "5", "protocol_root": "/bench", "evals": "knn,ridge"}
+    values |= {"test_images": "5", "benchmark_root": "/bench", "evals": "knn,ridge"}
     keys = {f"eval.{key}": value for key, value in values.items()} | {"data.source": "folder", "data.workers": "0"}
     watch = Watch.build(load_recipe(None, keys), sources[0], 10)
     assert watch._settings == Settings(
-        ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, root=Path("/bench")
+        ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, benchmark_root=Path("/bench")
     )
     assert [step for step in range(5) if watch.due(step)] == [0, 2, 4]
     assert Watch.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None

@@ -83,8 +83,8 @@ def test_flags_become_settings(place, monkeypatch):
     seen = []
     monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: seen.append(subject.settings) or {})
     flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
-    _run(place, k="3,4", **flags)
-    assert seen == [Settings(ks=(3, 4), root=place / "train", **flags)]
+    _run(place, "knn,linear-sgd", k=(3, 4), **flags)
+    assert seen == 2 * [Settings(ks=(3, 4), **flags)]
 
 
 def test_statistics_need_no_labels(place):
@@ -232,7 +232,7 @@ def test_few_shot_is_the_mean_of_its_draws(monkeypatch):
     accuracies = iter([10.0, 20.0, 60.0, 1.0, 1.0, 4.0])
     monkeypatch.setattr(suite, "fit_linear", lambda *_, **how: SimpleNamespace(accuracy=lambda *_: next(accuracies)))
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
-    found = EVALUATIONS["few-shot"](SimpleNamespace(train=rows, test=rows, settings=Settings()))
+    found = EVALUATIONS["few-shot"](SimpleNamespace(train=rows, test=rows, settings=Settings(), give_up=None))
     assert found == {"few_shot_1%": 30, "few_shot_10%": 2}
 
 
@@ -243,12 +243,14 @@ def test_the_temperature_of_votes_and_who_is_judged():
     test = Labelled(train.features[:1], labels[:1], 2)
     accuracies = []
     for temperature in (0.01, 10):
-        subject = SimpleNamespace(train=train, test=test, settings=Settings(ks=(3,), temperature=temperature))
+        settings = Settings(ks=(3,), temperature=temperature)
+        subject = SimpleNamespace(train_indices=range(3), train=train, test=test, settings=settings)
         accuracies.append(EVALUATIONS["knn"](subject)["knn_3"])
     assert accuracies == [100, 0]
     features = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).repeat(5, 1)
     train = Labelled(features, (features[:, 0] > 0).long(), 2)
-    subject = SimpleNamespace(train=train, test=Labelled(features, 1 - train.labels, 2), settings=Settings())
+    test = Labelled(features, 1 - train.labels, 2)
+    subject = SimpleNamespace(train=train, test=test, settings=Settings(), give_up=lambda: False)
     found = EVALUATIONS["linear"](subject)
     assert (found["linear"], found["linear_train"]) == (0, 100)
 
