@@ -121,14 +121,6 @@ class Subject:
         """
 
     @property
-    def has_labels(self) -> bool:
-        """Whether there are labelled training images, and labelled test images of the same classes."""
-        train, test = self.sources
-        if train is None or test is None or not (_is_labelled(train) and _is_labelled(test)):
-            return False
-        return set(test.classes or []) <= set(train.classes or [])
-
-    @property
     def train_source(self) -> Source:
         """Labelled. Raises DataError where there are none."""
         return self._labelled_sources[0]
@@ -153,9 +145,9 @@ class Subject:
 
     @cached_property
     def test_indices(self) -> list[int]:
-        """The test images that are used. Raises DataError where no training image in use is of the class of one."""
+        """`any_indices`. Raises DataError where there are no labels, or no training image in use is of a class."""
         train, test = self.train_source, self.test_source
-        indices = labelled_indices(test, self.test_limit)
+        indices = self.any_indices
         seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
         wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
         if unseen := sorted(wanted - seen):
@@ -164,6 +156,14 @@ class Subject:
                 f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
             )
         return indices
+
+    @cached_property
+    def any_indices(self) -> list[int]:
+        """The images of `any_source` that are used, evenly spread: of those with a label where it has labels."""
+        source, limit = self.any_source, self.test_limit
+        if _is_labelled(source):
+            return labelled_indices(source, limit)
+        return spread_indices(len(source), limit or len(source))
 
     @property
     def test_limit(self) -> int | None:
@@ -177,8 +177,9 @@ class Subject:
 
     @cached_property
     def test(self) -> Labelled:
-        """Features of the test images that are used; labels are numbers of the training images' classes."""
-        found = self.describe(self.test_source, self.test_indices)
+        """`any_images`, where they are test images; labels are numbers of the training images' classes."""
+        _ = self.test_indices  # raises where they can't be
+        found = self.any_images
         return Labelled(found.features, self.train_labels_of(found.labels), len(self.train_source.classes or []))
 
     def train_labels_of(self, labels: Tensor) -> Tensor:
@@ -188,18 +189,14 @@ class Subject:
         return torch.tensor(numbers, device=labels.device)[labels]
 
     @cached_property
-    def any_features(self) -> Tensor:
-        """Of `any_source`, (n, d): those of `test` where there are labels."""
-        if self.has_labels:
-            return self.test.features
-        source = self.any_source
-        return self.describe(source, spread_indices(len(source), self.test_limit or len(source))).features
+    def any_images(self) -> Labelled:
+        """Of `any_source`, with its own labels."""
+        return self.describe(self.any_source, self.any_indices)
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
         """Training and other images that have been used so far; None: none."""
-        done = self.__dict__
-        train, others = done.get("train_indices"), done.get("test_indices", done.get("any_features"))
+        train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
 
     def describe(self, source: Source, indices: Sequence[int]) -> Labelled:

@@ -110,11 +110,12 @@ def statistics(subject: Subject) -> dict[str, float]:
         spread_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
         TwoViews(subject.size, settings.seed),
     ).features
-    found = feature_statistics(subject.any_features, settings.seed)
+    images = subject.any_images
+    found = feature_statistics(images.features, settings.seed)
     found["alignment"] = alignment(views[:, 0], views[:, 1])
-    if subject.has_labels and len(subject.test.labels) > 1:
-        k = min(_PURITY_NEIGHBOURS, len(subject.test.labels) - 1)
-        found[f"purity_{k}"] = label_purity(subject.test.features, subject.test.labels, k)
+    if images.classes and len(images.labels) > 1:
+        k = min(_PURITY_NEIGHBOURS, len(images.labels) - 1)
+        found[f"purity_{k}"] = label_purity(images.features, images.labels, k)
     return found
 
 

@@ -42,7 +42,7 @@ def test_classes_are_matched_by_name():
     """The test images' class 0 is the training images' class 2; images without a label are left out."""
     train = _Images([0, 1, 2, -1, 2], ["a", "b", "c"])
     subject = _subject(train, _Images([0, 0, -1, 1], ["c", "a"]))
-    assert subject.has_labels and subject.train_indices == [0, 1, 2, 4]
+    assert subject.train_indices == [0, 1, 2, 4]
     assert subject.train.labels.tolist() == [0, 1, 2, 2]
     assert subject.test.labels.tolist() == [2, 2, 0] and subject.test.classes == 3
     assert subject.train is subject.train  # computed once
@@ -75,14 +75,16 @@ def test_what_needs_no_labels():
     unlabelled = _Images(None, None)
     unlabelled.labels, unlabelled.__class__ = None, _Unlabelled
     subject = _subject(unlabelled, None)
-    assert not subject.has_labels and subject.any_features.shape == (4, 64)
+    assert not subject.any_images.classes and subject.any_images.features.shape == (4, 64)
     with pytest.raises(DataError, match="there are no images"):
         _ = _subject(None, None).any_source
     train, other = _Images([0, 0], ["a"]), _Images([0, 0], ["b"])
     subject = _subject(train, other)
-    assert subject.any_source is other and not subject.has_labels and subject.any_features.shape == (2, 64)
+    assert subject.any_source is other and subject.any_images.labels.tolist() == [0, 0]
+    subject = _subject(_Images([0, 0], ["a", "b"]), _Images([1, 0], ["a", "b"]))
+    assert subject.any_images.labels.tolist() == [1, 0]  # though b has no training image
     subject = _subject(train, _Images([0, -1], ["a"]))
-    assert subject.has_labels and subject.any_features is subject.test.features
+    assert subject.any_images.features is subject.test.features and subject.image_counts == (2, 1)
 
 
 class _Unlabelled(_Images):

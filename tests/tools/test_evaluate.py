@@ -95,6 +95,14 @@ def test_statistics_need_no_labels(place):
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
 
 
+def test_statistics_need_no_training_images_of_each_class(place):
+    """Of labelled images, whatever they are called, they tell the purity too."""
+    for images in ({"images": 2}, {"test_root": None}):
+        _run(place, "statistics", **images)
+        found = read_results(place / "results.json")["statistics"]
+        assert any(name.startswith("purity_") for name in found["results"]) and found["train_images"] is None
+
+
 def test_two_ranks_give_what_one_gives(place):
     """Features differ in their last bits with the images of a batch: 1e-4 of a percent."""
     _run(place, ",".join(LABELLED))
