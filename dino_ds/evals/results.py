@@ -1,7 +1,8 @@
 """RUN/evaluations.json: the newest result of each evaluation, with the teacher it is of.
 
-{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "train_images": 2880, "test_images": 936, "seconds": 3.1,
-"results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known. `images`: seen by the teacher so far.
+{"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880,
+"test_images": 936, "seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known.
+`images`: seen by the teacher so far; `data`: what it was evaluated on, where that is not the data of its run.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,27 @@ def describe_result(
     images: int | None,
     train_images: int | None = None,
     test_images: int | None = None,
+    data: str | None = None,
 ) -> dict[str, Any]:
     """What is kept of one evaluation."""
     return {
         "step": step,
         "images": images,
         "date": datetime.date.today().isoformat(),
+        "data": data,
         "train_images": train_images,
         "test_images": test_images,
         "seconds": round(seconds, 1),
         "results": results,
     }
+
+
+def name_images(source: str, root: str | None) -> str:
+    """What images are called in public: without the folders above them."""
+    if root is None or (source != "folder" and ":" not in source):
+        return source
+    place = Path(os.path.abspath(root))
+    return f"{place.parent.name}/{place.name}" if place.name in ("train", "val", "test") else place.name
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:

@@ -8,11 +8,13 @@ written and reported.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.config.recipe import BENCHMARKS
 from dino_ds.errors import DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.evals.knn import knn_accuracies
@@ -138,6 +140,14 @@ EVALUATIONS: dict[str, Evaluation] = {
 def evaluate(name: str, subject: Subject) -> dict[str, float]:
     """Run one evaluation; all ranks must call it. The results are rank 0's, whatever the last bits of others are."""
     return distributed.gather_objects(EVALUATIONS[name](subject))[0]
+
+
+def images_of(name: str, subject: Subject, data: str | None = None) -> dict[str, Any]:
+    """What `describe_result` takes of the images: a benchmark has its own, the others those that `data` names."""
+    if name in BENCHMARKS:
+        return {"data": name}
+    train, test = subject.image_counts
+    return {"data": data, "train_images": train, "test_images": test}
 
 
 def draw_balanced(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:

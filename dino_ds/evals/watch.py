@@ -20,7 +20,7 @@ from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.rehearsal import rehearse
 from dino_ds.evals.results import describe_result
 from dino_ds.evals.subject import GaveUp, Settings, Subject
-from dino_ds.evals.suite import evaluate
+from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.teacher import Teacher
 
 Results = dict[str, dict[str, Any]]
@@ -142,7 +142,7 @@ class Watch:
                     raise _explained(name, error) from None
                 asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
                 continue
-            results[name] = describe_result(found, time.monotonic() - began, step, images, *asked.image_counts)
+            results[name] = describe_result(found, time.monotonic() - began, step, images, **images_of(name, asked))
         self._notes += asked.notes
         if "knn" in results:
             (self.latest,) = results["knn"]["results"].values()

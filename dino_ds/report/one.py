@@ -145,7 +145,8 @@ def _about(about: dict[str, Any]) -> tuple[str, str, str]:
     """Step, images, and when it was made."""
     names = {"train_images": "training", "test_images": "test"}
     numbers = {key: value for key, value in about.items() if isinstance(value, float)}
-    images = [f"{number(about[key])} {name}" for key, name in names.items() if key in numbers]
+    images = [about["data"]] if isinstance(about.get("data"), str) else []
+    images += [f"{number(about[key])} {name}" for key, name in names.items() if key in numbers]
     made = [str(about["date"])] if "date" in about else []
     made += [duration(numbers["seconds"])] if "seconds" in numbers else []
     return number(numbers["step"]) if "step" in numbers else "", ", ".join(images), ", ".join(made)

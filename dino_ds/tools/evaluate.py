@@ -19,9 +19,9 @@ from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.rehearsal import rehearse
-from dino_ds.evals.results import RESULTS, as_json, describe_result, read_results, write_results
+from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
 from dino_ds.evals.subject import Settings, Subject
-from dino_ds.evals.suite import evaluate
+from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.tools.idle import refuse_idle
 from dino_ds.weights.load import Backbone, load
@@ -80,7 +80,7 @@ def run(
     results: dict[str, Any] = {}
     try:
         for name in tqdm(evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-            results[name] = _timed(name, subject, backbone.about)
+            results[name] = _timed(name, subject, backbone.about, _name_of(**named))
             with distributed.together():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, model, out)
@@ -91,11 +91,16 @@ def run(
             _show(results, subject, backbone, time.monotonic() - began, json)
 
 
-def _timed(name: str, subject: Subject, about: dict[str, Any]) -> dict[str, Any]:
+def _timed(name: str, subject: Subject, about: dict[str, Any], data: str | None) -> dict[str, Any]:
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
-    return describe_result(values, seconds, about.get("step"), about.get("images"), *subject.image_counts)
+    return describe_result(values, seconds, about.get("step"), about.get("images"), **images_of(name, subject, data))
+
+
+def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:
+    """What the images are called that the numbers are of; None: the run's."""
+    return name_images(source or "folder", test_root or root) if source or root or test_root else None
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:

@@ -9,7 +9,7 @@ from typing import Any
 from dino_ds.config.loading import load_recipe
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
-from dino_ds.evals.results import RESULTS, read_results
+from dino_ds.evals.results import RESULTS, name_images, read_results
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import load
 
@@ -50,12 +50,4 @@ def _results(run: Path) -> dict[str, Any]:
         data = load_recipe(str(run / "config.yaml"), {}).data
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
-    return {
-        "evaluations": evaluations,
-        "data": _short(Path(data.root)) if data.root and data.own_files else data.source,
-    }
-
-
-def _short(root: Path) -> str:
-    """What images are called in public: without the folders above them."""
-    return f"{root.parent.name}/{root.name}" if root.name in ("train", "val", "test") else root.name
+    return {"evaluations": evaluations, "data": name_images(data.source, data.root)}

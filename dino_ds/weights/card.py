@@ -74,11 +74,10 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
         "pipeline_tag": "image-feature-extraction",
         "tags": ["dino", "self-supervised", "vision-transformer", "image-feature-extraction"],
     }
-    data = str(about.get("data", "images"))
     results = [
         {
             "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
-            "dataset": {"type": data, "name": data},
+            "dataset": dict.fromkeys(("type", "name"), _data_of(kept, about)),
             "metrics": [
                 {"type": metric, "name": metric, "value": float(f"{value:.6g}")} for metric, value in known.items()
             ],
@@ -91,13 +90,23 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
 
 def _table(about: dict[str, Any]) -> list[str]:
     rows = [
-        f"| {evaluation} | {metric} | {value:.4g} | {_or_dash(kept.get('step'))} | "
+        f"| {evaluation}{_not_the_run_s(evaluation, kept)} | {metric} | {value:.4g} | {_or_dash(kept.get('step'))} | "
         f"{_or_dash(kept.get('train_images'))} / {_or_dash(kept.get('test_images'))} |"
         for evaluation, kept in about.get("evaluations", {}).items()
         for metric, value in _known(kept).items()
     ]
     header = "| evaluation | metric | value | step | images, training / test |"
     return ["## Results", "", header, "|---|---|---:|---:|---:|", *rows, ""] if rows else []
+
+
+def _data_of(kept: dict[str, Any], about: dict[str, Any]) -> str:
+    """The images that an evaluation is of: its own, or those of the run."""
+    return str(kept.get("data") or about.get("data", "images"))
+
+
+def _not_the_run_s(evaluation: str, kept: dict[str, Any]) -> str:
+    data = kept.get("data") or evaluation
+    return "" if data == evaluation else f" of {data}".replace("|", "/")
 
 
 def _known(kept: dict[str, Any]) -> dict[str, float]:

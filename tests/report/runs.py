@@ -30,8 +30,8 @@ step 10/100  loss 3.990 = entropy 2.635 + KL 1.355, 1071 img/s, data wait 21 %, 
 """
 DONE = "done     step 100; the run is in runs/a\n"
 EVALUATIONS = {
-    "knn": {"step": 100, "images": 6400, "date": "2026-11-21", "train_images": 2880, "test_images": 936,
-            "seconds": 3.1, "results": {"knn_10": 76.2, "knn_20": 75.0}},
+    "knn": {"step": 100, "images": 6400, "date": "2026-11-21", "data": "birds/test", "train_images": 2880,
+            "test_images": 936, "seconds": 3.1, "results": {"knn_10": 76.2, "knn_20": 75.0}},
     "statistics": {"step": 100, "images": None, "date": "2026-11-21", "train_images": None, "test_images": 936,
                    "seconds": 0.1, "results": {"rankme": 15.9}},
 }  # fmt: skip

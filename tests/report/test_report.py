@@ -62,7 +62,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
         *("finished", "vit_small_patch16_224, patch 8, width 32", "2,880 images of photos", "epoch 2"),
         *("10 s", "640", "76.2 %", "62.0 %", "35.3 %", "5.6 %", "best 78.2 % at step 50"),
         *("libraries 0.50 GiB", "second copy of the student 0.20 GiB", "Measured is 114 % of the plan"),
-        *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "2026-11-21", "2,880 training, 936 test"),
+        *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "2026-11-21", "birds/test, 2,880 training, 936 test"),
         *("torchrun --nproc_per_node 2 dino_ds/train.py --config quickstart --run_dir 'runs/a b'", "torch==2.15.0"),
         *("ln K: uniform 5.55", "Waiting for data each window 20", "raw pixels 35.3"),
         *("while it trained", "step 50", "step 100", "Seed 0", "The log tells of none"),

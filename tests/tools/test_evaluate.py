@@ -140,6 +140,9 @@ def test_labelled_images_and_benchmarks_in_one_command(place):
     segments(place / "data/VOCdevkit/VOC2012", train=2, val=1)
     _run(place, "knn,voc", benchmark_root=str(place / "data"), size=32)
     assert _results(place).keys() == {"knn", "voc"}
+    found = read_results(place / "results.json")  # a benchmark is not of the images that others have used
+    assert (found["knn"]["data"], found["knn"]["test_images"]) == (f"{place.name}/test", 9)
+    assert (found["voc"]["data"], found["voc"]["test_images"]) == ("voc", None)
 
 
 @pytest.mark.parametrize(

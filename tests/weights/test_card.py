@@ -91,6 +91,13 @@ def test_without_results_there_is_no_table(run, content):
     assert "## Results" not in card.text and not card.data.eval_results
 
 
+def test_results_of_other_images_are_not_said_to_be_of_the_run_s(run):
+    (run / "evaluations.json").write_text(json.dumps({"knn": KNN | {"data": "birds"}, "voc": KNN | {"data": "voc"}}))
+    card = _card(run)
+    assert [found.dataset_name for found in card.data.eval_results] == ["birds"] * 2 + ["voc"] * 2
+    assert "| knn of birds | knn_10 |" in card.text and "| voc | knn_10 |" in card.text
+
+
 def test_results_that_can_not_be_read_are_one_line(run):
     (run / "evaluations.json").write_text("{")
     with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*fix or remove it"):
