@@ -67,10 +67,19 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         for batch in tqdm(batches, desc="batch sizes", leave=False, disable=None):
             torch.compiler.reset()  # a program for each batch size: together they would fill its cache
-            images = torch.randn(batch, channels, side, side, device=device())
+            try:
+                images = torch.randn(batch, channels, side, side, device=device())
+                backbone.features(images)
+            except RuntimeError as error:  # of memory, on the CPU too; without it there is nothing to compare with
+                skipped[f"batch {batch}"] = _reason(error)
+                continue
             ways, why = _ways(backbone, images, Path(folder), threads)
             skipped |= why
             rows += _measured(batch, ways, images, rounds, seconds, warmup)
+    if not rows:
+        raise ConfigError(
+            f"--batches {','.join(map(str, batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
+        )
     arch = backbone.vit.arch
     result = {
         "model": model,
@@ -105,11 +114,17 @@ def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tup
             ways[name] = way
         except Skipped as reason:
             skipped[name] = str(reason)
-        except torch.cuda.OutOfMemoryError:
-            skipped[f"{name}, batch {len(images)}"] = "not enough memory"
+        except torch.OutOfMemoryError as error:
+            skipped[f"{name}, batch {len(images)}"] = _reason(error)
         except (RuntimeError, ConfigError) as error:  # of a compiler or an exporter that is not whole here
-            skipped[name] = " ".join(str(error).split())[:160]
+            skipped[name] = _reason(error)
     return ways, skipped
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "not enough memory"
+    return " ".join(str(error).split())[:160]
 
 
 def _compiled(backbone: Backbone) -> Features:

@@ -7,6 +7,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
 from dino_ds.costs.flops import HeadSizes, step_flops
@@ -16,6 +17,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import COMMANDS
 from dino_ds.ranges import PARTS
 from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.load import Backbone
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
@@ -267,6 +269,27 @@ def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
         inference.run(model=str(tmp_path), json=True, **{**given, "size": 33})
     with pytest.raises(ConfigError, match="--heads 3 is of a file"):
         inference.run(model="vit_tiny_patch16_224", json=True, **{**given, "random": True, "heads": 3})
+
+
+def test_inference_goes_on_where_a_batch_is_too_large(capsys, tmp_path, monkeypatch):
+    """Nothing is left to compare with; where none fits, that is said."""
+    export_safetensors(_backbone(), tmp_path / "teacher.safetensors")
+    features = Backbone.features
+
+    def small(backbone, images):
+        if len(images) > 1:
+            raise torch.OutOfMemoryError
+        return features(backbone, images)
+
+    monkeypatch.setattr(Backbone, "features", small)
+    monkeypatch.setattr(inference, "_ways", lambda backbone, *_: ({"fp32": backbone.features}, {}))
+    given = {"random": False, "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1, "heads": None}
+    inference.run(model=str(tmp_path), batches=(1, 2), json=True, **given)
+    result = _result(capsys)
+    assert [row["batch"] for row in result["inference"]] == [1]
+    assert result["skipped"] == {"batch 2": "not enough memory"}
+    with pytest.raises(ConfigError, match="--batches 2,3: not enough memory: lower them"):
+        inference.run(model=str(tmp_path), batches=(2, 3), json=True, **given)
 
 
 def _no_compiler(*_):
