@@ -25,8 +25,11 @@ def run(*, model: str, format: str, out: str | None, heads: int | None, json: bo
     place = Path(out).expanduser() if out else default
     if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
-    if place.exists():
-        raise ConfigError(f"{place} is there already: remove it, or name another with --out")
+    if format == "safetensors" and place.suffix != ending:
+        raise ConfigError(f"--out {place} does not end in {ending}, by which such a file is known: name it so")
+    for made in (place, place.with_suffix(".json")) if format == "safetensors" else (place,):
+        if made.exists():
+            raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):
         raise ConfigError(f"{place} can't be written: {reason}; fix --out")
     backbone = load(model, heads=heads)

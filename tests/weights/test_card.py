@@ -110,3 +110,13 @@ def test_nobody_is_told_to_remove_what_is_exported(run, name):
     with pytest.raises(ConfigError, match="is what is to be exported: name another file with --out"):
         dino_ds_export(model=str(run / name), format="safetensors", out=None, heads=None, json=False)
     assert (run / "teacher.safetensors").exists()
+
+
+def test_a_file_of_weights_takes_no_other_file_s_place(run):
+    """It has a JSON beside it, and is known by its ending."""
+    beside = run / "mine.json"
+    beside.write_text("{}")
+    for out, words in (("mine.safetensors", r"mine\.json is there already"), ("mine.bin", r"end in \.safetensors")):
+        with pytest.raises(ConfigError, match=words):
+            dino_ds_export(model=str(run), format="safetensors", out=str(run / out), heads=None, json=True)
+    assert beside.read_text() == "{}" and not list(run.glob("mine.[sb]*"))
