@@ -9,7 +9,7 @@ import yaml
 
 from dino_ds import __version__
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.data.multicrop import channel_statistics
 from dino_ds.weights.load import Backbone
 
 _USE = {
@@ -30,6 +30,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
     arch, about = model.vit.arch, model.about
+    mean, std = (list(values) for values in channel_statistics(arch.in_chans))
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return "\n".join(
         [
@@ -46,8 +47,8 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             _USE[library].format(folder=folder, width=arch.width),
             "```",
             "",
-            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {MEAN}, "
-            f"std {STD}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
+            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {mean}, "
+            f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
             f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
             "their own way, so features at other sizes may differ a little.",
             "",

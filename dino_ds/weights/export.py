@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.data.multicrop import channel_statistics
 from dino_ds.durable import replace_file, replacing, replacing_folder
 from dino_ds.errors import ConfigError
 from dino_ds.weights.card import model_card
@@ -47,6 +47,7 @@ def export_timm(model: Backbone, out: Path) -> str:
     """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
     arch = model.vit.arch
     name, arguments = _timm(model)
+    mean, std = channel_statistics(arch.in_chans)
     config = {
         "architecture": name,
         "num_classes": 0,
@@ -61,8 +62,8 @@ def export_timm(model: Backbone, out: Path) -> str:
             "interpolation": "bicubic",
             "crop_pct": 0.875,
             "crop_mode": "center",
-            "mean": list(MEAN),
-            "std": list(STD),
+            "mean": list(mean),
+            "std": list(std),
             "num_classes": 0,
             "pool_size": None,
             "first_conv": "patch_embed.proj",
@@ -83,6 +84,7 @@ def export_hf(model: Backbone, out: Path) -> str:
     """
     arch, size = model.vit.arch, model.image_size
     config = hf_config(arch, size)
+    mean, std = channel_statistics(arch.in_chans)
     processor = {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,
@@ -93,9 +95,9 @@ def export_hf(model: Backbone, out: Path) -> str:
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "do_convert_rgb": True,
-        "image_mean": list(MEAN),
-        "image_std": list(STD),
+        "do_convert_rgb": arch.in_chans == 3,
+        "image_mean": list(mean),
+        "image_std": list(std),
     }
     with _whole_folder(out) as folder:
         tensors = to_huggingface(_tensors(model), arch)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -45,9 +46,12 @@ class Backbone(nn.Module):
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
         self._crop = EvalCrop(image_size)
 
-    def preprocess(self, image: Image.Image) -> Tensor:
-        """An RGB image -> (3, image_size, image_size): resized, cut to its centre and normalised, as for k-NN."""
-        return self._crop(image.convert("RGB"))
+    def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
+        """An image, or uint8 (h, w, c) of other channels than RGB -> (c, image_size, image_size).
+
+        Resized, cut to its centre and normalised, as for k-NN.
+        """
+        return self._crop(image.convert("RGB") if isinstance(image, Image.Image) else image)
 
     def forward(self, images: Tensor) -> Tensor:
         """As `features`."""

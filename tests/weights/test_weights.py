@@ -128,6 +128,23 @@ def test_from_a_picture_to_features_as_transformers_does(tmp_path, shape):
         torch.testing.assert_close(features, ours, rtol=tolerance, atol=tolerance)
 
 
+def test_channels_other_than_rgb_have_their_own_statistics(tmp_path):
+    """In the description of either kind, and by their processor and ours the same features, 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    arch = dataclasses.replace(_backbone().vit.arch, in_chans=1)
+    model = Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {})
+    export_hf(model, tmp_path / "hf")
+    export_timm(model, tmp_path / "timm")
+    config = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
+    assert config["input_size"][0] == len(config["mean"]) == len(config["std"]) == 1
+    image = torch.randint(0, 256, (36, 36, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
+    way = {"backend": "pil"} if transformers.__version__ >= "5" else {"use_fast": False}
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", **way)
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf").eval()
+    features = theirs(**processor(image, return_tensors="pt")).last_hidden_state[:, 0]
+    torch.testing.assert_close(features, model.features(model.preprocess(image)[None]), rtol=1e-5, atol=1e-5)
+
+
 def test_onnx_runs_at_any_batch_and_size(tmp_path):
     """onnxruntime against ours, in both ways to resize positions: 1e-4."""
     pytest.importorskip("onnxscript")
