@@ -93,9 +93,7 @@ class Watch:
 
     def _remember_neighbours(self, subject: Subject) -> None:
         """What the accuracies depend on, and that of chance."""
-        labels = subject.test_source.labels
-        assert labels is not None
-        self.chance = 100.0 / len({label for label in labels if label >= 0})
+        self.chance = 100.0 / len(subject.train_source.classes or ())
         images = len(subject.train_indices), len(subject.test_indices)
         self._compared = [*self._settings.ks, self._settings.temperature, *images]
 
