@@ -127,8 +127,8 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
         values = dict(zip(record, map(float, record.values()), strict=True))
     except (TypeError, ValueError):
         values = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}
-    if not 0 <= values["step"] < 2**53:
-        raise ValueError("no step")
+    if not 0 <= values["step"] < 2**53 or len(values) < 2:
+        raise ValueError("no step, or nothing of it")
     return values
 
 

@@ -27,12 +27,13 @@ def test_broken_lines_are_skipped_and_counted(tmp_path):
         "",
         '{"step": 1e400, "loss": 3.0}',
         "[" * 3000,
+        '{"step": 4}',
         '{"step": 3, "loss": 3.0, "what": "text", "why": null, "list": [1]}',
     ]
     metrics = _read(tmp_path, "\n".join(lines))
     assert metrics["loss"].x.tolist() == [1, 3]
     assert metrics.lines == 2
-    assert metrics.broken == 8
+    assert metrics.broken == 9
     assert metrics.curves.keys() == {"loss"}
 
 
