@@ -28,6 +28,8 @@ from dino_ds.tools.frozen import MAPS_AT_ONCE, in_parts, load_frozen, side_of
 from dino_ds.weights.load import Backbone
 
 _SAMPLE = 16
+_SLOWEST, _FASTEST = 0.01, 1000.0
+"""Frames a second. A GIF knows 655 seconds a frame at most."""
 _LIGHTEST = 0.995
 """Part of the sample's patches that are darker than the lightest colour."""
 _MOST_PATCHES = 65536
@@ -58,13 +60,16 @@ def run(
     if fps is not None and form == "png":
         raise ConfigError(f"--fps {fps:g} is for videos and animations; a folder of images has no rate: leave it out")
     frames = open_clip(clip)
+    rate = fps or frames.fps
+    if form != "png" and not _SLOWEST <= rate <= _FASTEST:
+        raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
     backbone = load_frozen(model)
     short = side_of(backbone, size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.patch_size)
     paint = _painter(backbone, torch.stack([_cut(frame, height, width) for frame in sample]), show, head)
     zoom = max(1, -(-_SHORT // min(height, width)))
-    rate, began = fps or frames.fps, time.monotonic()
+    began = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with clip_writer(path, form, rate) as writer, tqdm(total=count, unit=" frames", disable=None) as bar:

@@ -168,6 +168,13 @@ def test_options(place, tmp_path, monkeypatch):
     assert open_clip("clip_attention_attention.gif").fps == 5
 
 
+@pytest.mark.parametrize(("form", "fps"), [("gif", 1e-9), ("mp4", 1e-9), ("mp4", 1e300)])
+def test_a_rate_that_no_file_can_hold_is_refused(place, tmp_path, form, fps):
+    with pytest.raises(ConfigError, match=r"frames a second can't be written: give --fps, 0\.01 to 1000"):
+        _run(place, tmp_path / f"clip.{form}", fps=fps)
+    assert not list(tmp_path.iterdir())
+
+
 def test_model_and_clip_are_given_without_names():
     command, words = find_command(["attention-video", "runs/a", "clip.mp4", "--show", "pca"])
     assert parse_flags(command, words).fixed == {"model": "runs/a", "clip": "clip.mp4", "show": "pca"}
