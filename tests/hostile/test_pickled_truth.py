@@ -94,6 +94,15 @@ def test_a_text_named_often_is_encoded_once(tmp_path, monkeypatch):
     assert _read(tmp_path, data + b".", monkeypatch) is None
 
 
+def test_bytes_of_many_arrays_are_kept_once(tmp_path, monkeypatch):
+    """Eight megabytes and forty bytes an array would make terabytes."""
+    size = 8 << 20
+    kind = b"cnumpy\ndtype\nq\x00(S'u1'\ntRq\x01"
+    data = b"\x96" + struct.pack("<Q", size) + bytes(size) + b"q\x02"
+    one = b"cnumpy._core.multiarray\n_reconstruct\n)R(I1\n(I%d\nth\x01I00\nh\x02tb" % size
+    assert _read(tmp_path, b"(" + kind + data + one * 100 + b"l.", monkeypatch) is None
+
+
 def test_large_files_and_pipes_are_refused(tmp_path):
     import os
 

@@ -93,7 +93,7 @@ def _values(data: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
         raise pickle.UnpicklingError("an array that is none")
     if len(data) != math.prod(shape) * kind.dtype().itemsize:
         raise pickle.UnpicklingError(f"an array of shape {shape!r:.40} in {len(data)} bytes")
-    return np.frombuffer(bytes(data), kind.dtype()).reshape(shape, order=order)
+    return np.frombuffer(data, kind.dtype()).reshape(shape, order=order)
 
 
 class _Reader(pickle._Unpickler):
