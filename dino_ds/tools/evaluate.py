@@ -159,7 +159,8 @@ def _places(model: str, out: str | None) -> list[Path]:
 
 
 def _not_written(place: Path, reason: object) -> ConfigError:
-    return ConfigError(f"{place} can't be written: {reason}; fix it, or name another with --out")
+    or_else = "evaluate its teacher.safetensors, with --out" if place.name == RESULTS else "name another with --out"
+    return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
 
 
 def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds: float, json: bool) -> None:

@@ -22,7 +22,7 @@ class PictureFiles:
 
     def __init__(self, model: str, out: str | None) -> None:
         run = Path(model)
-        self._folder = Path(out) if out else run / "pictures" if run.is_dir() else Path("pictures")
+        self._folder = Path(out).expanduser() if out else run / "pictures" if run.is_dir() else Path("pictures")
         self._board = run / "tensorboard" if out is None and (run / "tensorboard").is_dir() else None
         self._step = _step_of(run / "teacher.json")
         self.written: list[str] = []

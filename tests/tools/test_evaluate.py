@@ -205,6 +205,16 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
         _run(place, out=str(place / "nowhere/results.json"))
 
 
+def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
+    """--out does not spare its own file."""
+    (place / "config.yaml").write_text("")
+    (place / "evaluations.json").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"evaluations.json can't be written.*evaluate its teacher\.safetensors, with"
+    ):
+        _run(place)
+
+
 def test_bad_input_is_one_line(place):
     image_folder(place / "other", 8, 4)
     image_folder(place / "plain", 4)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -17,6 +18,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
+from dino_ds.tools.picture_files import PictureFiles
 from dino_ds.tools.pictures import KINDS, run, side_of
 from dino_ds.weights.export import FORMATS
 from tests.training.harness import image_folder
@@ -178,3 +180,11 @@ def test_patches_are_shown_at_twice_the_native_side_within_16_and_30():
     sides = {4: 16, 10: 20, 20: 30, 40: 40}
     for native, wanted in sides.items():
         assert side_of(SimpleNamespace(patch_size=8, image_size=8 * native), None) == 8 * wanted
+
+
+def test_a_folder_at_home_is_found(tmp_path, monkeypatch):
+    """As --out=~/pictures comes: the shell leaves it as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    PictureFiles("a.safetensors", "~/pictures").add("empty", Figure(figsize=(1, 1)))
+    assert [path.name for path in tmp_path.rglob("*.png")] == ["empty.png"] and not (tmp_path / "~").exists()
