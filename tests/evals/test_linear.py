@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
+from dino_ds.evals import linear as linear_module
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.protocols.patch_probe import fit_patch_probe
 from dino_ds.evals.subject import GaveUp
@@ -42,6 +43,16 @@ def test_logistic_regression_reaches_the_optimum():
     weight, bias = _gradient_descent(features, labels, 4, 0.05)
     np.testing.assert_allclose(probe.weight.numpy(), weight, atol=1e-3)
     np.testing.assert_allclose(probe.bias.numpy() - probe.bias.numpy().mean(), bias - bias.mean(), atol=1e-3)
+
+
+def test_images_a_few_at_a_time_give_the_same(monkeypatch):
+    """Logits of a million images and a thousand classes are 5 GB. The last bits differ: 1e-4."""
+    features, labels = _problem()
+    whole = fit_linear(features, labels, 4, regularisations=[0.05])
+    monkeypatch.setattr(linear_module, "_ROWS", 7)
+    parts = fit_linear(features, labels, 4, regularisations=[0.05])
+    torch.testing.assert_close(parts.weight, whole.weight, rtol=1e-4, atol=1e-4)
+    assert parts.accuracy(features, labels) == whole.accuracy(features, labels)
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.05, 1e-3, 1e-5])
