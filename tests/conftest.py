@@ -1,7 +1,8 @@
-"""Fast tests first; GPU tests only where there is one."""
+"""Fast tests first; all are of the CPU but those marked "gpu"."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -16,9 +17,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside a GPU the others must not see it: two ranks would share it, and tensors of the CPU meet its own."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
