@@ -17,6 +17,7 @@ from dino_ds.data.feed import Feed
 from dino_ds.data.loader import NoBatchYet
 from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
+from dino_ds.training.step import DinoStep
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import (
@@ -86,14 +87,14 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
 
 def _slow_evaluation(rank):
     """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
-    from dino_ds.evals import features
+    from dino_ds.evals.subject import Subject
     from dino_ds.teacher import Teacher
 
-    features._BATCH = 1
-    original, asked, step = Teacher.features, [], functools.cache(_step)
+    Subject.gather = functools.partialmethod(Subject.gather, batch=1)
+    original, asked, steps = Teacher.features, [], _steps_of_this_process()
 
     def slow(teacher, views):
-        late = step().applied_steps == 2
+        late = steps and steps[0].applied_steps == 2
         if rank == 1 and not asked and late:
             asked.append(True)
             inject.mark()
@@ -104,16 +105,16 @@ def _slow_evaluation(rank):
     Teacher.features = slow
 
 
-def _step():
-    import gc
+def _steps_of_this_process():
+    """A list that holds the DinoStep that has trained last."""
+    original, steps = DinoStep.micro_batch, []
 
-    from dino_ds.training.step import DinoStep
+    def micro_batch(step, *values):
+        steps[:] = [step]
+        return original(step, *values)
 
-    return next(thing for thing in gc.get_objects() if isinstance(thing, DinoStep))
-
-
-def _steps_done():
-    return _step().applied_steps
+    DinoStep.micro_batch = micro_batch
+    return steps
 
 
 def test_an_evaluation_is_not_waited_for(images, tmp_path):
@@ -128,10 +129,11 @@ def test_an_evaluation_is_not_waited_for(images, tmp_path):
 
 def _asked_to_stop_in_a_fit(root, run, changes):
     """Rank 1, as a classifier's fit begins after step 2."""
-    original = linear.minimise
+    original, micro_batch = linear.minimise, DinoStep.micro_batch
+    steps = _steps_of_this_process()
 
     def minimise(*values):
-        if os.environ["RANK"] == "1" and _steps_done() == 2:
+        if os.environ["RANK"] == "1" and steps and steps[0].applied_steps == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             while not values[-1]():
                 time.sleep(0.01)
@@ -141,7 +143,7 @@ def _asked_to_stop_in_a_fit(root, run, changes):
     try:
         return train_tiny(root, run, changes=changes)
     finally:
-        linear.minimise = original
+        linear.minimise, DinoStep.micro_batch = original, micro_batch
 
 
 def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
@@ -177,10 +179,11 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
 
 def _give_up_waiting(root, run, changes, ds_changes):
     """After step 5 rank 1's next images do not come, and it is asked to stop."""
-    original, rank = Feed.next_unless, int(os.environ["RANK"])
+    original, micro_batch, rank = Feed.next_unless, DinoStep.micro_batch, int(os.environ["RANK"])
+    steps = _steps_of_this_process()
 
     def next_unless(feed, give_up):
-        if rank == 0 or _steps_done() < 5:
+        if rank == 0 or not steps or steps[0].applied_steps < 5:
             return original(feed, give_up)
         os.kill(os.getpid(), signal.SIGTERM)
         while not give_up():
@@ -191,7 +194,7 @@ def _give_up_waiting(root, run, changes, ds_changes):
     try:
         return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
     finally:
-        Feed.next_unless = original
+        Feed.next_unless, DinoStep.micro_batch = original, micro_batch
 
 
 def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):
