@@ -122,9 +122,9 @@ def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tup
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "not enough memory"
-    return " ".join(str(error).split())[:160]
+    text = " ".join(str(error).split())
+    is_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text
+    return "not enough memory" if is_memory else text[:160]
 
 
 def _compiled(backbone: Backbone) -> Features:

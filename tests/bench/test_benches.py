@@ -277,8 +277,10 @@ def test_inference_goes_on_where_a_batch_is_too_large(capsys, tmp_path, monkeypa
     features = Backbone.features
 
     def small(backbone, images):
-        if len(images) > 1:
+        if len(images) == 2:
             raise torch.OutOfMemoryError
+        if len(images) == 3:
+            raise RuntimeError("[enforce fail at x.cpp:1] DefaultCPUAllocator: can't allocate memory")
         return features(backbone, images)
 
     monkeypatch.setattr(Backbone, "features", small)
