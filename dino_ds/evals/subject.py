@@ -194,6 +194,13 @@ class Subject:
         return self.describe(self.any_source, self.any_indices)
 
     @property
+    def any_labelled(self) -> Labelled:
+        """`any_images`. Raises DataError where they have no classes."""
+        if not _is_labelled(self.any_source):
+            raise DataError("the images have no classes: sort them into two or more class folders, or give labels")
+        return self.any_images
+
+    @property
     def image_counts(self) -> tuple[int | None, int | None]:
         """Training and other images that have been used so far; None: none."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")

@@ -95,7 +95,7 @@ def few_shot(subject: Subject) -> dict[str, float]:
 
 def retrieval(subject: Subject) -> dict[str, float]:
     """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
-    test = subject.test
+    test = subject.any_labelled
     rows = torch.arange(len(test.labels), device=test.labels.device)
     if len(rows) > _RETRIEVAL_IMAGES:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(subject.settings.seed))

@@ -103,6 +103,12 @@ def test_statistics_need_no_training_images_of_each_class(place):
         assert any(name.startswith("purity_") for name in found["results"]) and found["train_images"] is None
 
 
+def test_retrieval_needs_one_set_of_images(place):
+    """Their own classes, which no other images must have."""
+    _run(place, "retrieval", test_root=None)
+    assert 0 < _results(place)["retrieval"]["retrieval_map"] < 100
+
+
 def test_two_ranks_give_what_one_gives(place):
     """Features differ in their last bits with the images of a batch: 1e-4 of a percent."""
     _run(place, ",".join(LABELLED))
@@ -222,6 +228,7 @@ def test_bad_input_is_one_line(place):
         ({"model": str(place / "nothing")}, CheckpointError, "does not exist"),
         ({"test_root": str(place / "other")}, DataError, "1 classes of the test images are not in training: class3"),
         ({"root": str(place / "plain")}, DataError, "the training images have no classes"),
+        ({"evals": "retrieval", "test_root": str(place / "plain")}, DataError, "the images have no classes"),
         ({"root": None}, DataError, "needs a folder"),
         ({"test_root": None}, DataError, "--test_root"),
     ):
@@ -280,7 +287,7 @@ def test_retrieval_asks_a_sample_of_many(monkeypatch):
     """Drawn: the first ones, of folders of classes, would all be of one class."""
     monkeypatch.setattr(suite, "_RETRIEVAL_IMAGES", 10)
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    subject = SimpleNamespace(test=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
+    subject = SimpleNamespace(any_labelled=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
     assert 0 < EVALUATIONS["retrieval"](subject)["retrieval_map"] < 100
 
 
