@@ -77,3 +77,6 @@ def _quiet_deepspeed() -> None:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
+    # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
+    logger.handlers.clear()
+    logger.propagate = True

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from dino_ds.engine.process import _join
+from dino_ds.engine.process import _join, _quiet_deepspeed
 from dino_ds.errors import ConfigError
 
 
@@ -21,3 +21,12 @@ def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch):
     with pytest.raises(ConfigError, match="process 1 of this machine") as raised:
         _join(timedelta(minutes=1))
     assert raised.value.said_by_me
+
+
+def test_deepspeed_warns_elsewhere_than_on_standard_output(capsys):
+    """ZeRO 3 warns in a step whenever a GPU's memory gets tight."""
+    from deepspeed.utils import logger
+
+    _quiet_deepspeed()
+    logger.warning("pytorch allocator cache flushes")
+    assert capsys.readouterr().out == ""
