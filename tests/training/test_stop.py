@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -105,8 +106,6 @@ def _slow_evaluation(rank):
 
 
 def _step():
-    import gc
-
     from dino_ds.training.step import DinoStep
 
     return next(thing for thing in gc.get_objects() if isinstance(thing, DinoStep))
@@ -178,6 +177,7 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
 def _give_up_waiting(root, run, changes, ds_changes):
     """After step 5 rank 1's next images do not come, and it is asked to stop."""
     original, rank = Feed.next_unless, int(os.environ["RANK"])
+    gc.collect()  # the steps of earlier runs of this process, which `_step` would find
 
     def next_unless(feed, give_up):
         if rank == 0 or _steps_done() < 5:
