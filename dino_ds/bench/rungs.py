@@ -20,7 +20,6 @@ from dino_ds.measure.trial import (
     Trial,
     begin_training,
     build_trial,
-    forget_matmul_precision,
     resolve,
     synthetic_crops,
     synthetic_keys,
@@ -106,7 +105,6 @@ def build_rung(rung: Rung, recipe: Recipe, batch: int) -> Trial:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     if rung.engine:
         return build_trial(*resolve(recipe, _ds_config(rung), "bench ladder", batch))
-    forget_matmul_precision()
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
     step = build_plain_step(recipe, rung)
     begin_training(step)

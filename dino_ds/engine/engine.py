@@ -50,9 +50,6 @@ class Engine:
         self.config = config
         if config.levers.attention == "varlen" and not torch.cuda.is_available():
             raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
-        if config.precision != "fp32":
-            # The prototypes are FP32 in every engine; TF32 rounds their products less than the engine's own precision.
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
         blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)

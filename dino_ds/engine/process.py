@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 
 from dino_ds import distributed
+from dino_ds.errors import ConfigError
 from dino_ds.ports import find_free_port
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
-    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process."""
+    """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
+
+    Raises ConfigError where there is no GPU for this process, or another program has rank 0's port.
+    """
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
 
@@ -49,7 +53,15 @@ def _join(timeout: timedelta) -> None:
             torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
         deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
-        accelerator.set_device(distributed.local_rank())
+        local, gpus = distributed.local_rank(), accelerator.device_count()
+        if local >= gpus:
+            error = ConfigError(
+                f"process {local} of this machine (they count from 0) has no GPU, it sees {gpus}: start one a "
+                "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)"
+            )
+            error.said_by_me = local == gpus  # the first of them; rank 0 knows of nothing
+            raise error
+        accelerator.set_device(local)
         deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 
@@ -65,3 +77,6 @@ def _quiet_deepspeed() -> None:
     from deepspeed.utils import logger
 
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
+    # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
+    logger.handlers.clear()
+    logger.propagate = True

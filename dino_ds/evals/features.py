@@ -102,17 +102,6 @@ def generators_kept(device: torch.device) -> Iterator[None]:
         np.random.set_state(others[1])
 
 
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """FP32 products inside are FP32: an engine of 16 bits allows TF32, which the votes of k-NN and L-BFGS feel."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = before
-
-
 class _Images(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
         self._source, self._indices, self._transform = source, indices, transform

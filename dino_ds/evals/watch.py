@@ -15,7 +15,7 @@ from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import exact_products, generators_kept, raw_pixels
+from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.rehearsal import rehearse
 from dino_ds.evals.results import describe_result
@@ -114,7 +114,7 @@ class Watch:
         What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
-        with generators_kept(device), exact_products():
+        with generators_kept(device):
             try:
                 return self._evaluate(LiveTeacher(teacher, self._size), step, images, device, give_up)
             except GaveUp:

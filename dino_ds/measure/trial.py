@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,27 +27,21 @@ from dino_ds.ranges import named_range
 from dino_ds.training.run import build_feed, build_step
 from dino_ds.training.step import DinoStep
 
-_FP32_MATMUL = torch.backends.cuda.matmul.fp32_precision
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
 
 
 @dataclass
 class Trial:
-    """A step and one micro-batch for it: views v x (b, c, h, w) on the device, keys (b,) for stochastic depth.
-
-    Several may live in one process: each takes the process-wide TF32 switch with it, which a low-precision engine sets.
-    """
+    """A step and one micro-batch for it: views v x (b, c, h, w) on the device, keys (b,) for stochastic depth."""
 
     step: DinoStep
     accumulation: int
     views: list[Tensor]
     keys: Tensor
-    fp32_matmul: str = field(default_factory=lambda: torch.backends.cuda.matmul.fp32_precision)
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
-        torch.backends.cuda.matmul.fp32_precision = self.fp32_matmul
         losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
 
@@ -88,16 +82,10 @@ def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> 
 
 def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
-    forget_matmul_precision()
     step = build_step(recipe, config, EPOCH_STEPS)
     begin_training(step)
     views = synthetic_crops(recipe, config.micro_batch, step.engine.device)
     return Trial(step, config.accumulation, views, synthetic_keys(recipe, config.micro_batch, step.engine.device))
-
-
-def forget_matmul_precision() -> None:
-    """Undo what an engine built before has set for the whole process."""
-    torch.backends.cuda.matmul.fp32_precision = _FP32_MATMUL
 
 
 def begin_training(step: DinoStep) -> None:

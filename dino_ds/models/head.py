@@ -7,6 +7,8 @@ weight_norm can't be deep-copied and sees no weights under ZeRO 3.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,8 +43,9 @@ class Prototypes(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """z (b, bottleneck) of any length -> cosines (b, k), FP32."""
+        low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
         with torch.autocast(z.device.type, enabled=False):
-            return _Cosines.apply(F.normalize(z.float(), dim=-1), self.weight, self.frozen)
+            return _Cosines.apply(F.normalize(z.float(), dim=-1), self.weight, self.frozen, low)
 
 
 class _Cosines(torch.autograd.Function):
@@ -50,20 +53,21 @@ class _Cosines(torch.autograd.Function):
 
     The lengths divide the product, not the weights: no normalised copy of (k, c) is made, kept or differentiated
     through. With g' = g / |w|:  dz = g' w,  dw = g'^T z - w (w . g'^T z) / |w|^2, a block of prototypes at a time, so
-    that there is no second (b, k) either.
+    that there is no second (b, k) either. `low`: that the engine computes in bf16 or fp16; see `_tf32`.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, weight: Tensor, frozen: bool) -> Tensor:
+    def forward(ctx: Any, z: Tensor, weight: Tensor, frozen: bool, low: bool) -> Tensor:
         w = weight.float()
         inverse = torch.linalg.vector_norm(w, dim=-1).clamp_min(1e-12).reciprocal()
         ctx.save_for_backward(z, weight, inverse)
-        ctx.frozen = frozen
-        return (z @ w.t()).mul_(inverse)
+        ctx.frozen, ctx.low = frozen, low
+        with _tf32(low):
+            return (z @ w.t()).mul_(inverse)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
         z, weight, inverse = ctx.saved_tensors
         grad_z = torch.zeros_like(z)
         make = torch.zeros if ctx.frozen else torch.empty
@@ -72,12 +76,31 @@ class _Cosines(torch.autograd.Function):
             block = slice(start, start + _BLOCK)
             w = weight[block].float()
             grad = grad_outputs[0][:, block] * inverse[block]
-            grad_z.addmm_(grad, w)
-            if not ctx.frozen:
-                product = torch.mm(grad.t(), z, out=grad_weight[block])
+            with _tf32(ctx.low):
+                grad_z.addmm_(grad, w)
+                product = None if ctx.frozen else torch.mm(grad.t(), z, out=grad_weight[block])
+            if product is not None:
                 along = (product * w).sum(dim=-1, keepdim=True) * inverse[block].square().unsqueeze(-1)
                 product.addcmul_(w, along, value=-1)
-        return grad_z, grad_weight.to(weight.dtype), None
+        return grad_z, grad_weight.to(weight.dtype), None, None
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """FP32 products of a GPU in TF32, which rounds them less than bf16 and fp16 do.
+
+    Only inside: the switch is the whole process's, evaluations want FP32, and compilers of some versions of torch ask
+    for it by its older name, which refuses to answer while it is switched by this one (pytorch issue 166387).
+    """
+    if not wanted:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 class DinoHead(nn.Module):

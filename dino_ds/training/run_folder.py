@@ -10,6 +10,7 @@ import platform
 import re
 import secrets
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _FREE = (
     "data.download",
     "data.max_bad_fraction",
 )
+_SECONDS_TO_SEE = 40.0
 _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 
 
@@ -108,7 +110,7 @@ class RunFolder:
             replace_file(self.path / "config.yaml", dump_recipe(self.recipe))  # last: it says that here is a run
         distributed.barrier()
         with distributed.together():
-            if not (self.path / "config.yaml").exists():
+            if not _comes_to_be_seen(self.path / "config.yaml"):
                 raise ConfigError(
                     f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
                     "put --run_dir on a disk that all machines share"
@@ -177,6 +179,16 @@ class RunFolder:
             "architecture": dataclasses.asdict(arch),
             "versions": versions(),
         }
+
+
+def _comes_to_be_seen(path: Path) -> bool:
+    """Whether another machine's file is there: NFS remembers for half a minute that it was not."""
+    end = time.monotonic() + _SECONDS_TO_SEE
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:

@@ -209,16 +209,3 @@ def test_when_pictures_are_due(sources, tmp_path):
     album, never = Album(sources[0], 2, tmp_path, 32), Album(sources[0], 0, tmp_path, 32)
     assert [step for step in range(5) if album.due(step)] == [0, 2, 4] and album.due(3, last=True)
     assert not never.due(0) and not never.due(3, last=True)
-
-
-def test_an_engine_of_16_bits_does_not_make_the_evaluations_coarse(sources, monkeypatch):
-    """On a GPU it lets FP32 products be TF32, for the whole process: not inside, and again afterwards."""
-    matmul, seen = torch.backends.cuda.matmul, []
-    monkeypatch.setitem(EVALUATIONS, "linear", lambda _: seen.append(matmul.fp32_precision) or {})
-    before, watch = matmul.fp32_precision, _watch(sources, ("linear",))
-    try:
-        matmul.fp32_precision = "tf32"
-        _evaluate(watch, 0)
-        assert (seen[-1], matmul.fp32_precision) == ("ieee", "tf32")
-    finally:
-        matmul.fp32_precision = before

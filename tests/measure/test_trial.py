@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds import distributed
 from dino_ds.engine.process import init_distributed
@@ -57,12 +58,30 @@ def test_two_trials_in_one_process_do_not_disturb_each_other():
     assert both == [(loss, loss) for loss in losses]
 
 
-def test_a_bf16_trial_does_not_lend_its_tf32_to_others():
+class _Precisions(TorchDispatchMode):
+    """What FP32 products of a GPU are computed in, at each product."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "mm" in str(function):
+            self.seen.append((args[0].dtype, torch.backends.cuda.matmul.fp32_precision))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("stage", "low"), [(0, {}), (1, {"bf16": {"enabled": True}}), (3, {"bf16": {"enabled": True}})]
+)
+def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
+    """Teacher and student forward, and two products of the backward pass."""
     before = torch.backends.cuda.matmul.fp32_precision
-    low, full = _trial(1, bf16={"enabled": True}), _trial(0)
-    low.run()
-    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    full.run()
+    trial = _trial(stage, **low)
+    with _Precisions() as precisions:
+        trial.run()
+    switched = [dtype for dtype, precision in precisions.seen if precision == "tf32"]
+    assert switched == [torch.float32] * (4 if low else 0) and len(precisions.seen) > 20
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from datetime import datetime, timedelta, timezone
 
 import pytest
@@ -13,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.training import run_folder
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, read_metrics, train_tiny, whole_tensors
 
@@ -84,3 +86,12 @@ def test_the_log_says_what_a_reader_wants(run):
         assert part in log
     times = [datetime.strptime(line.split(" ")[0], "%Y-%m-%dT%H:%M:%SZ") for line in log.splitlines()]
     assert times == sorted(times) and abs(datetime.now(timezone.utc).replace(tzinfo=None) - times[-1]) < timedelta(1)
+
+
+def test_a_file_of_another_machine_is_waited_for(tmp_path, monkeypatch):
+    """NFS remembers for a while that a file was not there."""
+    late = tmp_path / "late"
+    threading.Timer(0.5, late.touch).start()
+    assert run_folder._comes_to_be_seen(late)
+    monkeypatch.setattr(run_folder, "_SECONDS_TO_SEE", 0.3)
+    assert not run_folder._comes_to_be_seen(tmp_path / "never")
