@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import time
+import unittest.mock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,7 +198,9 @@ class _Server:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), daemon=False)
-        self._process.start()
+        # In time for whatever the main module imports: NumPy's threads would hold locks in the forked ranks.
+        with unittest.mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            self._process.start()
         theirs.close()
         self.launchers: set[int] = set()
         self.process = int(self._receive(120))
