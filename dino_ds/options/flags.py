@@ -208,7 +208,7 @@ def _unknown(command: Command, name: str) -> str:
     own = [flag.name for flag in command.all_flags]
     if not command.takes_recipe:
         there_are = f" There are {', '.join(f'--{flag}' for flag in own)}"
-        return f"unknown option.{_dashed(did_you_mean(name, own)) or there_are}"
+        return f"unknown option.{_dashed(suggestion(nearest(name, own, cutoff=0.7))) or there_are}"
     home = ds_home(name)
     if home and command.takes_ds:
         return f"unknown option: {home}"
