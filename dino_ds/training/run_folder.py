@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
 import secrets
@@ -22,7 +21,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.durable import replace_file
+from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.names import did_you_mean
 
@@ -70,9 +69,8 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
-        parent = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError(f"run folder {path} can't be made: {parent} is no folder one may write to; fix --run_dir")
+        if reason := why_not_writable(path / "config.yaml"):
+            raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
     def _read_allowed(self, keys: str | None, resume: Resume) -> set[str]:
         if keys is None:
