@@ -24,7 +24,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.flat import flat_values
+from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
@@ -135,6 +135,8 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) 
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
+    for name in lengths_without_unit(run.recipe):
+        log.say(f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'")
     for text in (*config.notes, *getattr(run.source, "notes", ()), *run.notes, *filter(None, [note])):
         log.say(f"note     {text}")
     if run.folder.resume:

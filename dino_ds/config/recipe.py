@@ -171,8 +171,9 @@ class ModelSection(Section):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in ARCHITECTURES:
+            kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
             near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
-            raise ValueError(f"{name!r} is not a backbone that dino_ds builds. The nearest are {near}")
+            raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
         return name
 
     @model_validator(mode="after")
