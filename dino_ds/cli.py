@@ -22,7 +22,7 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
+from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
@@ -64,8 +64,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
             os.kill(os.getpid(), signal.SIGPIPE)
+        if is_out_of_memory(error):
+            if debug:
+                traceback.print_exc()
+            _say_error(_memory_text(error), said_by_me=True)
+            _exit(OutOfMemory.exit_code)
         _say_bug(error, words, debug)
         _exit(1)
+
+
+def _memory_text(error: Exception) -> str:
+    """Of a command that has no better explanation than the allocator's."""
+    from dino_ds.engine.device import free_memory
+
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
 
 
 def _nobody_reads() -> bool:
@@ -146,6 +159,7 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
     if problems:
         raise ConfigError("\n".join(problems))
     if command is TRAIN:
+        files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
     if flags.train is not None:
         options, train_files = _collect(TRAIN, flags.train)

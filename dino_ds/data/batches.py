@@ -152,7 +152,7 @@ class MultiCropDataset(Dataset[Batch | DataError]):
     def _open(self, index: int) -> _Opened:
         try:
             image = open_image(self._source, index, self._max_pixels)
-        except (UnreadableImage, DataError):
+        except (UnreadableImage, DataError, MemoryError):
             raise
         except Exception as error:
             raise DataError(
