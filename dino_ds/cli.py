@@ -158,8 +158,9 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    if command is TRAIN:
+    if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
+    if command is TRAIN:
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
     if flags.train is not None:
         options, train_files = _collect(TRAIN, flags.train)
