@@ -101,8 +101,13 @@ class DataSection(Section):
 
     @property
     def known_range(self) -> tuple[float, float] | None:
-        """`value_range` where it is numbers. A run that has none takes 8-bit images only."""
+        """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
         return None if self.value_range == "auto" else self.value_range
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether crops leave the loader as FP32, also those of 8-bit images."""
+        return self.known_range is not None
 
     @property
     def own_files(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds import distributed
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange, extremes, range_text
@@ -76,7 +77,6 @@ def look_at_values(sources: Sequence[Source]) -> Sample:
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
-            sample.channels.add(3)
             names = ((index, source.name(index).lower()) for index in _spread(range(len(source)), _NAMES))
             sample.add(source, _spread([i for i, name in names if not name.endswith((".jpg", ".jpeg"))], _SAMPLE))
             continue
@@ -86,29 +86,48 @@ def look_at_values(sources: Sequence[Source]) -> Sample:
     return sample
 
 
-def find_value_range(sources: Sequence[Source], in_chans: int | None = None) -> tuple[ValueRange | None, str]:
-    """The range for the deep images of `sources`, and what was found in words; None and "" where there are none.
+def with_value_range(
+    recipe: Recipe, source: Source, earlier: Callable[[], ValueRange | None] = lambda: None
+) -> tuple[Recipe, str]:
+    """`recipe` with numbers for data.value_range where it is auto and images are deep; and in words what was found.
 
-    Rank 0 looks, all ranks call it. Raises ConfigError, on all ranks, where the range can't be known, or where no image
-    has `in_chans` channels.
+    The numbers are those of `earlier` where it has any. Rank 0 looks at the images; all ranks call it. Raises
+    ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels.
     """
     found: Any = None
     with distributed.together():
         if distributed.rank() == 0:
-            sample = look_at_values(sources)
-            if in_chans is not None:
-                _check_channels(sample, in_chans)
-            found = sample.choose(), str(sample) if sample.deep else ""
-    chosen: tuple[ValueRange | None, str] = distributed.gather_objects(found)[0]
-    return chosen
+            _check_channels(recipe, source)
+            known = recipe.data.known_range or earlier()
+            found = (known, "") if known else find_value_range([source])
+    chosen, words = distributed.gather_objects(found)[0]
+    data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
+    return recipe.model_copy(update={"data": data}), words
 
 
-def _check_channels(sample: Sample, in_chans: int) -> None:
-    if sample.channels and in_chans not in sample.channels:
-        there = " or ".join(map(str, sorted(sample.channels)))
+def find_value_range(sources: Sequence[Source]) -> tuple[ValueRange | None, str]:
+    """The range for the deep images of `sources`, and what was found in words; None and "" where there are none.
+
+    Raises ConfigError where the range can't be known.
+    """
+    sample = look_at_values(sources)
+    chosen = sample.choose()
+    return chosen, f"{sample}; data.value_range {range_text(chosen)}, 8-bit images 0,255" if chosen else ""
+
+
+def _check_channels(recipe: Recipe, source: Source) -> None:
+    """Of a source without files a few images are loaded."""
+    wanted, is_files = recipe.model.in_chans, hasattr(source, "read")
+    sample = Sample()
+    if not is_files:
+        sample.add(source, _spread(range(len(source)), _FIRST))
+    channels = {3} if is_files else sample.channels
+    if channels and wanted not in channels:
+        there = " or ".join(map(str, sorted(channels)))
         raise ConfigError(
-            f"model.in_chans is {in_chans}, and the images have {there} channels (files are read as RGB): give "
-            f"--model.in_chans {min(sample.channels)}, or a data.source class whose images have {in_chans}"
+            f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
+            f"{': files are read as RGB' if is_files else ''}; set --model.in_chans {min(channels)}"
+            f"{f', or write a data.source module:Class whose images have {wanted}' if is_files else ''}"
         )
 
 

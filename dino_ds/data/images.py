@@ -55,7 +55,7 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
         bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, 8)
         return max(bits if isinstance(bits, tuple) else (bits,)) > 8
     if image.format == "PPM":
-        return any(tile.codec_name.startswith("ppm") and tile.args[1] > 255 for tile in image.tile)
+        return any(isinstance(tile.args, tuple) and int(tile.args[1]) > 255 for tile in image.tile)
     return image.format == "JPEG2000" and _jpeg2000_bits(data) > 8
 
 
