@@ -28,6 +28,7 @@ from dino_ds.config.ds_config import DsConfig, load_ds_config
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
@@ -161,7 +162,10 @@ def _build(
     with distributed.together():
         folder = RunFolder(path, recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
+    recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    folder.recipe = recipe
     run = Run(recipe, config, source, folder)
+    run.notes[:0] = [found] if found else []
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
     run.open_folder()
