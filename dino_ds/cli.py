@@ -26,6 +26,7 @@ from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
+from dino_ds.options.elsewhere import command_elsewhere
 from dino_ds.options.flags import Flags, check_required, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
-        if {"-h", "--help"} & set(words):
-            print(help_text(words))
-        elif words == ["--version"]:
+        if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
+            print(help_text(words[1:] if words[:1] == ["help"] else words))
+        elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
             _dispatch(words)
@@ -99,9 +100,13 @@ def _dispatch(words: list[str]) -> None:
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
     if command is TRAIN:
+        from dino_ds.data.own_files import check_root
+
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
-        # Before the slow imports: a second job should not take half a minute to end.
+        # Before the slow imports: what can't start should not take half a minute to say so.
+        if files["recipe"].data.source == "folder":
+            check_root(files["recipe"].data.root)
         RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
     def call(**given: Any) -> None:
@@ -112,14 +117,14 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    there = f"there is {', '.join(COMMANDS)}"
     if not words or words[0].startswith("-"):
-        return f"no command is given: {there} (dino-ds --help)"
+        return "no command is given: dino-ds train, for example; dino-ds --help lists all"
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
         return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
-    return f"{words[0]!r} is not a command: {there}.{did_you_mean(words[0], COMMANDS)}"
+    answer = command_elsewhere(words[0])
+    return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -25,9 +25,10 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig, load_ds_config
-from dino_ds.config.flat import flat_values
+from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
@@ -161,7 +162,10 @@ def _build(
     with distributed.together():
         folder = RunFolder(path, recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
+    recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    folder.recipe = recipe
     run = Run(recipe, config, source, folder)
+    run.notes[:0] = [found] if found else []
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
     run.open_folder()
@@ -183,6 +187,8 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) 
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)
+    for name in lengths_without_unit(run.recipe):
+        log.say(f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'")
     for text in (*config.notes, *getattr(run.source, "notes", ()), *run.notes, *filter(None, [note])):
         log.say(f"note     {text}")
     if run.folder.resume:

@@ -18,7 +18,7 @@ import hjson
 from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
-from dino_ds.names import missing_file
+from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -65,15 +65,22 @@ class DsConfig:
 
 
 def find_ds_config(path: str) -> str:
-    """`path` as given, or a shipped one, ds_configs/NAME.json. Raises ConfigError with the nearest file name."""
+    """`path` as given, or a shipped one: [ds_configs/]NAME[.json]. Raises ConfigError with the nearest file name."""
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
-    shipped = _SHIPPED / path
-    for candidate in (Path(path), shipped):
-        if is_file(str(candidate)):
-            return str(candidate)
-    is_shipped = not Path(path).parent.is_dir() and shipped.parent.is_dir()
-    raise ConfigError(missing_file(str(shipped) if is_shipped else path, (".json", ".hjson")))
+    if is_file(path):
+        return path
+    wanted = [path] if path.endswith((".json", ".hjson")) else [path, f"{path}.json"]
+    folders = [_SHIPPED, _SHIPPED / "ds_configs", _SHIPPED / "ds_configs" / "tiers"]
+    for shipped in (folder / name for name in wanted for folder in folders):
+        if is_file(str(shipped)):
+            return str(shipped)
+    if Path(path).name == path and not nearest(path, [file.name for file in Path().glob("*json")], cutoff=0.7):
+        names = sorted(file.stem for file in (_SHIPPED / "ds_configs").glob("*.json"))
+        near = did_you_mean(path.removesuffix(".json"), names)
+        raise ConfigError(f"--ds_config {path} is neither a file nor a shipped one: there is {', '.join(names)}.{near}")
+    is_shipped = not Path(path).parent.is_dir() and (_SHIPPED / path).parent.is_dir()
+    raise ConfigError(missing_file(str(_SHIPPED / path if is_shipped else path), (".json", ".hjson")))
 
 
 def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:

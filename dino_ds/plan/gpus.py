@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean
+from dino_ds.names import did_you_mean, suggestion
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def find_gpu(name: str) -> Gpu:
     """By its name here. Raises ConfigError with the nearest ones."""
     if name not in GPUS:
         known = f"there is {', '.join(GPUS)}, or give --memory_gib"
-        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{did_you_mean(name, GPUS)}")
+        inside = suggestion([gpu for gpu in GPUS if name.lower() in gpu][:3]) if len(name) > 1 else ""
+        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{inside or did_you_mean(name, GPUS)}")
     return GPUS[name]
 
 
