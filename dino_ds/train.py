@@ -88,7 +88,7 @@ def train(
                 run, log, last_step = _build(recipe, start.config, path, max_steps, resume, allow_change)
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
-                    if ds_overrides is not None:
+                    if start.path != start.why:
                         log.say(f"chosen   {start}")
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
             finally:

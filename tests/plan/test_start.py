@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from dino_ds import cli, distributed, train
@@ -16,6 +17,7 @@ from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_d
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.errors import ConfigError
+from dino_ds.measure import machine as measured
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.plan.fit import FILLED, fit
@@ -95,6 +97,13 @@ def test_the_host_s_memory_counts_too():
         check_fits(recipe, start, cpu)
     with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
         check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "30000000"}), cpu)
+
+
+@pytest.mark.parametrize(("limit", "gib"), [(str(2**28), 0.25), ("max", None)])
+def test_a_container_has_what_its_limit_says(limit, gib, monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(measured, "_CONTAINER_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    assert measured.host_memory_gib()[0] == (gib or psutil.virtual_memory().total / 2**30)
 
 
 def test_the_smallest_card_decides():
