@@ -30,6 +30,7 @@ from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
+from dino_ds.errors import UserError
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -71,12 +72,19 @@ def train(
                 init_distributed()
                 note = _take(lock, heartbeats)
                 dog.beat.list_in_folder()
-                run, log, last_step, memory = _build(recipe, ds, ds_path, path, max_steps, resume, allow_change)
+                try:
+                    run, log, last_step, memory = _build(recipe, ds, ds_path, path, max_steps, resume, allow_change)
+                except UserError:  # of all ranks
+                    if lock.guards_a_run:
+                        dog.beat.unlist()
+                    raise
+                if rank == 0:
+                    heartbeats.forget_earlier()
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
             finally:
-                _give_back(lock, heartbeats)
+                _give_back(lock, heartbeats, dog.beat.listed)
 
 
 def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
@@ -89,10 +97,13 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     return note
 
 
-def _give_back(lock: RunLock, heartbeats: Heartbeats) -> None:
+def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
+    """`listed` is False for a start that was refused: it leaves no trace in a run."""
     if distributed.rank() == 0:
-        if not lock.guards_a_run:
+        if heartbeats.prepared and not lock.guards_a_run:
             heartbeats.remove()
+        elif heartbeats.prepared and not listed:
+            heartbeats.bring_back_earlier()
         lock.release()
 
 

@@ -58,6 +58,10 @@ class Beat:
         """From now on the watcher may write this rank's heartbeat into the run folder."""
         self._words[_LISTED] = 1
 
+    def unlist(self) -> None:
+        """From now on it may not: this start was refused, and the run in the folder is another start's."""
+        self._words[_LISTED] = 0
+
     def leave(self) -> None:
         """The rank has no more need of its watcher."""
         self._words[_LEFT] = 1

@@ -12,7 +12,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints, Choice
-from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import SaveCost, Saving
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.loading import change_recipe
@@ -20,6 +20,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
 from dino_ds.data.feed import Feed
+from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
@@ -36,6 +37,7 @@ from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
 from dino_ds.training.build import build_network, build_schedules, build_zeros
+from dino_ds.training.other_images import OtherImages
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.step import DinoStep
 
@@ -55,9 +57,11 @@ class Run:
         keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
         self.album = Album.build(recipe, source, self.epoch_steps, folder.path / "pictures")
         self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
-        choice = self._choose()
-        folder.take_id(choice.saved.manifest if choice.saved else None)
         _check_same_images(source)
+        self._images = _describe_images(source, recipe.data.root)
+        images = OtherImages(recipe, self._images, folder.allows_other_images)
+        choice = self._choose(images)
+        folder.take_id(choice.saved.manifest if choice.saved else None)
         self.crops = MultiCrop(**recipe.crops.model_dump())
         # Weights of a checkpoint take the place of others, whose file may be gone.
         begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
@@ -71,13 +75,18 @@ class Run:
             self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
-            self.notes += folder.notes_on(choice.saved.manifest)
+            self.notes += [*folder.notes_on(choice.saved.manifest), *images.notes(choice.saved.manifest)]
 
-    def _choose(self) -> Choice:
+    def _choose(self, images: OtherImages) -> Choice:
         folder = self.folder
         if not folder.resume:
             return Choice(None, [])
-        choice = self._checkpoints.choose(folder.wanted_step, folder.run_id, folder.check_settings)
+
+        def accept(manifest: Manifest) -> None:
+            folder.check_settings(manifest)
+            images.check(manifest)
+
+        choice = self._checkpoints.choose(folder.wanted_step, folder.run_id, accept)
         if choice.saved is None and not folder.may_start_anew:
             raise CheckpointError(
                 f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
@@ -143,7 +152,12 @@ class Run:
             "bad_images": sorted(self.bad_images),
             "knn": self.watch.state_dict() if self.watch else {},
         }
-        manifest = {**self.folder.description(), "step": step.applied_steps, "state": state}
+        manifest = {
+            **self.folder.description(),
+            "step": step.applied_steps,
+            "state": state,
+            "images": self._images.to_json(),
+        }
         return _text(self._saving.save(part.tensors, part.layout, whole, manifest, wait))
 
     def look_at_save(self) -> str | None:
@@ -267,3 +281,10 @@ def _check_same_images(source: Source) -> None:
                 f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
                 "data.root must hold the same files on all machines"
             )
+
+
+def _describe_images(source: Source, root: str | None) -> ImageSet:
+    """Rank 0 looks at the names of all images; the same on all ranks."""
+    mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
+    found: ImageSet = distributed.gather_objects(mine)[0]
+    return found

@@ -24,6 +24,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.names import did_you_mean
+from dino_ds.training.other_images import IMAGES
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -77,13 +78,17 @@ class RunFolder:
             return set()
         if resume is False:
             raise ConfigError(f"--allow_change {keys} acts only with --resume: there is nothing to change yet")
-        known = self._learned()
+        known = {*self._learned(), IMAGES}
         allowed = {key.strip() for key in keys.split(",")}
-        for key in sorted(allowed - known.keys()):
+        for key in sorted(allowed - known):
             free = _is_free(key) and key in flat_values(self.recipe)
             what = "it may change freely, leave it out" if free else "it is no key of the recipe"
             raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
+
+    @property
+    def allows_other_images(self) -> bool:
+        return IMAGES in self._allowed
 
     def agree(self) -> None:
         """All ranks take the folder as rank 0 has found it; every rank must call it."""
