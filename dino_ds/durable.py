@@ -50,6 +50,19 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def append_whole(descriptor: int, content: bytes) -> None:
+    """All of `content` at the end of a file that is open for appending, or nothing of it. Raises OSError."""
+    size, written = os.fstat(descriptor).st_size, 0
+    try:
+        while written < len(content):  # a disk that gets full takes a part
+            written += os.write(descriptor, content[written:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_size == size + written:  # nobody else has appended since
+                os.ftruncate(descriptor, size)
+        raise
+
+
 def discard(path: Path) -> None:
     """Whatever lies there goes: a file, a folder with all that is in it, a link. Raises nothing."""
     with contextlib.suppress(OSError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 EXIT_CODES = {
     0: "done",
     1: "a bug of dino_ds: please report it, with the traceback",
@@ -16,6 +18,8 @@ EXIT_CODES = {
 STOPPED = 75
 INTERRUPTED = 130
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError: the disk is full, or the user's part of it."""
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
@@ -53,6 +57,11 @@ class StorageError(UserError):
     """The disk is full or can't be written to (exit code 5)."""
 
     exit_code = 5
+
+
+def unwritable(what: object, error: OSError) -> StorageError:
+    """The StorageError for `what` that could not be written."""
+    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --run_dir")
 
 
 class PeerError(UserError):

@@ -30,7 +30,7 @@ from dino_ds.costs.memory import Memory, count_parameters, estimate_memory
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import UserError
+from dino_ds.errors import UserError, unwritable
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -93,7 +93,10 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     with distributed.together():
         if distributed.rank() == 0:
             note = lock.acquire()
-            heartbeats.prepare()
+            try:
+                heartbeats.prepare()
+            except OSError as error:
+                raise unwritable(f"run folder {lock.run_dir}", error) from None
     return note
 
 
@@ -127,8 +130,13 @@ def _build(
     run = Run(recipe, config, source, folder)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
-    run.open_folder()
-    return run, RunLog(folder.path, run.step.applied_steps, last_step), last_step, memory
+    run.open_folder(last_step)
+    with distributed.together():
+        try:
+            log = RunLog(folder.path, run.step.applied_steps, last_step)
+        except OSError as error:
+            raise unwritable(error.filename or folder.path, error) from None
+    return run, log, last_step, memory
 
 
 def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) -> None:

@@ -60,7 +60,7 @@ class ImageSet:
             return None
 
     def changes(self, now: ImageSet) -> str:
-        """What is different in `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" if nothing."""
+        """What differs in `now`: "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" if nothing."""
         if self == now:
             return ""
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"

@@ -9,7 +9,7 @@ from dino_ds.ranges import PARTS
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
-WISHES = ("", "the stop file", "the end of the launcher")
+WISHES = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
 """Why a watcher wants its rank to stop."""
 
 _BYTES = 4096

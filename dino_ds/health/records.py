@@ -74,7 +74,11 @@ class Heartbeats:
         discard(self._before)
         with contextlib.suppress(FileNotFoundError):
             self.folder.rename(self._before)
-        self.folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError:
+            self.bring_back_earlier()
+            raise
         self.prepared = True
 
     def forget_earlier(self) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
+from pathlib import Path
 
+from dino_ds import distributed
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.image_set import ImageSet
-from dino_ds.errors import CheckpointError
+from dino_ds.data.sources import Source
+from dino_ds.errors import CheckpointError, DataError
+from dino_ds.evals.features import spread_indices
 from dino_ds.schedules import Schedules
 from dino_ds.training.build import build_schedules
 
@@ -70,3 +75,26 @@ def _moved(old: Schedules, new: Schedules, step: int) -> str:
         values = [f"{name.replace('_', ' ')} {before[name]:.4g} -> {after[name]:.4g}" for name in differ]
         parts.append(f"at step {first} {', '.join(values)}")
     return "; ".join(parts)
+
+
+def _check_same_images(source: Source) -> None:
+    """Ranks that count other images would train apart and wait for each other for ever.
+
+    Raises DataError on all ranks. Looks at the number of images and at some of their names.
+    """
+    names = "".join(Path(source.name(i)).name for i in spread_indices(len(source), 1000))
+    found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
+    for other, images in enumerate(found):
+        if images != found[0]:
+            raise DataError(
+                f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
+                "data.root must hold the same files on all machines"
+            )
+
+
+def describe_images(source: Source, root: str | None) -> ImageSet:
+    """Rank 0 looks at the names of all images; the same on all ranks. Raises DataError where a rank has others."""
+    _check_same_images(source)
+    mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
+    found: ImageSet = distributed.gather_objects(mine)[0]
+    return found

@@ -71,7 +71,7 @@ def test_large_sets_are_compared_by_the_same_part_of_both():
 
 
 def test_it_comes_back_from_json_and_from_nothing_else():
-    old = _set(_numbered(0, 9), {name: 7 for name in _numbered(0, 9)})
+    old = _set(_numbered(0, 9), dict.fromkeys(_numbered(0, 9), 7))
     saved = json.loads(json.dumps(old.to_json()))
     assert ImageSet.from_json(saved) == old
     for wrong in (None, {}, {**saved, "sample": "ab"}, {**saved, "sample": 3}, {**saved, "count": "many"}, [], "x"):
