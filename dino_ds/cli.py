@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
+from dino_ds.architectures import FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
@@ -85,6 +86,10 @@ def _dispatch(words: list[str]) -> None:
         adopt_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
+        from dino_ds.weights.start import as_source
+
+        files["recipe"] = as_source(files["recipe"], flags.get("run_dir"))
     if command is TRAIN:
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
