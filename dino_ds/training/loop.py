@@ -178,7 +178,7 @@ class Loop:
 
     def _settle_interval(self) -> None:
         cost = self._run.save_cost()
-        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
