@@ -99,8 +99,8 @@ class EncodedImage:
             self._image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = self._image.size
             _check_size(width, height, name, max_pixels)
-            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
             self.deep = is_deep(self._image, data)
+            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
         self._upright = _UPRIGHT.get(orientation)
         lies = self._upright is not None and orientation >= 5
         self.width, self.height = (height, width) if lies else (width, height)
