@@ -49,10 +49,13 @@ class Sample:
         """None where all are of 8 bits. Raises ConfigError where nothing says which values are black and white."""
         if not self.deep:
             return None
-        if self.low >= 0 and self.high <= _FULL_SCALES[-1] and all(name.startswith("uint") for name in self.types):
+        kinds = {name.rstrip("0123456789") for name in self.types}
+        if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
             return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
-        if self.low >= 0 and self.high <= 255 and all(name.startswith("float") for name in self.types):
-            return 0.0, 1.0 if self.high <= 1 else 255.0
+        if kinds == {"float"} and self.low >= 0 and self.high <= 1:
+            return 0.0, 1.0
+        if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
+            return 0.0, 255.0
         raise ConfigError(
             f"{self}; which of them are black and white is not known: give --data.value_range "
             f"{range_text(self.measured)}, or wider where other images go beyond"
