@@ -156,7 +156,7 @@ class MultiCropDataset(Dataset[Batch | DataError]):
     def _open(self, index: int) -> _Opened:
         try:
             image = open_image(self._source, index, self._max_pixels, self._range)
-        except (UnreadableImage, DataError):
+        except (UnreadableImage, DataError, MemoryError):
             raise
         except Exception as error:
             raise DataError(

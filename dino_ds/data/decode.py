@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 50_000_000
 """Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION = 0x0112
+_LITTLE = 64 * 2**20
 _UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -135,6 +136,10 @@ class EncodedImage:
             raise
         except Image.UnidentifiedImageError:
             raise UnreadableImage(self._name, "not an image") from None
+        except MemoryError:
+            # An image too large for a decoder is the image's fault; where little is left either, nothing can go on.
+            bytearray(_LITTLE)
+            raise UnreadableImage(self._name, "too large for the memory") from None
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
             reason = str(error).partition("\n")[0]
             raise UnreadableImage(self._name, reason or type(error).__name__) from error
