@@ -64,6 +64,12 @@ def open_image(
     return DecodedImage(np.array(source.load(index)), source.name(index), max_pixels, value_range)
 
 
+def is_deep_file(data: bytes) -> bool:
+    """Whether an image file has more than 8 bits a channel, by its header alone. Raises what Pillow does."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return is_deep(image, data)
+
+
 class DecodedImage:
     """Pixels (h, w) or (h, w, c) of a source that has no files; the interface of EncodedImage."""
 

@@ -16,7 +16,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import MultiCropDataset, augmented_views
 from dino_ds.data.cropping import resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image
-from dino_ds.data.find_range import Sample, find_value_range, look_at_values, with_value_range
+from dino_ds.data.find_range import Sample, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, Augmentation, EvalCrop, MultiCrop, RandomCrop
@@ -270,10 +270,10 @@ def test_a_file_beyond_the_range_is_named():
 def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, chosen):
     sample = Sample(images=64, deep=64, types=set(types.split()), low=low, high=high)
     if isinstance(chosen, tuple):
-        assert sample.choose() == chosen
+        assert sample.decide()[0] == chosen
         return
     with pytest.raises(ConfigError) as refused:
-        sample.choose()
+        sample.decide()
     said = f"64 of 64 images looked at are deeper than 8 bits: {types.replace(' ', ' and ')}, values {low} to {high}"
     assert str(refused.value).startswith(said) and f"give --data.value_range {chosen}, or wider" in str(refused.value)
     given = load_recipe(None, {"data.value_range": chosen}).data.known_range
@@ -283,8 +283,7 @@ def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, ch
 def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.JPG").write_bytes(b"never read")
-    assert look_at_values([ImageFolder(str(tmp_path))]) == Sample()
-    assert find_value_range([ImageFolder(str(tmp_path))]) == (None, "")
+    assert look_at_values([ImageFolder(str(tmp_path))]) == Sample() and Sample().decide() == (None, "")
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):
@@ -293,7 +292,7 @@ def test_a_few_deep_files_among_many_are_found(tmp_path):
     (tmp_path / "deep.png").write_bytes(png16(GREY % 1000))
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "nan.tif").write_bytes(tiff(FLOAT * np.nan))
-    chosen, words = find_value_range([ImageFolder(str(tmp_path))])
+    chosen, words = look_at_values([ImageFolder(str(tmp_path))]).decide()
     assert chosen == (0, 1023)
     high = (GREY % 1000).max()
     assert words.startswith("1 of 1 images looked at are deeper than 8 bits: uint16, values ") and str(high) in words
