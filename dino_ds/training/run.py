@@ -233,7 +233,7 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
     """
     data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
     with distributed.together():
-        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment), data.workers)
+        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment, data.is_deep), data.workers)
     loader = build_loader(
         source,
         crops,
@@ -248,6 +248,7 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         max_pixels=data.max_pixels,
         channels=channels,
         device=where,
+        value_range=data.known_range,
         # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
         patience=recipe.hang_seconds / 3 or None,
     )

@@ -20,7 +20,7 @@ from dino_ds.architectures import Architecture
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
-from dino_ds.config.loading import dump_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
@@ -99,6 +99,13 @@ class RunFolder:
             what = "it may change freely, leave it out" if free else "it is no key of the recipe"
             raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
+
+    def earlier_value_range(self) -> tuple[float, float] | None:
+        """The data.value_range that the run to be resumed has found at its start."""
+        try:
+            return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
+        except ConfigError:
+            return None
 
     @property
     def allows_other_images(self) -> bool:
@@ -182,7 +189,9 @@ class RunFolder:
             )
 
     def _changed(self, saved: Manifest) -> dict[str, str]:
-        old, new = _learned(saved.recipe, saved.gradient_clipping), self._learned()
+        # A run from before this option has taken images as auto does where they are of 8 bits.
+        old = {"data.value_range": "auto", **_learned(saved.recipe, saved.gradient_clipping)}
+        new = self._learned()
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
 
@@ -200,7 +209,9 @@ class RunFolder:
         name, arguments = arch.timm_model(self.recipe.model.backbone)
         arguments |= {"img_size": self.recipe.crops.global_size, "num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        known = self.recipe.data.known_range
         return {
+            **({"value_range": list(known)} if known else {}),
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
             "timm_name": name,
