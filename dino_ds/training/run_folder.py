@@ -8,7 +8,6 @@ import json
 import platform
 import re
 import secrets
-import stat
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -22,10 +21,11 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.durable import discard, replace_file, why_not_writable
+from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
 from dino_ds.training.other_images import IMAGES
+from dino_ds.training.own_files import check_kinds, clear_leftovers
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -42,18 +42,6 @@ _FREE = (
     "data.download",
     "data.max_bad_fraction",
 )
-_FILES = (
-    "config.yaml",
-    "ds_config.json",
-    "environment.json",
-    "metrics.jsonl",
-    "log.txt",
-    "teacher.safetensors",
-    "teacher.json",
-    "evaluations.json",
-    "bad_batches.jsonl",
-)
-_FOLDERS = ("checkpoints", "tensorboard", "pictures")
 _SECONDS_TO_SEE = 40.0
 _PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 
@@ -83,7 +71,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
-        _check_kinds(path)
+        check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
             raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
@@ -146,8 +134,7 @@ class RunFolder:
 
     def _write_files(self) -> None:
         about = {"run_id": self.run_id, **_environment()}
-        for name in _FILES:
-            discard(self.path / f"{name}.tmp")  # of a process that was killed
+        clear_leftovers(self.path)
         try:
             replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
             replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
@@ -222,19 +209,6 @@ class RunFolder:
             "architecture": dataclasses.asdict(arch),
             "versions": versions(),
         }
-
-
-def _check_kinds(path: Path) -> None:
-    """Raises ConfigError where a folder is in the way of a file, or something else in that of a folder."""
-    for name in (*_FILES, *_FOLDERS):
-        try:
-            mode = (path / name).stat().st_mode
-        except OSError:
-            continue  # not there
-        if stat.S_ISDIR(mode) != (name in _FOLDERS) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-            wanted = "a folder" if name in _FOLDERS else "a file"
-            found = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a pipe or device"
-            raise ConfigError(f"{path / name} is {found} where a run has {wanted}: remove or rename it")
 
 
 def _comes_to_be_seen(path: Path) -> bool:
