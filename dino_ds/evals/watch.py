@@ -78,6 +78,7 @@ class Watch:
             images=settings.bank_images,
             test_images=settings.test_images,
             workers=data.workers,
+            value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         return cls(names, every, train, test, how, recipe.crops.global_size)
@@ -180,9 +181,9 @@ class Watch:
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %): it has learned "
-            "nothing of use yet; train longer (--length), on more images, with smaller patches (--model.patch_size), or "
-            "images of 32 to 64 pixels with --crops.augment low_res"
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %): it has "
+            "learned nothing of use yet; train longer (--length), on more images, with smaller patches "
+            "(--model.patch_size), or images of 32 to 64 pixels with --crops.augment low_res"
         )
 
     def state_dict(self) -> dict[str, Any]:
