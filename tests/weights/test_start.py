@@ -141,7 +141,12 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_call", lambda command, values: seen.append(values["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}", "--ds_config=ds_configs/zero0_fp32.json"]
+    words = [
+        "train",
+        f"--data.root={tmp_path}",
+        f"--run_dir={tmp_path / 'run'}",
+        "--ds_config=ds_configs/zero0_fp32.json",
+    ]
     words += [f"--model.init_from={source}", "--model.backbone=from_source"]
     cli.main(words)
     assert seen[0].model.architecture() == ModelSection(patch_size=8, width=192, depth=3, heads=3).architecture()
