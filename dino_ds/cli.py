@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,16 +177,23 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 def _call(command: Command, values: dict[str, Any]) -> None:
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command.check is not None:
+        _function(command.check)(**values)
     if command.loads_torch:
         check_torchvision()
-    module, _, function = command.runs.partition(":")
-    getattr(importlib.import_module(module), function)(**values)
+    _function(command.runs)(**values)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
         faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
         leave()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _function(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:

@@ -247,3 +247,5 @@ class Loop:
         self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")
+            if warning := run.watch.warning():
+                self._log.say(f"warning  {warning}")
