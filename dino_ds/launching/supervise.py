@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
@@ -120,12 +121,16 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
 
 def _in_use(run_dir: Path) -> str:
-    """By whom; "" where the folder is free."""
-    try:
-        RunLock(run_dir).check_free(0)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    """By whom; "" where the folder is free, or the disk does not answer: the run itself will say so."""
+
+    def look() -> str:
+        try:
+            RunLock(run_dir).check_free(0)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return Disk().run(look, "")
 
 
 @contextmanager
