@@ -165,7 +165,7 @@ def describe_death(rank: int, how: str, step: int, where: str) -> str:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """ "last complete checkpoint: step 500 in RUN/checkpoints", that there is none, or that the disk does not answer."""
+    """ "last complete checkpoint: step 500 in RUN/checkpoints", or why that can't be said."""
 
     def look() -> str:
         folder = run_dir / "checkpoints"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import psutil
 
 from tests.faults import inject, scene
 from tests.faults.inject import act, at_once, at_step, in_save, loss_times
@@ -70,6 +73,21 @@ def _stop_file(job: Job, place: Scene) -> None:
     (place.run / "stop").touch()
 
 
+def _fifo_at_latest(job: Job, place: Scene) -> None:
+    """Whoever opens it waits for ever."""
+    job.wait_for_steps(place.run, 7)
+    (place.run / "checkpoints/latest").unlink()
+    os.mkfifo(place.run / "checkpoints/latest")
+
+
+def _freeze_disk(job: Job, place: Scene) -> None:
+    """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
+    job.wait_for_steps(place.run, 7)
+    scene.freeze(place)
+    job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
+    scene.thaw(place)
+
+
 def _empty_images(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
     job.mark()
@@ -110,6 +128,14 @@ PROCESSES = [
     _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
     _hangs("rank 1 holds Python's lock", "a call into C that never returns", 1, inject.hold_gil),
     _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
+    Kind(
+        "rank 1 frozen, `latest` never answers", "SIGSTOP in step 8; `latest` is a FIFO", (6, 6), "does not answer",
+        at_step(8, (1,), inject.freeze), _fifo_at_latest, scene.latest_back, changes=QUICK,
+    ),
+    Kind(
+        "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
+        at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
+    ),
     Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
     Kind(
         "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
