@@ -22,10 +22,11 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
+from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
+from dino_ds.options.elsewhere import command_elsewhere
 from dino_ds.options.flags import Flags, check_required, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
-        if {"-h", "--help"} & set(words):
-            print(help_text(words))
-        elif words == ["--version"]:
+        if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
+            print(help_text(words[1:] if words[:1] == ["help"] else words))
+        elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
             _dispatch(words)
@@ -63,8 +64,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
             os.kill(os.getpid(), signal.SIGPIPE)
+        if is_out_of_memory(error):
+            if debug:
+                traceback.print_exc()
+            _say_error(_memory_text(error), said_by_me=True)
+            _exit(OutOfMemory.exit_code)
         _say_bug(error, words, debug)
         _exit(1)
+
+
+def _memory_text(error: Exception) -> str:
+    """Of a command that has no better explanation than the allocator's."""
+    from dino_ds.engine.device import free_memory
+
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
 
 
 def _nobody_reads() -> bool:
@@ -86,9 +100,13 @@ def _dispatch(words: list[str]) -> None:
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
     if command is TRAIN:
+        from dino_ds.data.own_files import check_root
+
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
-        # Before the slow imports: a second job should not take half a minute to end.
+        # Before the slow imports: what can't start should not take half a minute to say so.
+        if files["recipe"].data.source == "folder":
+            check_root(files["recipe"].data.root)
         RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
     def call(**given: Any) -> None:
@@ -99,14 +117,14 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    there = f"there is {', '.join(COMMANDS)}"
     if not words or words[0].startswith("-"):
-        return f"no command is given: {there} (dino-ds --help)"
+        return "no command is given: dino-ds train, for example; dino-ds --help lists all"
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
         return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
-    return f"{words[0]!r} is not a command: {there}.{did_you_mean(words[0], COMMANDS)}"
+    answer = command_elsewhere(words[0])
+    return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,6 +158,8 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    if command.ds_shown:
+        files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
     if command is TRAIN:
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
     if flags.train is not None:

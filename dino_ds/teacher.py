@@ -118,16 +118,15 @@ def _low_precision_copy(
 
     Autocast casts these matrices and no others, so the results are the same.
     """
-    running = copy.deepcopy(network)
+    running = copy.deepcopy(network, {id(p): p for p in network.parameters()})  # the parameters themselves are shared
     copies, originals = [], []
-    for mine, theirs in zip(running.modules(), network.modules(), strict=True):
+    for mine in running.modules():
         cast = isinstance(mine, (nn.Linear, nn.Conv2d))
-        for name, parameter in mine.named_parameters(recurse=False):
-            original = theirs.get_parameter(name).data
-            parameter.data = torch.empty_like(original, dtype=dtype) if cast else original
+        for name, parameter in list(mine.named_parameters(recurse=False)):
             if cast:
-                copies.append(parameter.data)
-                originals.append(original)
+                copies.append(torch.empty_like(parameter.data, dtype=dtype))
+                originals.append(parameter.data)
+                setattr(mine, name, nn.Parameter(copies[-1], requires_grad=False))
     return running, (copies, originals)
 
 

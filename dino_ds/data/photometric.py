@@ -101,9 +101,9 @@ def crops_per_plan(size: int, device: torch.device) -> int | None:
 
 
 def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
-    """uint8 crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
+    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
 
-    The plans follow each other: the first is for the first crops.
+    Crops are uint8, or float32 in [0, 1]. The plans follow each other: the first is for the first crops.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
@@ -120,7 +120,7 @@ def _augment(crops: Tensor, plan: Plan, x: Tensor) -> None:
     blends, *turns, sigmas, scale, offset = plan.values.split(sizes)
     if len(flips):
         crops = crops.index_copy(0, flips, crops[flips].flip(2))
-    torch.mul(crops.permute(0, 3, 1, 2), 1 / 255, out=x)
+    torch.mul(crops.permute(0, 3, 1, 2), 1 / 255 if crops.dtype == torch.uint8 else 1, out=x)
     for slot, coefficients in enumerate(blends.view(_SLOTS, 3, n, 1, 1, 1)):
         blend(x, *coefficients)
         _replace(x, hues[slot], shift_hue, turns[slot])

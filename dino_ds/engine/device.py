@@ -23,6 +23,18 @@ def fp16_supported() -> bool:
     return bool(get_accelerator().is_fp16_supported())
 
 
+def free_memory() -> str:
+    """What is left on this process's GPU and on the host, for people."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
+    if not torch.cuda.is_available():
+        return text
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
+
+
 def memory_gib() -> float:
     """Peak memory of this process: of the device where there is one, else the peak resident set."""
     if torch.cuda.is_available():

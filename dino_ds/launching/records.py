@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.health.disk import Disk
+from dino_ds.health.files import append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
 
 _WORKING = ("data", "step")
@@ -84,7 +85,6 @@ def append_record(path: Path, record: dict[str, object]) -> None:
 
     def append() -> None:
         if path.parent.is_dir():
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append_line(path, json.dumps(record))
 
     Disk().run(append, None)

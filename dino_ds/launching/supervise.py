@@ -37,7 +37,8 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
     SIGHUP make all ranks save and stop; a second signal ends everything at once. To be called by the main thread.
 
     Started again, with `--resume auto`: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what
-    a person must fix (2, 3), and bad numbers (4): the same images, weights and arithmetic would give them again.
+    a person must fix (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would
+    give them again.
     """
     with StopSignals() as signals, Guard() as guard, _adopted_orphans():
         words, restarts, failed_at = list(argv), 0, 0.0

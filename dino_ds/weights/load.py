@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_ds.architectures import Architecture
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.value_range import ValueRange, prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.fit import architecture_of, take_weights
@@ -28,7 +31,8 @@ class Backbone(nn.Module):
     `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
-    tensors under our names, empty where there is none; `notes` what of the source was not taken, for people.
+    tensors under our names, empty where there is none; `notes` what of the source was not taken, for people;
+    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none.
     """
 
     def __init__(
@@ -44,14 +48,23 @@ class Backbone(nn.Module):
         self.vit = vit.eval().requires_grad_(False)
         self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
+        self.value_range = _range_of(about)
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
-        """An image, or uint8 (h, w, c) of other channels than RGB -> (c, image_size, image_size).
+        """An image, or (h, w, c) of other channels than RGB -> (c, image_size, image_size).
 
-        Resized, cut to its centre and normalised, as for k-NN.
+        Resized, cut to its centre and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
+        limits they must not exceed. Raises ConfigError where the model knows no range.
         """
-        return self._crop(image.convert("RGB") if isinstance(image, Image.Image) else image)
+        try:
+            ready = prepared(image, self.value_range, "this image")
+        except UnreadableImage as error:
+            raise ConfigError(f"{error}: scale it to uint8 as the model's training images were") from None
+        if isinstance(ready, Image.Image):
+            return self._crop(ready.convert("RGB"))
+        grey = isinstance(image, Image.Image) and ready.shape[2] == 1
+        return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:
         """As `features`."""
@@ -146,6 +159,21 @@ def _described_by_us(weights: Weights) -> tuple[Architecture, int, str]:
     if not agree:
         raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or fix it")
     return arch, size, resizing
+
+
+def _range_of(about: dict[str, Any]) -> ValueRange | None:
+    """Raises CheckpointError for what is no range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has a value_range that is no range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
 
 
 def _visible(arch: Architecture) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError
 from dino_ds.names import MODEL_FORMS, did_you_mean
-from dino_ds.weights.hub import hub_or_cache
+from dino_ds.weights.hub import hub_or_cache, on_a_hub
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
@@ -58,7 +58,8 @@ def find_weights(place: str | Path) -> Weights:
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
-        raise CheckpointError(f"{place} does not exist; give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}")
+        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}"
+        raise CheckpointError(f"{place} does not exist; {near}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
