@@ -51,7 +51,8 @@ def _join(timeout: timedelta) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -62,7 +63,8 @@ def _join(timeout: timedelta) -> None:
             error.said_by_me = local == gpus  # the first of them; rank 0 knows of nothing
             raise error
         accelerator.set_device(local)
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 
 def leave() -> None:

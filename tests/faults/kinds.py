@@ -127,6 +127,14 @@ PROCESSES = [
         "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",
         at_once((1,), act(inject.leave, 7)), changes=QUICK, goes_on=False,
     ),
+    Kind(
+        "rank 1 is told a number out of range", "RANK=3 of WORLD_SIZE=2", (6, 2), "0 to 1 of WORLD_SIZE 2",
+        at_once((1,), inject.told(RANK="3")), changes=QUICK, goes_on=False,
+    ),
+    Kind(
+        "ranks disagree on how many they are", "WORLD_SIZE 2 and 4", (2, 2), "give all of them the same WORLD_SIZE",
+        at_once((1,), inject.told(WORLD_SIZE="4")), goes_on=False,
+    ),
     _hangs("rank 0 hangs", "it sleeps for ever in step 8", 0, inject.sleep),
     _hangs("rank 1 hangs", "it sleeps for ever in step 8", 1, inject.sleep),
     _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
