@@ -177,7 +177,7 @@ def own_disk(scene: Scene) -> None:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no file system can be mounted here: {error}")
-    scene.later.callback(subprocess.run, ["umount", str(disk)], check=True)
+    scene.later.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
     scene.later.callback(thaw, scene)
     scene.run = disk / "run"
 
