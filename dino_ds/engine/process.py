@@ -50,7 +50,8 @@ def _join(timeout: timedelta) -> None:
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -63,7 +64,8 @@ def _join(timeout: timedelta) -> None:
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
             _share_cores()  # an offloaded optimizer steps on the host
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 
 def _share_cores() -> None:
