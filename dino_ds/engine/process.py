@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dino_ds import distributed
+from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import ConfigError
 from dino_ds.ports import find_free_port
 
@@ -43,8 +44,7 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 @distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
-    import deepspeed
-
+    deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
@@ -83,8 +83,7 @@ def leave() -> None:
 
 
 def _quiet_deepspeed() -> None:
-    from deepspeed.utils import logger
-
+    logger = import_deepspeed().utils.logger
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
     logger.handlers.clear()
