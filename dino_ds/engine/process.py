@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dino_ds import distributed
+from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import ConfigError
 from dino_ds.ports import find_free_port
 
@@ -43,14 +44,14 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 @distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
-    import deepspeed
-
+    deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -63,7 +64,8 @@ def _join(timeout: timedelta) -> None:
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
             _share_cores()  # an offloaded optimizer steps on the host
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
 
 
 def _share_cores() -> None:
@@ -81,8 +83,7 @@ def leave() -> None:
 
 
 def _quiet_deepspeed() -> None:
-    from deepspeed.utils import logger
-
+    logger = import_deepspeed().utils.logger
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
     logger.handlers.clear()

@@ -60,7 +60,8 @@ class Album:
                 figures = draw_patches(model, *self._read(model.patch_size, device))
                 for name, figure in figures.items():
                     show(name, figure_tensor(figure, _DPI), step)
-                    folder.mkdir(parents=True, exist_ok=True)
+                    self._folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back
+                    folder.mkdir(exist_ok=True)
                     replace_file(folder / f"{name}.png", figure_png(figure, _DPI, palette=True))
         except Exception as error:  # a full disk, too little memory, a library: training is worth more than pictures
             return f"no pictures of step {step}: {error or type(error).__name__}; training goes on"
