@@ -96,7 +96,7 @@ def test_the_host_s_memory_counts_too():
     with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, and there are 24.0: add --ds"):
         check_fits(recipe, start, cpu)
     with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
-        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "30000000"}), cpu)
+        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
 
 
 @pytest.mark.parametrize(("limit", "gib"), [(str(2**28), 0.25), ("max", None)])
@@ -155,9 +155,9 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
 
 
 def test_what_is_too_large_leaves_no_folder(tmp_path):
-    """Prototypes for which no machine has the memory."""
+    """Logits for which no machine has the memory."""
     images = image_folder(tmp_path / "images")
-    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "1000000000"})
+    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "data.global_batch": "4096"})
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
 
 
