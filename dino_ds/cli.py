@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
+from dino_ds.architectures import FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
@@ -99,6 +100,10 @@ def _dispatch(words: list[str]) -> None:
         adopt_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
+        from dino_ds.weights.start import as_source
+
+        files["recipe"] = as_source(files["recipe"], flags.get("run_dir"))
     if command is TRAIN:
         from dino_ds.data.own_files import check_root
 
@@ -158,8 +163,9 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    if command is TRAIN:
+    if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
+    if command is TRAIN:
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
     if flags.train is not None:
         options, train_files = _collect(TRAIN, flags.train)

@@ -23,6 +23,8 @@ INTERRUPTED = 130
 _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError: the disk is full, or the user's part of it."""
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
@@ -60,6 +62,11 @@ class StorageError(UserError):
     """The disk is full or can't be written to (exit code 5)."""
 
     exit_code = 5
+
+
+def unwritable(what: object, error: OSError) -> StorageError:
+    """The StorageError for `what` that could not be written."""
+    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --run_dir")
 
 
 class PeerError(UserError):

@@ -28,9 +28,11 @@ from dino_ds.config.ds_config import DsConfig, load_ds_config
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
+from dino_ds.errors import UserError, unwritable
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -82,16 +84,23 @@ def train(
                 init_distributed()
                 note = _take(lock, heartbeats)
                 dog.beat.list_in_folder()
-                start, memory = _settle(recipe, (ds, ds_path, ds_overrides), path, resume, allow_oversize)
-                memory_guard.settle(recipe, start.config, memory.gib)
-                run, log, last_step = _build(recipe, start.config, path, max_steps, resume, allow_change)
+                try:
+                    start, memory = _settle(recipe, (ds, ds_path, ds_overrides), path, resume, allow_oversize)
+                    memory_guard.settle(recipe, start.config, memory.gib)
+                    run, log, last_step = _build(recipe, start.config, path, max_steps, resume, allow_change)
+                except UserError:  # of all ranks
+                    if lock.guards_a_run:
+                        dog.beat.unlist()
+                    raise
+                if rank == 0:
+                    heartbeats.forget_earlier()
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
                     if ds_overrides is not None:
                         log.say(f"chosen   {start}")
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
             finally:
-                _give_back(lock, heartbeats)
+                _give_back(lock, heartbeats, dog.beat.listed)
 
 
 def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
@@ -100,14 +109,20 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     with distributed.together():
         if distributed.rank() == 0:
             note = lock.acquire()
-            heartbeats.prepare()
+            try:
+                heartbeats.prepare()
+            except OSError as error:
+                raise unwritable(f"run folder {lock.run_dir}", error) from None
     return note
 
 
-def _give_back(lock: RunLock, heartbeats: Heartbeats) -> None:
+def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
+    """`listed` is False for a start that was refused: it leaves no trace in a run."""
     if distributed.rank() == 0:
-        if not lock.guards_a_run:
+        if heartbeats.prepared and not lock.guards_a_run:
             heartbeats.remove()
+        elif heartbeats.prepared and not listed:
+            heartbeats.bring_back_earlier()
         lock.release()
 
 
@@ -161,11 +176,19 @@ def _build(
     with distributed.together():
         folder = RunFolder(path, recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
+    recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    folder.recipe = recipe
     run = Run(recipe, config, source, folder)
+    run.notes[:0] = [found] if found else []
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
-    run.open_folder()
-    return run, RunLog(folder.path, run.step.applied_steps, last_step), last_step
+    run.open_folder(last_step)
+    with distributed.together():
+        try:
+            log = RunLog(folder.path, run.step.applied_steps, last_step)
+        except OSError as error:
+            raise unwritable(error.filename or folder.path, error) from None
+    return run, log, last_step
 
 
 def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) -> None:

@@ -28,7 +28,7 @@ from dino_ds.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
-from dino_ds.durable import put_in_place, replace_file, sync_folder
+from dino_ds.durable import discard, put_in_place, replace_file, sync_folder
 from dino_ds.errors import CheckpointError
 
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
@@ -127,11 +127,19 @@ class Checkpoints:
             replace_file(self.folder / "latest", step_name(step) + "\n")
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
+    def free_bytes(self) -> int:
+        """On the disk, with what `tidy` will give back."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        found = os.statvfs(place)
+        left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
+        return found.f_bavail * found.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
+
     def begin(self, step: int) -> Path:
         """Rank 0: an empty folder to write a checkpoint into. Raises OSError."""
         folder = self.writing_folder(step)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        discard(folder)
+        self.folder.mkdir(exist_ok=True)  # its parent is there: a run folder that was renamed must not come back
+        folder.mkdir()
         return folder
 
     def writing_folder(self, step: int) -> Path:

@@ -65,6 +65,17 @@ class Saving:
         self.copies = HostCopies()
         self.cost: SaveCost | None = None
 
+    def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
+        """Raises StorageError, on all ranks, where the disk has no room for one checkpoint and `more` bytes."""
+        total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
+        needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+        with distributed.together():
+            if distributed.rank() == 0 and needed > (free := self._checkpoints.free_bytes()):
+                raise StorageError(
+                    f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
+                    f"{self._checkpoints.folder.parent}: make room, or give another --run_dir"
+                )
+
     def save(
         self,
         tensors: Mapping[str, Tensor],

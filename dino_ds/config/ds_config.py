@@ -25,9 +25,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
-# At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
-# one bucket, a gigabyte, and nothing to overlap.
+# At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
+# Gradients of a small network come in so many buckets: while one is reduced, the backward pass fills the next.
+REDUCE_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def resolve_ds_config(
     notes = _drop_idle_sharding(raw, zero, precision, world_size)
     zero = raw["zero_optimization"]
     stage = int(zero["stage"])
-    _fill_zero(raw, zero, stage, min(parameters or BUCKET_ELEMENTS, BUCKET_ELEMENTS))
+    _fill_zero(raw, zero, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
@@ -247,12 +248,20 @@ def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: st
     return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
 
 
-def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int, bucket: int) -> None:
-    """Decide "auto" and the missing bucket sizes of the ZeRO section."""
-    sizes = {"reduce_bucket_size": (1, 2, 3), "allgather_bucket_size": (1, 2)}
-    for key, stages in sizes.items():
+def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], parameters: int | None, world_size: int) -> None:
+    """Decide "auto" and the missing bucket sizes of the ZeRO section, and whether anything can overlap."""
+    stage, weights = zero["stage"], parameters or REDUCE_BUCKETS * BUCKET_ELEMENTS
+    sizes = {
+        "reduce_bucket_size": ((1, 2, 3), -(-weights // REDUCE_BUCKETS)),
+        "allgather_bucket_size": ((1, 2), weights),
+    }
+    for key, (stages, size) in sizes.items():
         if stage in stages and zero.get(key, "auto") == "auto":
-            zero[key] = bucket
+            zero[key] = min(size, BUCKET_ELEMENTS)
+    # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
+    to_host = offloads_optimizer(zero) or zero.get("offload_param", {}).get("device", "none") != "none"
+    if world_size == 1 and stage and not to_host:
+        zero["overlap_comm"] = False
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]
     if offloads_optimizer(zero):

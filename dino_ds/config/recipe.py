@@ -16,41 +16,28 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
     field_validator,
     model_validator,
 )
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.config.fields import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    Fraction01,
+    LengthField,
+    NotNegative,
+    Positive,
+    SaveEvery,
+    ScaleRange,
+    ValueRangeField,
+    check_range,
+    positive,
+)
 from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, nearest
-
-
-def _parse_length(value: object) -> Length:
-    try:
-        return Length.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
-
-
-def _positive(length: Length) -> Length:
-    if length.value <= 0:
-        raise ValueError(f"'{length}' must be more than 0")
-    return length
-
-
-def _split_range(value: object) -> object:
-    """The command line gives "0.4,1" where YAML gives [0.4, 1]."""
-    return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
-
-
-def _check_range(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < value[0] <= value[1] <= 1:
-        raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
-    return value
-
 
 BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
 EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
@@ -70,18 +57,7 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
     return tuple(dict.fromkeys(words))
 
 
-LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
-SaveEvery = Annotated[
-    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
-]
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
-ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _field(default: Any, description: str) -> Any:
@@ -116,9 +92,23 @@ class DataSection(Section):
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
     )
     max_pixels: Count = _field(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
+    value_range: ValueRangeField = _field(
+        "auto",
+        "black and white of images deeper than 8 bits, such as 0,4095; auto = the bits that a sample of them uses",
+    )
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
+
+    @property
+    def known_range(self) -> tuple[float, float] | None:
+        """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
+        return None if self.value_range == "auto" else self.value_range
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether crops leave the loader as FP32, also those of 8-bit images."""
+        return self.known_range is not None
 
     @property
     def own_files(self) -> bool:
@@ -142,11 +132,11 @@ class CropsSection(Section):
         "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
     )
 
-    _ranges = field_validator("global_scale", "local_scale")(_check_range)
+    _ranges = field_validator("global_scale", "local_scale")(check_range)
 
 
 class ModelSection(Section):
-    backbone: str = _field("vit_small_patch16_224", "timm's name of the Vision Transformer")
+    backbone: str = _field("vit_small_patch16_224", "timm's name of the ViT; from_source = that of init_from's weights")
     patch_size: Count | None = _field(None, "pixels; none = the backbone's")
     width: Count | None = _field(None, "embedding dimension; none = the backbone's")
     depth: Count | None = _field(None, "blocks; none = the backbone's")
@@ -159,18 +149,15 @@ class ModelSection(Section):
     init_from: str | None = _field(
         None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
     )
-    freeze_backbone: LengthField = _field(
-        Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
-    )
+    freeze_backbone: LengthField = _field(Length(0, "steps"), "how long only the head is trained first; for init_from")
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
-        "dino",
-        "how local crops and init_from resize positions; dino is needed for DINO's released weights",
+        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
     )
 
     @field_validator("backbone")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in ARCHITECTURES:
+        if name not in (*ARCHITECTURES, FROM_SOURCE):
             kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
             near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
             raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
@@ -178,13 +165,16 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
-        arch = self.architecture()
-        if arch.width % arch.heads:
+        if self.backbone == FROM_SOURCE and self.init_from is None:
+            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        if self.backbone != FROM_SOURCE and (arch := self.architecture()).width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         return self
 
     def architecture(self) -> Architecture:
-        """The backbone's architecture with the overrides of this section."""
+        """The backbone's architecture with the overrides of this section. Raises ConfigError for from_source."""
+        if self.backbone == FROM_SOURCE:
+            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
@@ -262,7 +252,7 @@ class Recipe(Section):
     teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
 
-    _lengths = field_validator("length")(_positive)
+    _lengths = field_validator("length")(positive)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -274,7 +264,7 @@ class Recipe(Section):
         return self
 
     def _crop_problems(self) -> list[str]:
-        patch = self.model.architecture().patch_size
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().patch_size
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

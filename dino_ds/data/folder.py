@@ -52,6 +52,9 @@ class ImageFolder(ListedImages):
     def member(self, index: int) -> str:
         return self._names[index]
 
+    def file_bytes(self, index: int) -> int:
+        return os.stat(os.path.join(self._root, self._names[index])).st_size
+
 
 @dataclass(frozen=True)
 class _Folder:

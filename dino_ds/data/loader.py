@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.data.workers import (
     end_after_a_death,
     end_after_a_hang,
@@ -205,6 +206,7 @@ def build_loader(
     max_pixels: int | None = None,
     channels: int = 3,
     device: torch.device | None = None,
+    value_range: ValueRange | None = None,
     patience: float | None = None,
 ) -> Loader:
     """This rank's micro-batches from `start` on. workers None = automatic; the rest as for MultiCropDataset, device
@@ -215,7 +217,14 @@ def build_loader(
     sampler = ResumableSampler(len(source), seed, global_batch, micro_batch, rank, world_size, start)
     where = device or torch.device("cpu")
     dataset = MultiCropDataset(
-        source, multicrop, seed, augment=augment, max_pixels=max_pixels, channels=channels, device=where
+        source,
+        multicrop,
+        seed,
+        augment=augment,
+        max_pixels=max_pixels,
+        channels=channels,
+        device=where,
+        value_range=value_range,
     )
     return Loader(dataset, source, sampler, workers, patience)
 

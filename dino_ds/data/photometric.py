@@ -93,8 +93,7 @@ def crops_per_plan(size: int, device: torch.device) -> int | None:
 def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
     """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
 
-    uint8 crops have 255 levels, float32 ones are in [0, 1]. The plans follow each other: the first is for the first
-    crops.
+    Crops are uint8, or float32 in [0, 1]. The plans follow each other: the first is for the first crops.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)

@@ -78,6 +78,7 @@ class Watch:
             images=settings.bank_images,
             test_images=settings.test_images,
             workers=data.workers,
+            value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         return cls(names, every, train, test, how, recipe.crops.global_size)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.durable import replacing
+from dino_ds.durable import discard, replacing
 from dino_ds.health.files import create_exclusively
 
 SILENT_SECONDS = 15.0
@@ -62,15 +62,36 @@ class Heartbeats:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "heartbeats"
+        self._before = run_dir / "heartbeats.before"
         self._first = self.folder / _FIRST_FAILURE
+        self.prepared = False
 
     def prepare(self) -> None:
-        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks. Raises OSError.
+
+        An earlier start's is kept until `forget_earlier` or `bring_back_earlier`.
+        """
+        discard(self._before)
+        with contextlib.suppress(FileNotFoundError):
+            self.folder.rename(self._before)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError:
+            self.bring_back_earlier()
+            raise
+        self.prepared = True
+
+    def forget_earlier(self) -> None:
+        discard(self._before)
+
+    def bring_back_earlier(self) -> None:
+        """As it was before `prepare`: this start was refused."""
+        discard(self.folder)
+        with contextlib.suppress(OSError):
+            self._before.rename(self.folder)
 
     def remove(self) -> None:
-        """Nothing is left of it, also where a watcher writes at this moment."""
+        """Nothing is left of it, even if a watcher writes at this moment."""
         for _ in range(5):
             shutil.rmtree(self.folder, ignore_errors=True)
             if not self.folder.exists():

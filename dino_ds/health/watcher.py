@@ -84,6 +84,7 @@ class Watcher:
         self._doomed_at: float | None = None
         self._failure: Failure | None = None
         self._taken_over = ""
+        self._guarded = False
 
     def run(self) -> None:
         last = published = time.monotonic() - PUBLISH_SECONDS
@@ -131,6 +132,9 @@ class Watcher:
             return
         self._heartbeats.publish(self._heartbeat())
         self._failure = self._failure or self._heartbeats.first_failure()
+        guarded, self._guarded = self._guarded, self._lock.guards_a_run
+        if guarded and not self._guarded:
+            self._beat.wish("the loss of the run folder")
         if (self._run_dir / "stop").exists():
             self._beat.wish("the stop file")
         if self._orders.rank == 0 and not self._lock.refresh():

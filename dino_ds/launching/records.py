@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dino_ds.health.files import append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
 
 _WORKING = ("data", "step")
@@ -72,5 +73,4 @@ def last_checkpoint_step(run_dir: Path) -> int | None:
 def append_record(path: Path, record: dict[str, object]) -> None:
     """One line of JSON; nothing where the run folder was never made."""
     if path.parent.is_dir():
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        append_line(path, json.dumps(record))

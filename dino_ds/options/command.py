@@ -46,7 +46,8 @@ class Command:
     `ds_path` are None then); `takes_recipe` and `takes_ds` say whether there are such options. needs_images: they must
     be named, there is no default. takes_train: what follows "--" are options of `train`; the function gets them as
     `train_words`, and as `train` what they mean. loads_torch: a torch that does not load stops it before it starts.
-    ds_shown: what --ds_config is where it is left out, if that depends.
+    ds_shown: what --ds_config is where it is left out, if that depends; the function then gets `ds_overrides`: what
+    `--ds.` flags change, or None where --ds_config is given.
     bare: the flag that a word without a name is for; several flags, spaces between, take one word each, in order.
     """
 

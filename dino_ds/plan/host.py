@@ -52,7 +52,12 @@ def batch_bytes(recipe: Recipe, images: int) -> int:
     """Crops of `images` images as loader processes hand them over: bytes, or numbers where they augment them."""
     crops = recipe.crops
     pixels = TEACHER_VIEWS * crops.global_size**2 + crops.num_local * crops.local_size**2
-    return images * pixels * recipe.model.in_chans * (1 if recipe.data.augment == "device" else _FP32)
+    return (
+        images
+        * pixels
+        * recipe.model.in_chans
+        * (_FP32 if recipe.data.augment == "worker" or recipe.data.is_deep else 1)
+    )
 
 
 def _offloads_weights(config: DsConfig) -> bool:

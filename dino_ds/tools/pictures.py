@@ -143,7 +143,7 @@ def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, 
 
 def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, wishes.size))
-    cuts = list(read_cuts(picked, crop, "images"))
+    cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
     if not cuts:
         raise DataError(f"none of {len(picked)} images can be read")
     grid = crop.size // backbone.patch_size
@@ -193,7 +193,7 @@ class _Described:
 
 def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list[_Described]:
     found = []
-    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option)
+    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option, backbone.value_range)
     while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
         pixels = torch.stack([cut.pixels for cut in batch])
         features, small = in_parts(backbone.features, pixels, len(pixels)), _thumbnails(pixels)

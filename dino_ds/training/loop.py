@@ -148,6 +148,7 @@ class Loop:
         else:
             self._bad_steps.report(window)
         if any(stops):
+            run.folder.check_there()
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
             else:
@@ -170,6 +171,7 @@ class Loop:
 
     def _save(self, wait: bool) -> None:
         self._beat.enter("save", self._run.step.applied_steps)
+        self._run.folder.check_there()
         with self._clock.paused():
             self._reports.collect_bad_images()
             self._say_save(self._run.save(wait))
@@ -188,6 +190,7 @@ class Loop:
         """Raises SystemExit(75)."""
         done, said = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)
+        self._run.folder.check_there()
         self._stop.finish()
         _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(said) if why)
         if by.startswith("SIG") and said.count(by) < len(said):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -58,8 +59,10 @@ class MemoryGuard:
             recipe, config, gib = self._run
             predicted = f"{gib:.2f} GiB were predicted, "
             cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
-        step = self._beat.step
-        return f"out of memory in {part} after step {step}: {predicted}{free_memory()}. To go on with --resume: {cure}"
+        found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        asked = f" ({found[1]} more)" if found else ""
+        where = f"out of memory in {part} after step {self._beat.step}{asked}"
+        return f"{where}: {predicted}{free_memory()}. To go on with --resume: {cure}"
 
 
 def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:

@@ -85,6 +85,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
     assert ds["gradient_clipping"] == 0.5
     assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
+    assert options.pop("ds_overrides") == {"gradient_clipping": "0.5"} and not options.pop("allow_oversize")
     assert options == {"run_dir": "1e3", "max_steps": 7, "resume": True, "allow_change": None}
 
 
@@ -102,6 +103,7 @@ def test_defaults_and_aliases(calls: list[Any]):
     )
     ((recipe, ds, path, options),) = calls
     assert ds["fp16"]["enabled"] and Path(path).name == "zero2_fp16.json" and recipe.data.root == "tests"
+    assert options.pop("ds_overrides") is None and not options.pop("allow_oversize")
     assert options == {"run_dir": "runs/vits16", "max_steps": None, "resume": False, "allow_change": None}
 
 
@@ -402,6 +404,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
     files += ["train_words", "train"] if command.takes_train else []
+    files += ["ds_overrides"] if command.ds_shown else []
     assert set(parameters) == {*(flag.name for flag in command.flags), *files}
 
 

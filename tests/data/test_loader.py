@@ -28,7 +28,7 @@ from dino_ds.data.loader import (
 )
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.workers import automatic_workers
-from dino_ds.errors import DataError
+from dino_ds.errors import DataError, is_out_of_memory
 
 IMAGES, GLOBAL = 21, 8
 START = Position()
@@ -54,6 +54,15 @@ class Noise:
 
     def name(self, index: int) -> str:
         return f"noise/{index}"
+
+
+class Exhausting(Noise):
+    """Where the memory for image 5 is not there."""
+
+    def load(self, index: int) -> Image.Image:
+        if index == 5:
+            bytearray(2**62)
+        return super().load(index)
 
 
 CROPS = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
@@ -485,3 +494,11 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         _, alive = psutil.wait_procs(family, timeout=60)
     assert len(family) >= 2
     assert alive == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_that_runs_out_in_a_loader_is_no_unreadable_image(workers):
+    """It comes as what it is from a loader process too: another image would not fit either."""
+    with pytest.raises(MemoryError) as raised:
+        batches(3, workers=workers, source=Exhausting())
+    assert is_out_of_memory(raised.value)

@@ -298,7 +298,9 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
         return [Fake([(Image.new("L", (4, 4), 9), 0), (None, 1)])]
 
     monkeypatch.setitem(torchvision_sets.TORCHVISION_SETS, "cifar10", build)
-    with pytest.raises(DataError, match=r"--data\.download true; for .*--data\.source folder \(torchvision: Dataset not found\. You"):
+    with pytest.raises(
+        DataError, match=r"--data\.download true; for .*--data\.source folder \(torchvision: Dataset not found\. You"
+    ):
         build_source("cifar10", str(tmp_path), "train", False)
     assert calls == [False]
     source = build_source("cifar10", str(tmp_path), "train", True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.faults import inject, scene
-from tests.faults.inject import act, at_once, at_step, in_save, loss_times
+from tests.faults.inject import act, at_call, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
 from tests.faults.scene import Prepare, Scene
 
@@ -85,6 +85,10 @@ def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
 
 def _hangs(name: str, how: str, rank: int, do: inject.Act) -> Kind:
     return Kind(name, how, (6, 6), "no progress", at_step(8, (rank,), do), changes=QUICK)
+
+
+def _exhausts(name: str, how: str, codes: tuple[int, ...], fault: inject.Fault, part: str) -> Kind:
+    return Kind(name, how, codes, f"out of memory in {part} after step 7", fault)
 
 
 def _asked(name: str, how: str, by_hand: Callable[[Job, Scene], None]) -> Kind:
@@ -199,6 +203,24 @@ NUMBERS = [
     _bad("fp16 overflow", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0,)), "zero2_fp16.json", *_SCALE),
     Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
 ]  # fmt: skip
+MEMORY = [
+    _exhausts(
+        "rank 1 out of memory", "2^60 bytes before step 8", (7, 7), at_step(8, (1,), inject.allocate),
+        "the forward pass",
+    ),
+    _exhausts(
+        "all out of memory", "2^60 bytes in the backward pass of step 8", (7, 7),
+        at_call("dino_ds.engine.engine:Engine.backward", 8, (0, 1), inject.allocate), "the backward pass",
+    ),
+    Kind(
+        "out of memory in a save", "Python's MemoryError on rank 0, step 6", (7, 7), "out of memory in saving after",
+        at_call("dino_ds.training.run:Run.save", 2, (0,), inject.allocate_in_python),
+    ),
+    Kind(
+        "more predicted than there is", "10^9 prototypes", (2, 2), "of host memory by prediction", goes_on=False,
+        changes={"head.prototypes": "1000000000"},
+    ),
+]  # fmt: skip
 _LOADER = {"data.workers": "1"}
 DATA = [
     Kind(
@@ -236,6 +258,7 @@ GROUPS = {
     "Saving": SAVING,
     "Loading": LOADING,
     "Numbers": NUMBERS,
+    "Memory": MEMORY,
     "Data": DATA,
     "Folders and ports": FOLDERS,
 }

@@ -42,10 +42,8 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
     monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
     options, files = cli._collect(TRAIN, parse_flags(TRAIN, _readme_command()[1:]))
-    asked = (files["ds"], files["ds_path"], files["ds_overrides"])
-    start, memory = train._settle(
-        files["recipe"], asked, tmp_path / "run", options["resume"], options["allow_oversize"]
-    )
+    asked, resume = (files["ds"], files["ds_path"], files["ds_overrides"]), options["resume"]
+    start, memory = train._settle(files["recipe"], asked, tmp_path / "run", resume, options["allow_oversize"])
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
     again = fit(files["recipe"], start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
@@ -127,7 +125,7 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
 def _train(images, run, card_gib, **options):
     """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
-    with mock.patch.object(train, "find_machine", lambda: mine):
+    with mock.patch.object(train, "find_machine", return_value=mine):
         return train_tiny(images, run, ds_overrides={}, **options)
 
 
