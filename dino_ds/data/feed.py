@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dino_ds.data.batches import Batch, augmented_views
 from dino_ds.data.loader import Loader
-from dino_ds.data.photometric import why_not_fused
+from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError
 from dino_ds.ranges import AUGMENTATION, named_range
 
@@ -88,10 +88,13 @@ class Feed:
     def _to_device(self, batch: Batch) -> Views:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             views = to_device(batch, self._device)
-        if self._first and batch.plans and (reason := why_not_fused(self._device, batch.groups[0])):
-            self._notes.append(
-                f"augmentation takes some 490 launches a batch, not 8: fused kernels don't run here ({reason})"
-            )
+        if self._first and batch.plans:
+            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.groups]
+            if any(reasons):
+                self._notes.append(
+                    "augmentation takes some 490 launches a batch, not 8: the fused kernels don't run here "
+                    f"({next(filter(None, reasons))})"
+                )
         self._first = False
         return views
 

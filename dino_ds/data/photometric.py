@@ -98,7 +98,7 @@ def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
     sizes = [len(plan.table) for plan in plans]
-    kernels, _ = find_kernels(crops.device, crops.dtype, c)
+    kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
     for some, plan, part in zip(crops.split(sizes), plans, out.split(sizes), strict=True):
         if kernels:
             kernels(some, plan.there, _scale(some), part)
@@ -108,14 +108,17 @@ def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
 
 
 @cache
-def find_kernels(device: torch.device, dtype: torch.dtype, channels: int) -> tuple[Kernels | None, str]:
-    """The fused kernels if they run on `device` and agree with `_augment`; else None and, on CUDA, why."""
+def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Kernels | None, str]:
+    """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and why.
+
+    Off CUDA there is no why: they are not wanted.
+    """
     if device.type != "cuda":
         return None, ""
     try:
         from dino_ds.data import photometric_triton
 
-        difference = _difference(photometric_triton.augment, device, dtype, channels)
+        difference = _difference(photometric_triton.augment, device, dtype, shape)
     except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
     if not difference <= _KERNEL_TOLERANCE:
@@ -123,12 +126,7 @@ def find_kernels(device: torch.device, dtype: torch.dtype, channels: int) -> tup
     return photometric_triton.augment, ""
 
 
-def why_not_fused(device: torch.device, crops: Tensor) -> str:
-    """Why crops (..., c) are not augmented by the fused kernels on `device`; "" where they are, and off CUDA."""
-    return find_kernels(device, crops.dtype, crops.shape[-1])[1]
-
-
-def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, channels: int) -> float:
+def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
     """The largest one between the kernels' results and those of `_augment` on a CPU; waits for the device."""
     first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
     second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))
@@ -139,9 +137,10 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, chan
         ViewParameters(box, True, second, True, None, True),
         ViewParameters(box, False, (), False, None, False),
     ]
-    levels = torch.rand(len(views), 32, 48, channels, generator=torch.Generator().manual_seed(0))
+    h, w, c = shape
+    levels = torch.rand(len(views), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
-    plan, expected = Plan.build(views, channels), torch.empty(len(views), channels, 32, 48)
+    plan, expected = Plan.build(views, c), torch.empty(len(views), c, h, w)
     _augment(crops, plan, _scale(crops), expected)
     found = torch.empty_like(expected, device=device)
     kernels(crops.to(device), plan.table.to(device), _scale(crops), found)

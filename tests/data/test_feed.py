@@ -116,7 +116,7 @@ def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
 
 
 def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
-    monkeypatch.setattr(feed_module, "why_not_fused", lambda device, crops: "no C compiler")
+    monkeypatch.setattr(feed_module, "find_kernels", lambda device, dtype, shape: (None, "no C compiler"))
     fed = feed("cpu", "device")
     next(fed), next(fed)
     [note] = fed.take_notes()

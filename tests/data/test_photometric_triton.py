@@ -84,7 +84,7 @@ def test_other_channels_and_float_crops(interpreted, channels):
 
 def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted, monkeypatch):
     """On a GPU the kernels are compared with torch's operators before they are used."""
-    arguments = (torch.device("cpu"), torch.uint8, 3)
+    arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
     assert photometric._difference(interpreted, *arguments) < 1e-5
 
     assert photometric._difference(lambda some, table, scale, out: out.fill_(1), *arguments) > 0.1
@@ -93,10 +93,10 @@ def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(inte
     for found, reason in ((0.5, "results differ by 5.0e-01"), (float("nan"), "results differ by nan")):
         monkeypatch.setattr(photometric, "_difference", lambda *_, found=found: found)
         find_kernels.cache_clear()
-        assert find_kernels(torch.device("cuda"), torch.uint8, 3) == (None, reason)
+        assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (None, reason)
     monkeypatch.setattr(photometric, "_difference", lambda *_: 0.0)
     find_kernels.cache_clear()
-    assert find_kernels(torch.device("cuda"), torch.uint8, 3) == (photometric_triton.augment, "")
+    assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (photometric_triton.augment, "")
     find_kernels.cache_clear()
 
 
@@ -108,8 +108,11 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
 
     monkeypatch.setattr(photometric, "_difference", fail)
     find_kernels.cache_clear()
-    assert find_kernels(torch.device("cuda"), torch.uint8, 3) == (None, "RuntimeError: Failed to find C compiler.")
-    assert find_kernels(torch.device("cpu"), torch.uint8, 3) == (None, "")
+    assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (
+        None,
+        "RuntimeError: Failed to find C compiler.",
+    )
+    assert find_kernels(torch.device("cpu"), torch.uint8, (16, 16, 3)) == (None, "")
     find_kernels.cache_clear()
 
 
