@@ -27,7 +27,9 @@ class PatchProjection(nn.Conv2d):
         dtype = torch.get_autocast_dtype(images.device.type) if low else self.weight.dtype
         # Cut and cast in one pass; without the memory format the copy would keep the order of the image.
         patches = windows.permute(0, 2, 4, 1, 3, 5).to(dtype, memory_format=torch.contiguous_format)
-        return F.linear(patches.flatten(3).flatten(1, 2), self.weight.flatten(1), self.bias)
+        # Two dimensions: with three, DeepSpeed's own linear at ZeRO 3 adds the bias after rounding.
+        embedded = F.linear(patches.flatten(3).flatten(0, 2), self.weight.flatten(1), self.bias)
+        return embedded.view(images.shape[0], rows * columns, -1)
 
 
 class PatchEmbed(nn.Module):
