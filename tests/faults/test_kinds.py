@@ -94,4 +94,5 @@ def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, st
 
 def _plain(line: str, folder: Path) -> str:
     """Without what differs from machine to machine."""
-    return line.replace(str(folder / "run"), "RUN").replace(str(folder), "").removeprefix("dino_ds: error: ")
+    line = line.replace(str(folder / "run"), "RUN").replace(str(folder), "").replace(f"{jobs.REPOSITORY}/", "")
+    return line.removeprefix("dino_ds: error: ")
