@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from dino_ds.errors import ConfigError
 MAX_BYTES = 1 << 18
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
 """Of a file that a run has appended to for years, and of one line of it."""
+_MOST_TEXT, _MOST_NAME = 4096, 255
+"""Bytes that Linux takes as a path and as a name in it."""
 
 
 def read_text(path: str, kind: str) -> str:
@@ -56,3 +59,18 @@ def is_file(path: str) -> bool:
         return Path(path).is_file()
     except (OSError, ValueError):
         return False
+
+
+def unusable_text(text: str) -> str:
+    """Why no file can be called so, in words for people; "" where one can."""
+    start = f"{text[:40]!r}{'...' if len(text) > 40 else ''}"
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        return f"{start} holds bytes that are not UTF-8: rename the file or folder"
+    if b"\0" in raw:
+        return f"{start} holds a NUL character"
+    longest = max(len(name) for name in re.split(rb"[/,\s]", raw))
+    if len(raw) > _MOST_TEXT or longest > _MOST_NAME:
+        return f"{start} is too long: {len(raw)} bytes; a path has at most {_MOST_TEXT}, a name in it {_MOST_NAME}"
+    return ""

@@ -68,7 +68,7 @@ class Loop:
     def _micro_batch(self, feed: Feed) -> None:
         batch = self._next(feed)
         self._beat.enter("step", self._run.step.applied_steps)
-        out = self._train(batch) if batch else self._spoil_window()
+        out = self._train(batch, feed) if batch else self._spoil_window()
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
@@ -89,10 +89,11 @@ class Loop:
         self._reports.loaded(batch.bad, feed.take_notes())
         return batch
 
-    def _train(self, batch: Views) -> MicroStep:
+    def _train(self, batch: Views, feed: Feed) -> MicroStep:
         run = self._run
         constant = constant_images(batch.views)
-        out = run.step.micro_batch(batch.views, sample_keys(run.recipe.seed, batch.epoch, batch.indices))
+        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
+        out = run.step.micro_batch(batch.views, keys, feed.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
@@ -180,7 +181,7 @@ class Loop:
 
     def _settle_interval(self) -> None:
         cost = self._run.save_cost()
-        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
@@ -247,3 +248,5 @@ class Loop:
         self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")
+            if warning := run.watch.warning():
+                self._log.say(f"warning  {warning}")

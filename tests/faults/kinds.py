@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import psutil
 
 from tests.disks import fill
 from tests.faults import inject, scene
@@ -72,6 +75,21 @@ def _stop_file(job: Job, place: Scene) -> None:
     (place.run / "stop").touch()
 
 
+def _fifo_at_latest(job: Job, place: Scene) -> None:
+    """Whoever opens it waits for ever."""
+    job.wait_for_steps(place.run, 7)
+    (place.run / "checkpoints/latest").unlink()
+    os.mkfifo(place.run / "checkpoints/latest")
+
+
+def _freeze_disk(job: Job, place: Scene) -> None:
+    """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
+    job.wait_for_steps(place.run, 7)
+    scene.freeze(place)
+    job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
+    scene.thaw(place)
+
+
 def _empty_images(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
     job.mark()
@@ -128,11 +146,27 @@ PROCESSES = [
         "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",
         at_once((1,), act(inject.leave, 7)), changes=QUICK, goes_on=False,
     ),
+    Kind(
+        "rank 1 is told a number out of range", "RANK=3 of WORLD_SIZE=2", (6, 2), "0 to 1 of WORLD_SIZE 2",
+        at_once((1,), inject.told(RANK="3")), changes=QUICK, goes_on=False,
+    ),
+    Kind(
+        "ranks disagree on how many they are", "WORLD_SIZE 2 and 4", (2, 2), "give all of them the same WORLD_SIZE",
+        at_once((1,), inject.told(WORLD_SIZE="4")), goes_on=False,
+    ),
     _hangs("rank 0 hangs", "it sleeps for ever in step 8", 0, inject.sleep),
     _hangs("rank 1 hangs", "it sleeps for ever in step 8", 1, inject.sleep),
     _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
     _hangs("rank 1 holds Python's lock", "a call into C that never returns", 1, inject.hold_gil),
     _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
+    Kind(
+        "rank 1 frozen, `latest` never answers", "SIGSTOP in step 8; `latest` is a FIFO", (6, 6), "does not answer",
+        at_step(8, (1,), inject.freeze), _fifo_at_latest, scene.latest_back, changes=QUICK,
+    ),
+    Kind(
+        "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
+        at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
+    ),
     Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
     Kind(
         "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
@@ -274,6 +308,14 @@ DATA = [
     ),
 ]  # fmt: skip
 FOLDERS = [
+    Kind(
+        "absurd values", "--seed and --hang_seconds of 10^30, 10^5 blocks", (2, 2), "must be <= 1024", goes_on=False,
+        changes={"seed": str(10**30), "hang_seconds": str(10**30), "model.depth": "100000"},
+    ),
+    Kind(
+        "path that no file can have", "--data.root of 5000 characters", (2, 2), "is too long", goes_on=False,
+        changes={"data.root": "a/" * 2500},
+    ),
     Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
     _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
     Kind(

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.disks import fill, mount_disk, unmount
@@ -26,11 +28,13 @@ Prepare = Callable[["Scene"], Callable[[], None] | None]
 
 @dataclass
 class Scene:
-    """`run` may be a copy of a run that has saved steps 3 and 6; `images` are a copy; port: the job's, None = free."""
+    """`run` may be a copy of a run that has saved steps 3 and 6; `images` are a copy; port: the job's, None = free;
+    later: what is undone at the end, also of a test that fails."""
 
     run: Path
     images: Path
     port: int | None = None
+    later: ExitStack = field(default_factory=ExitStack)
 
     @property
     def newest(self) -> Path:
@@ -229,3 +233,38 @@ def gone(scene: Scene) -> Callable[[], None]:
 def below_a_file(scene: Scene) -> None:
     scene.run.parent.joinpath("file").touch()
     scene.run = scene.run.parent / "file" / "run"
+
+
+def latest_back(scene: Scene) -> Callable[[], None]:
+    """Afterwards `latest` is a file again, whatever the test has put there."""
+
+    def restore() -> None:
+        (scene.run / "checkpoints/latest").unlink()
+        latest(NEWEST)(scene)
+
+    return restore
+
+
+def own_disk(scene: Scene) -> None:
+    """The run folder is on a file system of its own, which can be frozen; skips where that is not permitted."""
+    disk, image = scene.run.parent / "disk", scene.run.parent / "disk.img"
+    disk.mkdir()
+    image.touch()
+    os.truncate(image, 64 << 20)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+    scene.later.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+    scene.later.callback(thaw, scene)
+    scene.run = disk / "run"
+
+
+def freeze(scene: Scene) -> None:
+    """Every write to the scene's own disk waits in the kernel."""
+    subprocess.run(["fsfreeze", "--freeze", str(scene.run.parent)], check=True)
+
+
+def thaw(scene: Scene) -> None:
+    subprocess.run(["fsfreeze", "--unfreeze", str(scene.run.parent)], check=False, stderr=subprocess.DEVNULL)
