@@ -25,6 +25,7 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
+from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.elsewhere import command_elsewhere
@@ -98,6 +99,7 @@ def _dispatch(words: list[str]) -> None:
     command, rest = found
     if command is TRAIN:
         adopt_ranks(os.environ)
+        check_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
     if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
@@ -107,6 +109,7 @@ def _dispatch(words: list[str]) -> None:
     if command is TRAIN:
         from dino_ds.data.own_files import check_root
 
+        files["recipe"].check_learning_rates()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
         # Before the slow imports: what can't start should not take half a minute to say so.
@@ -198,9 +201,9 @@ def _function(place: str) -> Callable[..., None]:
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
     """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    host = f"{socket.gethostname()}: " if rank and said_by_me is None else ""
-    if local_rank == 0 if said_by_me is None else said_by_me:
+    first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
+    if local_first if said_by_me is None else said_by_me:
         for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
@@ -209,7 +212,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 def _say_bug(error: Exception, words: list[str], debug: bool) -> None:
     """What no part of the program has foreseen: one line, and where the traceback is."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "--debug shows the traceback"
     run_dir = _run_dir_of(words)
