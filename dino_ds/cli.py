@@ -15,11 +15,12 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
+from dino_ds.architectures import FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
@@ -101,6 +102,10 @@ def _dispatch(words: list[str]) -> None:
         check_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
+        from dino_ds.weights.start import as_source
+
+        files["recipe"] = as_source(files["recipe"], flags.get("run_dir"))
     if command is TRAIN:
         from dino_ds.data.own_files import check_root
 
@@ -175,16 +180,23 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 def _call(command: Command, values: dict[str, Any]) -> None:
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command.check is not None:
+        _function(command.check)(**values)
     if command.loads_torch:
         check_torchvision()
-    module, _, function = command.runs.partition(":")
-    getattr(importlib.import_module(module), function)(**values)
+    _function(command.runs)(**values)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
         faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
         leave()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _function(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:

@@ -1,15 +1,18 @@
-"""Reading the small text files that people write, which may be anything else: a device, a disk image, a bomb."""
+"""Reading text files of people and of runs, which may be anything else: a device, a disk image, a bomb."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from dino_ds.errors import ConfigError
 
 MAX_BYTES = 1 << 18
+MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
+"""Of a file that a run has appended to for years, and of one line of it."""
 _MOST_TEXT, _MOST_NAME = 4096, 255
 """Bytes that Linux takes as a path and as a name in it."""
 
@@ -29,6 +32,25 @@ def read_text(path: str, kind: str) -> str:
         raise ConfigError(f"{path} cannot be read as {kind}: it is no UTF-8 text") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError(f"{path} cannot be read as {kind}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a regular file, which may be a sparse disk image instead: what is longer than 1 MiB is cut there.
+
+    Raises ConfigError for a pipe, and for more than 4 GiB; OSError.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        state = os.fstat(handle)
+        if not stat.S_ISREG(state.st_mode):
+            raise ConfigError(f"{path} cannot be read: it is not a regular file")
+        if state.st_size > MAX_LINES_BYTES:
+            gib = state.st_size / 2**30
+            raise ConfigError(f"{path} cannot be read: {gib:.1f} GiB, {MAX_LINES_BYTES >> 30} are allowed")
+        while line := file.readline(MAX_LINE_BYTES):
+            yield line
+            while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_BYTES)
 
 
 def is_file(path: str) -> bool:

@@ -83,7 +83,7 @@ LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(
 SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
-ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], PlainValidator(_parse_value_range)]
+ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
 

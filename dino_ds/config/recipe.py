@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
@@ -126,7 +126,7 @@ class CropsSection(Section):
 
 
 class ModelSection(Section):
-    backbone: str = _field("vit_small_patch16_224", "timm's name of the Vision Transformer")
+    backbone: str = _field("vit_small_patch16_224", "timm's name of the ViT; from_source = that of init_from's weights")
     patch_size: Side | None = _field(None, "pixels; none = the backbone's")
     width: Width | None = _field(None, "embedding dimension; none = the backbone's")
     depth: Depth | None = _field(None, "blocks; none = the backbone's")
@@ -139,18 +139,15 @@ class ModelSection(Section):
     init_from: PathText | None = _field(
         None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
     )
-    freeze_backbone: LengthField = _field(
-        Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
-    )
+    freeze_backbone: LengthField = _field(Length(0, "steps"), "how long only the head is trained first; for init_from")
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
-        "dino",
-        "how local crops and init_from resize positions; dino is needed for DINO's released weights",
+        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
     )
 
     @field_validator("backbone")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in ARCHITECTURES:
+        if name not in (*ARCHITECTURES, FROM_SOURCE):
             kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
             near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
             raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
@@ -158,13 +155,16 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
-        arch = self.architecture()
-        if arch.width % arch.heads:
+        if self.backbone == FROM_SOURCE and self.init_from is None:
+            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        if self.backbone != FROM_SOURCE and (arch := self.architecture()).width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         return self
 
     def architecture(self) -> Architecture:
-        """The backbone's architecture with the overrides of this section."""
+        """The backbone's architecture with the overrides of this section. Raises ConfigError for from_source."""
+        if self.backbone == FROM_SOURCE:
+            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
@@ -263,7 +263,7 @@ class Recipe(Section):
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
     def _crop_problems(self) -> list[str]:
-        patch = self.model.architecture().patch_size
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().patch_size
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

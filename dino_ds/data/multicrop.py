@@ -127,7 +127,9 @@ class MultiCrop:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), centre crop, normalise.
 
-    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border.
+    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
+    the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
+    3, 7, 11, ... pixels it cuts one more there.
     """
 
     def __init__(self, size: int) -> None:
@@ -149,7 +151,7 @@ class EvalCrop:
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
         wide, high = (target, other) if width <= height else (other, target)
-        return (wide, high), (round((wide - self.size) / 2), round((high - self.size) / 2))
+        return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
 
     def _cut(self, image: Image.Image) -> Image.Image:
         size, (left, top) = self._resized(*image.size)

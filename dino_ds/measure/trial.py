@@ -52,7 +52,8 @@ def run_on_data(trial: Trial, feed: Feed, seed: int) -> None:
     for _ in range(trial.accumulation):
         with named_range("data"):
             batch = next(feed)
-        trial.step.micro_batch(batch.views, sample_keys(seed, batch.epoch, batch.indices))
+        keys = sample_keys(seed, batch.epoch, batch.indices)
+        trial.step.micro_batch(batch.views, keys, feed.prefetch)
 
 
 def real_feed(recipe: Recipe, trial: Trial) -> Feed:

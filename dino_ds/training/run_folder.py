@@ -8,7 +8,6 @@ import json
 import platform
 import re
 import secrets
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +24,8 @@ from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
 from dino_ds.training.other_images import IMAGES
+from dino_ds.training.own_files import check_kinds, clear_leftovers
+from dino_ds.training.starts import describe_start, read_starts
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -70,6 +71,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
+        check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
             raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
@@ -131,7 +133,8 @@ class RunFolder:
                 )
 
     def _write_files(self) -> None:
-        about = {"run_id": self.run_id, **_environment()}
+        about = {"run_id": self.run_id, **_environment(), "starts": [*read_starts(self.path), describe_start()]}
+        clear_leftovers(self.path)
         try:
             replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
             replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
@@ -268,5 +271,4 @@ def _environment() -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "devices": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from tests.disks import fill
 from tests.faults import inject, scene
 from tests.faults.inject import act, at_call, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
@@ -93,6 +95,23 @@ def _empty_images(job: Job, place: Scene) -> None:
     job.mark()
     for path in place.images.iterdir():
         path.unlink()
+
+
+def _fill_disk(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 2)
+    job.mark()
+    fill(place.run)
+
+
+def _rename_run(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    place.run.rename(place.run.with_name("renamed"))
+
+
+def _remove_run(job: Job, place: Scene) -> None:
+    _rename_run(job, place)
+    shutil.rmtree(place.run.with_name("renamed"))
 
 
 def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
@@ -187,6 +206,14 @@ SAVING = [
         "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
         in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
     ),
+    Kind(
+        "disk full at the start", "16 KiB are free", (5, 5), "a checkpoint and the teacher need",
+        before=scene.full_disk, goes_on=False,
+    ),
+    Kind(
+        "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, _fill_disk,
+        before=scene.small_disk, changes={"save_every": "1 steps"}, goes_on=False,
+    ),
     Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training goes on", before=scene.log_full),
 ]  # fmt: skip
 
@@ -209,6 +236,8 @@ LOADING = [
     _loads("one bit flipped", "in rank 0's file, step 6", scene.flip("rank_00000.safetensors"), "is damaged"),
     _loads("one bit of the teacher flipped", "step 6", scene.flip("whole_00000.safetensors"), "is damaged"),
     _loads("manifest damaged", "one bit, step 6", scene.flip("manifest.json"), "damaged manifest.json"),
+    _loads("`latest` is a folder", "mkdir", scene.folder_as("checkpoints/latest"), "latest was a folder"),
+    _loads("checkpoint is a link to itself", "step 6", scene.link_to_itself, "using step 3"),
     _loads("files of two steps", "rank 1's of step 3 in step 6", scene.mix, "files of step 6 and step 3 are mixed"),
     _loads("files of two ranks swapped", "step 6", scene.swap, "using step 3"),
     _refused("all checkpoints gone", "rm -r checkpoints", scene.remove(""), "--resume auto starts from"),
@@ -217,8 +246,10 @@ LOADING = [
         scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)), "no older checkpoint exists",
     ),
     _refused("pickles in place of tensors", "with good checksums", scene.pickles, "safetensors: "),
-    _refused("settings changed", "optimizer.lr", scene.nothing, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
-    _refused("model changed", "model.width", scene.nothing, "model.width", changes={"model.width": "64"}),
+    _refused("settings changed", "optimizer.lr", scene.no_trace, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
+    _refused("more images", "20, then 120: 1 epochs is 15 steps", scene.more_images, "and lengths in epochs with them"),
+    _loads("other images", "all black", scene.black_images, "0 added, 0 removed, 20 of another size", goes_on=False),
+    _refused("model changed", "model.width", scene.no_trace, "model.width", changes={"model.width": "64"}),
     Kind("fewer ranks", "2, then 1", (0,), "done ", before=scene.nothing, old=True, exact=False),
     Kind("more ranks", "2, then 4", (0, 0, 0, 0), "done ", before=scene.nothing, old=True, exact=False),
     _loads("another ZeRO stage", "1, then 3", scene.nothing, "done ", ds="zero3_fp32.json", exact=False),
@@ -265,6 +296,10 @@ DATA = [
         "loader process killed twice", "SIGKILL in steps 5 and 8", (2, 2), "after a restart",
         inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
     ),
+    Kind(
+        "images of one colour", "all black", (0, 0), "100% of the images are of one colour", before=scene.black_images,
+        goes_on=False,
+    ),
     Kind("half of the images empty", "0 bytes", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
     Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, _empty_images, goes_on=False),
     Kind(
@@ -284,8 +319,26 @@ FOLDERS = [
     Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
     _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
     Kind(
-        "folder holds a run", "no --resume", (2, 2), "already holds a run", old=True, resume=False, goes_on=False
+        "folder holds a run", "no --resume", (2, 2), "already holds a run", before=scene.no_trace, old=True,
+        resume=False, goes_on=False,
     ),
+    Kind(
+        "run folder renamed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _rename_run,
+        before=scene.gone, goes_on=False,
+    ),
+    Kind(
+        "run folder removed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _remove_run,
+        before=scene.gone, goes_on=False,
+    ),
+    Kind(
+        "metrics.jsonl is a folder", "mkdir", (2, 2), "is a folder where a run has a file",
+        before=scene.folder_as("metrics.jsonl"), old=True, goes_on=False,
+    ),
+    Kind(
+        "RUN/lock is a folder", "mkdir", (2, 2), "is not the lock of a run", before=scene.folder_as("lock"), old=True,
+        goes_on=False,
+    ),
+    _loads("leftovers are folders", "config.yaml.tmp", scene.folder_as("config.yaml.tmp"), "done "),
     Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
     Kind("run folder below a file", "FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
     Kind(
