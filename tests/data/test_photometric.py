@@ -15,6 +15,8 @@ from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, MultiCrop, ViewPara
 from dino_ds.data.photometric import Plan, augment, blend, gaussian_blur, shift_hue, solarize
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
+pytestmark = pytest.mark.numerical
+
 LEVEL = 1 / 255
 NOTHING = ViewParameters((0, 0, 1, 1), False, (), False, None, False)
 

@@ -12,6 +12,8 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
 from dino_ds.models.vit import VisionTransformer
 
+pytestmark = pytest.mark.numerical
+
 NAMES = [
     "vit_tiny_patch16_224",
     "vit_small_patch16_224",
