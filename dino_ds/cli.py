@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
+from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.elsewhere import command_elsewhere
@@ -98,6 +99,7 @@ def _dispatch(words: list[str]) -> None:
     command, rest = found
     if command is TRAIN:
         adopt_ranks(os.environ)
+        check_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
     if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
@@ -107,6 +109,7 @@ def _dispatch(words: list[str]) -> None:
     if command is TRAIN:
         from dino_ds.data.own_files import check_root
 
+        files["recipe"].check_learning_rates()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
         # Before the slow imports: what can't start should not take half a minute to say so.
@@ -177,10 +180,11 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 def _call(command: Command, values: dict[str, Any]) -> None:
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command.check is not None:
+        _function(command.check)(**values)
     if command.loads_torch:
         check_torchvision()
-    module, _, function = command.runs.partition(":")
-    getattr(importlib.import_module(module), function)(**values)
+    _function(command.runs)(**values)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
@@ -189,11 +193,17 @@ def _call(command: Command, values: dict[str, Any]) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+def _function(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
+
+
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
     """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    host = f"{socket.gethostname()}: " if rank and said_by_me is None else ""
-    if local_rank == 0 if said_by_me is None else said_by_me:
+    first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
+    if local_first if said_by_me is None else said_by_me:
         for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
@@ -202,7 +212,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 def _say_bug(error: Exception, words: list[str], debug: bool) -> None:
     """What no part of the program has foreseen: one line, and where the traceback is."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "--debug shows the traceback"
     run_dir = _run_dir_of(words)

@@ -27,7 +27,7 @@ CHECKOUT = _PACKAGE.parent
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 # At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
-# Gradients of a small network come in so many buckets: while one is reduced, the backward pass fills the next.
+# Of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
 
 
@@ -251,10 +251,8 @@ def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: st
 def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], parameters: int | None, world_size: int) -> None:
     """Decide "auto" and the missing bucket sizes of the ZeRO section, and whether anything can overlap."""
     stage, weights = zero["stage"], parameters or REDUCE_BUCKETS * BUCKET_ELEMENTS
-    sizes = {
-        "reduce_bucket_size": ((1, 2, 3), -(-weights // REDUCE_BUCKETS)),
-        "allgather_bucket_size": ((1, 2), weights),
-    }
+    reduced = -(-weights // REDUCE_BUCKETS) if world_size > 1 else weights
+    sizes = {"reduce_bucket_size": ((1, 2, 3), reduced), "allgather_bucket_size": ((1, 2), weights)}
     for key, (stages, size) in sizes.items():
         if stage in stages and zero.get(key, "auto") == "auto":
             zero[key] = min(size, BUCKET_ELEMENTS)

@@ -64,6 +64,12 @@ def open_image(
     return DecodedImage(np.array(source.load(index)), source.name(index), max_pixels, value_range)
 
 
+def is_deep_file(data: bytes) -> bool:
+    """Whether an image file has more than 8 bits a channel, by its header alone. Raises what Pillow does."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return is_deep(image, data)
+
+
 class DecodedImage:
     """Pixels (h, w) or (h, w, c) of a source that has no files; the interface of EncodedImage."""
 
@@ -100,8 +106,8 @@ class EncodedImage:
             self._image = Image.open(io.BytesIO(data), formats=FORMATS)
             width, height = self._image.size
             _check_size(width, height, name, max_pixels)
-            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
             self.deep = is_deep(self._image, data)
+            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
         self._upright = _UPRIGHT.get(orientation)
         lies = self._upright is not None and orientation >= 5
         self.width, self.height = (height, width) if lies else (width, height)

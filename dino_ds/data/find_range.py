@@ -9,7 +9,7 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.decode import MAX_PIXELS, open_image
+from dino_ds.data.decode import MAX_PIXELS, is_deep_file, open_image
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange, extremes, range_text
 from dino_ds.errors import ConfigError
@@ -33,6 +33,9 @@ class Sample:
     def add(self, source: Source, indices: Iterable[int]) -> None:
         for index in indices:
             try:
+                if hasattr(source, "read") and not is_deep_file(source.read(index)):
+                    self.images += 1
+                    continue
                 image = open_image(source, index, MAX_PIXELS)
                 values = image.values() if image.deep else None
                 low, high = (math.inf, -math.inf) if values is None else extremes(values, "")
@@ -45,14 +48,22 @@ class Sample:
                 self.types.add(values.dtype.name)
                 self.low, self.high = min(self.low, low), max(self.high, high)
 
-    def choose(self) -> ValueRange | None:
-        """None where all are of 8 bits. Raises ConfigError where nothing says which values are black and white."""
+    def decide(self) -> tuple[ValueRange | None, str]:
+        """The range, and what was found in words; None and "" where all are of 8 bits. Raises ConfigError."""
         if not self.deep:
-            return None
-        if self.low >= 0 and self.high <= _FULL_SCALES[-1] and all(name.startswith("uint") for name in self.types):
+            return None, ""
+        chosen = self._choose()
+        return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
+
+    def _choose(self) -> ValueRange:
+        """Raises ConfigError where nothing says which values are black and white."""
+        kinds = {name.rstrip("0123456789") for name in self.types}
+        if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
             return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
-        if self.low >= 0 and self.high <= 255 and all(name.startswith("float") for name in self.types):
-            return 0.0, 1.0 if self.high <= 1 else 255.0
+        if kinds == {"float"} and self.low >= 0 and self.high <= 1:
+            return 0.0, 1.0
+        if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
+            return 0.0, 255.0
         raise ConfigError(
             f"{self}; which of them are black and white is not known: give --data.value_range "
             f"{range_text(self.measured)}, or wider where other images go beyond"
@@ -97,31 +108,17 @@ def with_value_range(
     found: Any = None
     with distributed.together():
         if distributed.rank() == 0:
-            _check_channels(recipe, source)
-            known = recipe.data.known_range or earlier()
-            found = (known, "") if known else find_value_range([source])
+            known, is_files = recipe.data.known_range or earlier(), hasattr(source, "read")
+            sample = Sample() if known and is_files else look_at_values([source])
+            _check_channels(recipe, {3} if is_files else sample.channels, is_files)
+            found = (known, "") if known else sample.decide()
     chosen, words = distributed.gather_objects(found)[0]
     data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
     return recipe.model_copy(update={"data": data}), words
 
 
-def find_value_range(sources: Sequence[Source]) -> tuple[ValueRange | None, str]:
-    """The range for the deep images of `sources`, and what was found in words; None and "" where there are none.
-
-    Raises ConfigError where the range can't be known.
-    """
-    sample = look_at_values(sources)
-    chosen = sample.choose()
-    return chosen, f"{sample}; data.value_range {range_text(chosen)}, 8-bit images 0,255" if chosen else ""
-
-
-def _check_channels(recipe: Recipe, source: Source) -> None:
-    """Of a source without files a few images are loaded."""
-    wanted, is_files = recipe.model.in_chans, hasattr(source, "read")
-    sample = Sample()
-    if not is_files:
-        sample.add(source, _spread(range(len(source)), _FIRST))
-    channels = {3} if is_files else sample.channels
+def _check_channels(recipe: Recipe, channels: set[int], is_files: bool) -> None:
+    wanted = recipe.model.in_chans
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
         raise ConfigError(

@@ -62,42 +62,52 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
 def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
     """What a deep image stores: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white.
 
-    `data` is its file, which RGB is decoded from. Raises ValueError for what can't be read without loss.
+    `data` is its file, which is needed for RGB. Raises ValueError for what can't be read without loss.
     """
-    if image.mode == "F":
-        return np.array(image, dtype=np.float32)
-    if image.mode[0] == "I":
+    if image.mode[0] in "IF":
+        _mend_byte_order(image)
         # Pillow scales the deeper PGMs, which say what white is, to 16 bits.
-        is_short = image.mode != "I" or image.format == "PPM"
-        return np.array(image).astype(np.uint16 if is_short else np.int32)
-    modes = _raw_modes(image)
-    if data is None or not all(re.fullmatch("RGBA?;16[BLN]", mode) for mode in modes):
+        is_short = image.mode[0] == "I" and (image.mode != "I" or image.format == "PPM")
+        return np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
+    values = None if data is None else _both_bytes(image, data)
+    if values is None:
         raise ValueError(f"more than 8 bits a channel can't be read from {image.format} {image.mode}: make it RGB PNG")
-    values = _both_bytes(image, data)
     if values.shape[2] == 4:
         alpha = values[:, :, 3:].astype(np.uint64)
         values = ((values[:, :, :3] * alpha + _WHITE * (_WHITE - alpha) + _WHITE // 2) // _WHITE).astype(np.uint16)
     return values
 
 
-def _raw_modes(image: Image.Image) -> list[str]:
-    """How Pillow would read each part of a file, such as RGB;16B."""
-    tiles = image.tile if isinstance(image, ImageFile.ImageFile) else []
-    return [str(tile.args[0] if isinstance(tile.args, tuple) else tile.args) for tile in tiles]
+def _mend_byte_order(image: Image.Image) -> None:
+    """libtiff gives compressed values in the machine's byte order; Pillow may take them for the file's."""
+    if isinstance(image, ImageFile.ImageFile):
+        image.tile = [
+            _with_raw_mode(tile, mode.replace("BS", "S").replace("BF", "F")) if tile.codec_name == "libtiff" else tile
+            for tile, mode in zip(image.tile, _raw_modes(image), strict=True)
+        ]
 
 
-def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray:
-    """uint16 (h, w, c). Pillow keeps the high byte of two; told of the other byte order, it keeps the low one."""
+def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
+    """uint16 (h, w, 3 or 4); None where Pillow has no such mode.
+
+    Pillow keeps the high byte of two; told of the other byte order, it keeps the low one.
+    """
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
-        swapped = []
-        for tile, mode in zip(other.tile, _raw_modes(other), strict=True):
-            turned = mode[:-1] + (
-                "L" if mode.endswith("B") else "B"
-            )  # N, native, is L on all machines that torch knows
-            swapped.append(tile._replace(args=(turned, *tile.args[1:]) if isinstance(tile.args, tuple) else turned))
-        other.tile = swapped
-        low = np.asarray(other)
-        return np.asarray(image).astype(np.uint16) << 8 | low
+        modes = _raw_modes(other)
+        if not all(re.fullmatch("RGBA?;16[BLN]", mode) for mode in modes):
+            return None
+        swapped = [mode[:-1] + ("L" if mode.endswith("B") else "B") for mode in modes]  # N, the machine's, is L
+        other.tile = [_with_raw_mode(tile, mode) for tile, mode in zip(other.tile, swapped, strict=True)]
+        return np.asarray(image).astype(np.uint16) << 8 | np.asarray(other)
+
+
+def _raw_modes(image: ImageFile.ImageFile) -> list[str]:
+    """How Pillow will read each part of a file, such as RGB;16B; none are left once it was decoded."""
+    return [str(tile.args[0] if isinstance(tile.args, tuple) else tile.args) for tile in image.tile]
+
+
+def _with_raw_mode(tile: ImageFile._Tile, mode: str) -> ImageFile._Tile:
+    return tile._replace(args=(mode, *tile.args[1:]) if isinstance(tile.args, tuple) else mode)
 
 
 def _jpeg2000_bits(data: bytes) -> int:

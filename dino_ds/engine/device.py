@@ -5,22 +5,19 @@ from __future__ import annotations
 import torch
 
 from dino_ds import distributed
+from dino_ds.engine.deepspeed_import import import_deepspeed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device() -> torch.device:
     """The device of this process."""
-    from deepspeed.accelerator import get_accelerator
-
-    name = get_accelerator().device_name()
+    name = import_deepspeed().accelerator.get_accelerator().device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
 
 
 def fp16_supported() -> bool:
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
+    return bool(import_deepspeed().accelerator.get_accelerator().is_fp16_supported())
 
 
 def free_memory() -> str:

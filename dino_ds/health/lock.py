@@ -50,6 +50,7 @@ class RunLock:
         try:
             self._make_folder()
             for _ in range(_TRIES):
+                self._check_kind()
                 if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
                     return note
                 note = self._remove_stale() or note
@@ -67,6 +68,7 @@ class RunLock:
 
         A rank > 0 judges its own machine only: of another one rank 0 may know that the holder is gone.
         """
+        self._check_kind()
         found, holder = self._read(), self.holder()
         if found is None or (rank and holder is not None and holder.machine != machine()):
             return
@@ -111,6 +113,11 @@ class RunLock:
                 folder.mkdir()
                 self._made.append(folder)
 
+    def _check_kind(self) -> None:
+        """Raises ConfigError where something else has the lock's name."""
+        if os.path.lexists(self._path) and not os.path.isfile(self._path) and os.path.lexists(self._path):
+            raise ConfigError(f"{self._path} is not the lock of a run, which is a file: remove or rename it")
+
     def _read(self) -> str | None:
         try:
             return self._path.read_text()
@@ -150,6 +157,10 @@ class RunLock:
             probe.unlink()
         except OSError:
             now = time.time()
+        if touched > now:
+            # Dated ahead, by a clock that was wrong: from now on it ages, unless its holder touches it again.
+            with contextlib.suppress(OSError):
+                os.utime(self._path, (now, now))
         return now - touched
 
     def _remove_stale(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.durable import discard, replacing
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import create_exclusively
 
 SILENT_SECONDS = 15.0
@@ -185,10 +186,15 @@ def describe_death(rank: int, how: str, step: int, where: str) -> str:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """ "last complete checkpoint: step 500 in RUN/checkpoints", or that there is none."""
-    folder = run_dir / "checkpoints"
-    try:
-        digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
-        return f"last complete checkpoint: step {int(digits)} in {folder}"
-    except (OSError, ValueError):
-        return "there is no checkpoint yet"
+    """ "last complete checkpoint: step 500 in RUN/checkpoints", or why that can't be said."""
+
+    def look() -> str:
+        folder = run_dir / "checkpoints"
+        try:
+            digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
+            return f"last complete checkpoint: step {int(digits)} in {folder}"
+        except (OSError, ValueError):
+            return "there is no checkpoint yet"
+
+    # Not the caller's own Disk: what is stuck here must not keep it from telling the failure.
+    return Disk().run(look, f"{run_dir}/checkpoints can't be read: the disk does not answer")

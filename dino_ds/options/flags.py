@@ -18,6 +18,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN, Command, Flag
 from dino_ds.options.elsewhere import choice_elsewhere, option_elsewhere, stray_word
+from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config"}
 _CALLED = {"output_dir": "run_dir"}
@@ -153,6 +154,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         unknown = None if known else _unknown(command, name, value)
     if unknown is not None:
         problems.append(f"--{name}: {unknown}")
+    elif unusable := unusable_text(value):
+        problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
     elif fixed is not None and fixed.kind == "texts":

@@ -92,10 +92,20 @@ def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[st
         ds = with_batch(ds, size, images // size)
         first = saved.get(_ACCUMULATION, 1) == 1
         zero = ds.get("zero_optimization", {})
+        if saved.get("train_batch_size", 0) != before * saved.get(_ACCUMULATION, 1) * machine.ranks:
+            _follow_ranks(zero)
         if first and images > size and zero.get("stage") == 1:
             zero["stage"] = 2  # stage 1 would accumulate in low precision
     ds = _changed(ds, path, overrides)
     return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))
+
+
+def _follow_ranks(zero: dict[str, Any]) -> None:
+    """Decide anew what was decided for another number of ranks: buckets, and whether anything overlaps."""
+    if zero.get("stage", 0) > 0:
+        zero["reduce_bucket_size"] = "auto"
+    if zero.get("stage", 0) > 1:
+        zero["overlap_comm"] = True
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:

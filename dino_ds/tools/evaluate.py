@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS, Recipe
-from dino_ds.data.find_range import find_value_range
+from dino_ds.data.find_range import look_at_values
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.engine.device import device
@@ -102,7 +102,7 @@ def _range_for(backbone: Backbone, subject: Subject) -> ValueRange | None:
     sources, found = subject.sources, (backbone.value_range, "")
     with distributed.together():
         if distributed.rank() == 0 and backbone.value_range is None:
-            found = find_value_range([source for source in sources if source is not None])
+            found = look_at_values([source for source in sources if source is not None]).decide()
     value_range, words = distributed.gather_objects(found)[0]
     subject.note([f"{words}: the model knows no range of its own"] if words else [])
     return value_range

@@ -207,14 +207,19 @@ def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Fi
     asked, there = (torch.stack([image.features for image in images]) for images in (queries, bank))
     # One more than is shown: the query itself may be among them.
     similarity, index = nearest(asked, there, min(_NEIGHBOURS + 1, len(bank)))
-    found, captions = [], []
+    found, captions, same_class = [], [], []
     for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
         own = os.path.realpath(query.name)
         pairs = [(bank[i], cosine) for i, cosine in zip(row, cosines, strict=True)]
         others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBOURS]
         found.append([image.thumbnail for image, _ in others])
         captions.append([query.group or "", *[f"{cosine:.2f} {image.group or ''}" for image, cosine in others]])
-    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions)
+        same_class.append([_same(query.group, image.group) for image, _ in others])
+    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions, same_class)
+
+
+def _same(one: str | None, other: str | None) -> bool | None:
+    return None if one is None or other is None else one == other
 
 
 def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:

@@ -17,6 +17,7 @@ from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.training.bad_steps import BadSteps
+from dino_ds.training.constant_images import constant_images
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.reports import Reports
 from dino_ds.training.run import Run
@@ -41,7 +42,7 @@ class Loop:
             run.epoch_steps,
             run.recipe.expected_hours_between_failures,
         )
-        self._window: list[tuple[MicroStep, list[str]]] = []
+        self._window: list[tuple[MicroStep, list[str], Tensor]] = []
         self._window_start = run.position
         self._saved_step = run.step.applied_steps
         self._gave_up_waiting = False
@@ -90,9 +91,10 @@ class Loop:
 
     def _train(self, batch: Views, feed: Feed) -> MicroStep:
         run = self._run
+        constant = constant_images(batch.views)
         keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
         out = run.step.micro_batch(batch.views, keys, feed.prefetch)
-        self._window.append((out, batch.names))
+        self._window.append((out, batch.names, constant))
         run.advance()
         return out
 
@@ -110,8 +112,8 @@ class Loop:
 
     def _after_step(self, out: MicroStep, batch: Views) -> None:
         run, done = self._run, self._run.step.applied_steps
-        for micro, _ in self._window:
-            self._reports.meter.add(micro.loss, micro.teacher_entropy)
+        for micro, names, constant in self._window:
+            self._reports.trained(micro, names, constant)
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
@@ -146,7 +148,7 @@ class Loop:
         if any(gave_up):
             run.step.engine.forget_skip()
         else:
-            self._bad_steps.report(window)
+            self._bad_steps.report([(out, names) for out, names, _ in window])
         if any(stops):
             run.folder.check_there()
             if run.step.applied_steps > self._saved_step:
@@ -179,7 +181,7 @@ class Loop:
 
     def _settle_interval(self) -> None:
         cost = self._run.save_cost()
-        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
@@ -246,3 +248,5 @@ class Loop:
         self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")
+            if warning := run.watch.warning():
+                self._log.say(f"warning  {warning}")

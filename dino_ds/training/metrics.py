@@ -23,6 +23,7 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.durable import append_whole, replace_file
 from dino_ds.health.files import stamped
+from dino_ds.text_file import read_lines
 
 
 class Meter:
@@ -195,7 +196,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(errors="replace").splitlines():
+    for raw in read_lines(path):
+        line = raw.decode(errors="replace").rstrip("\n")
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)

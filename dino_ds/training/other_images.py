@@ -9,8 +9,9 @@ from pathlib import Path
 from dino_ds import distributed
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.image_set import ImageSet
-from dino_ds.data.sources import Source
+from dino_ds.data.sources import Source, UnreadableImage
 from dino_ds.errors import CheckpointError, DataError
 from dino_ds.evals.features import spread_indices
 from dino_ds.schedules import Schedules
@@ -19,6 +20,7 @@ from dino_ds.training.build import build_schedules
 IMAGES = "images"
 """What --allow_change calls them."""
 _PROBES = 500
+_COMPARED = 16
 
 
 class OtherImages:
@@ -90,6 +92,21 @@ def _check_same_images(source: Source) -> None:
                 f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
                 "data.root must hold the same files on all machines"
             )
+
+
+def same_images(source: Source, images: ImageSet) -> list[str]:
+    """A note where all files seem to be the same: of one size, and those that are compared of the same bytes."""
+    sizes = set(images.sample.values())
+    if images.count < 2 or len(sizes) > 1 or min(sizes) <= 0 or not isinstance(source, EncodedImages):
+        return []
+    indices = spread_indices(images.count, _COMPARED)
+    try:
+        if len({source.read(index) for index in indices}) > 1:
+            return []
+    except UnreadableImage:
+        return []
+    first, last = source.name(indices[0]), source.name(indices[-1])
+    return [f"{len(indices)} images that were compared are the same file, {first} to {last}: is data.root right?"]
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:

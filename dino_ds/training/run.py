@@ -35,7 +35,7 @@ from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
 from dino_ds.training.build import build_network, build_schedules, build_zeros
-from dino_ds.training.other_images import OtherImages, describe_images
+from dino_ds.training.other_images import OtherImages, describe_images, same_images
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.step import DinoStep
 
@@ -67,7 +67,7 @@ class Run:
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
-        self.notes = choice.notes
+        self.notes = choice.notes + same_images(source, self._images)
         if self.step.engine.started_from:
             self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:

@@ -25,6 +25,7 @@ from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
 from dino_ds.training.other_images import IMAGES
+from dino_ds.training.own_files import check_kinds, clear_leftovers
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -70,6 +71,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
+        check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
             raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
@@ -132,6 +134,7 @@ class RunFolder:
 
     def _write_files(self) -> None:
         about = {"run_id": self.run_id, **_environment()}
+        clear_leftovers(self.path)
         try:
             replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
             replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")

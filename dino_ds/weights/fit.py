@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import CheckpointError
-from dino_ds.models.vit import VisionTransformer, resize_positions
+from dino_ds.models.positions import resize_positions
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.reference import few
 
 

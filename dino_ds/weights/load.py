@@ -60,7 +60,8 @@ class Backbone(nn.Module):
         try:
             ready = prepared(image, self.value_range, "this image")
         except UnreadableImage as error:
-            raise ConfigError(f"{error}: scale it to uint8 as the model's training images were") from None
+            known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
+            raise ConfigError(f"{error}{known}") from None
         if isinstance(ready, Image.Image):
             return self._crop(ready.convert("RGB"))
         grey = isinstance(image, Image.Image) and ready.shape[2] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,8 +45,9 @@ def find_start(model: ModelSection) -> Weights:
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
-    A run that is there already and began from the same weights says it: their file may be gone. Numbers that the recipe
-    gives stay. Raises CheckpointError where dino_ds builds no such network, ConfigError where the recipe does not fit.
+    It takes the place of the recipe's numbers, but for the attention heads of weights that do not state theirs. A run
+    that is there already and began from the same weights says it: their file may be gone.
+    Raises CheckpointError where dino_ds builds no such network, ConfigError where the recipe does not fit it.
     """
     model = recipe.model
     assert model.init_from is not None
@@ -55,8 +55,10 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     if run_dir is not None and begun.is_file():
         before = load_recipe(str(begun), {}).model
         if before.init_from == model.init_from:
-            values = {f"model.{key}": getattr(before, key) for key in ("backbone", *_NUMBERS)}
-            return change_recipe(recipe, _not_given({k: v for k, v in values.items() if v is not None}, model))
+            values = {key: getattr(before, key) for key in ("backbone", *_NUMBERS)}
+            return change_recipe(
+                recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
+            )
     try:
         arch = describe(find_weights(model.init_from), model.heads).arch
     except CheckpointError as error:
@@ -64,7 +66,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     flags = flags_for(arch, model)
     if flags is None:
         raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {_not_built(arch)}")
-    return change_recipe(recipe, _not_given(flags, model))
+    return change_recipe(recipe, flags)
 
 
 def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
@@ -121,9 +123,3 @@ def _notes(found: Description, model: ModelSection) -> list[str]:
             f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
         )
     return notes
-
-
-def _not_given(values: Mapping[str, object], model: ModelSection) -> dict[str, str]:
-    """`values` but for the numbers that the recipe gives: where those are others, the weights are refused later."""
-    given = {f"model.{key}" for key in ("patch_size", "width", "depth", "heads") if getattr(model, key) is not None}
-    return {key: str(value) for key, value in values.items() if key not in given}

@@ -245,6 +245,14 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("export", "x", "--format", "tensorrt")[0].endswith("--format onnx, and trtexec builds the engine")
 
 
+def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
+    monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
+    (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
+    assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
+    (line,) = errors("export", "a", "--format", "dino", "--out", str(ROOT))
+    assert line == f"{ROOT} is there already: remove it, or name another with --out"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

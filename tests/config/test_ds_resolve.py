@@ -94,6 +94,8 @@ def test_buckets_follow_the_network(parameters: int, reduced: int, gathered: int
     zero = {"stage": 2, "reduce_bucket_size": "auto"}
     filled = _resolve({"zero_optimization": zero}, parameters=parameters).raw["zero_optimization"]
     assert (filled["reduce_bucket_size"], filled["allgather_bucket_size"]) == (reduced, gathered)
+    alone = _resolve({"zero_optimization": zero, "bf16": {"enabled": True}}, ranks=1, parameters=parameters)
+    assert alone.raw["zero_optimization"]["reduce_bucket_size"] == gathered  # nothing to overlap
     given = {"zero_optimization": zero | {"reduce_bucket_size": 7}}
     assert _resolve(given, parameters=parameters).raw["zero_optimization"]["reduce_bucket_size"] == 7
 

@@ -31,6 +31,7 @@ def step(gpu: FakeCuda, model: dict[str, object], levers: Levers, dtype: torch.d
         teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=levers.teacher_copy)
         objective = DinoLoss(recipe.head.prototypes, 0.1, 0.9, CUDA)
         votes, meter = Votes(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
+        student.backbone._positions(6, 6)  # makes its matrix
     gpu.problems.clear()
     views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * GLOBAL_VIEWS + [96] * 8]
     with gpu.part("student"):
@@ -66,6 +67,14 @@ def test_step_in_bf16():
     with fake_cuda() as gpu:
         step(gpu, {}, Levers(), torch.bfloat16)
     gpu.check(BF16)
+
+
+def test_fp32_is_exact_and_the_same_in_every_run():
+    """No convolution of cuDNN, which is TF32 unless told otherwise; no bicubic gradient, which adds up in any order."""
+    with fake_cuda() as gpu:
+        step(gpu, {"depth": 1}, Levers(), torch.float32)
+    operators = {name for counts in gpu.parts.values() for name in counts.kernels}
+    assert not [name for name in operators if "convolution" in name or ("upsample" in name and "backward" in name)]
 
 
 VARLEN, NAIVE = Levers(attention="varlen"), Levers(attention="naive", packed=False, cls_only_last_block=False)

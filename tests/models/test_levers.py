@@ -45,6 +45,22 @@ def test_kernels_of_sdpa_give_the_same(backend):
     )
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_gradients_of_queries_keys_and_values_are_put_together_exactly(parts):
+    """They are only moved: equal to the bit to what autograd makes of slices."""
+    groups, heads, width = ((2, 5), (3, 4)), 2, 6
+    x = torch.randn(22, parts * heads * width, requires_grad=True)
+    theirs = []
+    for start, (sequences, tokens) in ((0, groups[0]), (10, groups[1])):
+        rows = x[start : start + sequences * tokens].view(sequences, tokens, parts, heads, width)
+        theirs += [rows[:, :, part].transpose(1, 2) for part in range(parts)]
+    ours = attention._PerSize.apply(x, groups, parts, heads)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    grads = [torch.randn_like(piece) for piece in theirs]
+    (a,), (b,) = (torch.autograd.grad(pieces, x, grads) for pieces in (ours, theirs))
+    assert torch.equal(a, b)
+
+
 def test_the_kernel_that_runs_has_a_name():
     def name():
         return attention.chosen_kernel(2, 16, 17, torch.float32, torch.device("cpu"))

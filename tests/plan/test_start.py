@@ -118,6 +118,9 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
     alone = kept(recipe, saved.raw, "x", {}, RTX3090).config
     assert (alone.precision, alone.micro_batch, alone.accumulation) == ("bf16", saved.micro_batch, 8)
     assert alone.raw["data_types"]["grad_accum_dtype"] == "fp32"  # not in low precision, as stage 1 would
+    zero = kept(recipe, alone.raw, "x", {}, Machine(8, 8, 500.0, 23.6)).config.raw["zero_optimization"]
+    assert not alone.raw["zero_optimization"]["overlap_comm"] and zero["overlap_comm"]
+    assert zero["reduce_bucket_size"] < alone.raw["zero_optimization"]["reduce_bucket_size"]
     changed = kept(recipe, saved.raw, "x", {"gradient_accumulation_steps": "32"}, RTX3090)
     assert (changed.config.micro_batch, changed.config.accumulation) == (16, 32)
 

@@ -52,6 +52,16 @@ def _backbone(name: str = KINDS[0], interpolation: str = "antialias", size: int 
     return Backbone(vit, size, "a test", about)
 
 
+@pytest.mark.parametrize("said", ["hf_hub:someone/else", "../../elsewhere", "resnet", 7])
+def test_only_a_name_that_timm_has_goes_into_an_export(tmp_path, said):
+    """teacher.json of a run folder may say anything."""
+    model = _backbone()
+    model.about["timm_name"] = said
+    export_timm(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["architecture"] == KINDS[0]
+    assert str(said) not in (tmp_path / "out/README.md").read_text()
+
+
 def _images(*size: int, images: int = 3) -> torch.Tensor:
     return torch.randn(images, 3, *(size or (SIZE, SIZE)), generator=torch.Generator().manual_seed(1))
 
