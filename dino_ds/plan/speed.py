@@ -141,7 +141,7 @@ def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict
     seen = sum(tokens_of(arch, side) for side in _sides(recipe)[:TEACHER_VIEWS])
     # Twice for FP32, half when compiled: fused.
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
-    moved *= 0.5 if config.levers.compile else 1.0
+    moved *= 0.5 if config.levers.compile != "off" else 1.0
     rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if element_bytes(config) == 2 else 0.5)
     bandwidth = gpu.bandwidth * _GIGA
     compute = images * (sum(flops.values()) / rate + moved * (tokens + seen / 3) / bandwidth)

@@ -51,6 +51,8 @@ class DinoStep:
     def micro_batch(self, views: list[Tensor], drop_keys: Tensor | None) -> MicroStep:
         """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth."""
         knobs = self.knobs
+        if self.engine.config.levers.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
             teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
         with named_range("student"):
