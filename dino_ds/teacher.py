@@ -83,18 +83,18 @@ class Teacher:
     def features(self, images: Tensor) -> Tensor:
         """Images (b, 3, h, w) -> CLS features after the final norm (b, d), FP32."""
         with self.evaluating():
-            return self.backbone([images]).float()
+            return self.backbone([images])
 
     @property
     def backbone(self) -> VisionTransformer:
-        """What runs; its weights are the newest, some perhaps in `dtype`. To be used while `evaluating`."""
-        return self._running.backbone
+        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
+        return self.network.backbone
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The precision of training, no gradients, and nothing compiled."""
+        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
         # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
-        with torch.no_grad(), self._autocast(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
 
     def _autocast(self) -> Any:

@@ -14,9 +14,9 @@ from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved
-from dino_ds.measure.trial import Trial, build_trial, resolve
+from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
-from dino_ds.ranges import PARTS, listen, named_range
+from dino_ds.ranges import PARTS, named_range
 
 STAGES = (0, 1, 3)
 EMA_BYTES = 12
@@ -34,10 +34,10 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         name = f"ZeRO {stage}" if config.stage == stage else f"ZeRO {stage}, run as {config.stage}"
         trials[name] = build_trial(resolved, config)
     parts = {name: PartTimes(device()) for name in [*trials, "loss"]}
-    runs: dict[str, Any] = {name: _listening(trial, parts[name]) for name, trial in trials.items()}
-    runs["loss"] = _LossAlone(recipe, batch, parts["loss"])
-    timings = time_interleaved(runs, steps, warmup, device())
-    rounds, plain = steps + warmup, timings[PLAIN].seconds
+    runs: dict[str, Any] = {name: trial.run for name, trial in trials.items()} | {"loss": _LossAlone(recipe, batch)}
+    timed = {name: parts[name].after(warmup, run) for name, run in runs.items()}
+    timings = time_interleaved(timed, steps, warmup, device())
+    plain = timings[PLAIN].seconds
     rows: list[dict[str, Any]] = []
     for name in trials:
         spent, timing = parts[name].read(), timings[name]
@@ -47,11 +47,11 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
                 "step_seconds": timing.seconds,
                 "spread": timing.spread,
                 "overhead_percent": 100 * (timing.seconds / plain - 1),
-                "ema_percent": 100 * spent["ema"] / rounds / timing.seconds,
-                "parts_seconds": {part: spent.get(part, 0.0) / rounds for part in PARTS},
+                "ema_percent": 100 * spent["ema"] / steps / timing.seconds,
+                "parts_seconds": {part: spent.get(part, 0.0) / steps for part in PARTS},
             }
         )
-    loss_seconds = parts["loss"].read()["loss"] / rounds
+    loss_seconds = parts["loss"].read()["loss"] / steps
     parameters = sum(p.numel() for p in trials[PLAIN].step.teacher.network.parameters())
     floor = EMA_BYTES * parameters / copy_bytes_per_second(device())
     result = about(recipe, batch) | {
@@ -64,21 +64,13 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     print_result(_page(result), result, json)
 
 
-def _listening(trial: Trial, parts: PartTimes) -> Any:
-    def run_step() -> None:
-        with listen(parts):
-            trial.run()
-
-    return run_step
-
-
 class _LossAlone:
     """From logits to their gradient: in a step the second half of it is inside the backward pass."""
 
-    def __init__(self, recipe: Recipe, batch: int, parts: PartTimes) -> None:
+    def __init__(self, recipe: Recipe, batch: int) -> None:
         objective, k = recipe.objective, recipe.head.prototypes
         self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
-        self._temperature, self._parts = objective.teacher_temp, parts
+        self._temperature = objective.teacher_temp
         self._student = self._cosines((GLOBAL_VIEWS + recipe.crops.num_local) * batch, k)
         self._teacher = self._cosines(GLOBAL_VIEWS * batch, k)
 
@@ -88,7 +80,7 @@ class _LossAlone:
 
     def __call__(self) -> None:
         logits = self._student.clone().requires_grad_()  # the gradient is written over them
-        with listen(self._parts), named_range("loss"):
+        with named_range("loss"):
             torch.autograd.grad(self._loss(logits, self._teacher, self._temperature).loss, logits)
         self._loss.center.drop()
 
@@ -113,7 +105,7 @@ def _page(result: dict[str, Any]) -> str:
             heading("bench engine", result),
             markdown_table(header, rows),
             "",
-            f"{clock}, medians; parts are means over the same steps and the warm-up",
+            f"{clock}, medians; parts are means over the same steps",
             f"loss, from logits to their gradient: {1000 * result['loss_seconds']:.1f} ms, "
             f"{result['loss_percent']:.2f} % of the step at ZeRO 0; EMA: {shares}, "
             f"{result['ema_over_byte_floor']:.2f} x the time of a copy of as many bytes",

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dino_ds.bench.common import MEMORY_STEPS, about, begin, heading
 from dino_ds.bench.rungs import Rung, all_rungs, build_rung, why_skipped
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
-from dino_ds.measure.memory import ChildResult, run_in_child
+from dino_ds.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
+from dino_ds.measure.trial import Trial
 
-TOLERANCE = 1e-5
-"""Relative difference of the first losses of exact rungs: sums in another order."""
+FIRST = 3
+"""Steps whose losses are compared: exact rungs add in another order, and Adam makes the difference grow."""
 
 
 def run(
@@ -26,10 +30,10 @@ def run(
     rungs = all_rungs()
     skipped = {rung.name: why_skipped(rung, recipe) for rung in rungs}
     measured = [rung for rung in rungs if skipped[rung.name] is None]
-    memory = {rung.name: _memory(rung, recipe, batch, threads) for rung in measured}
+    memory = {} if torch.cuda.is_available() else {r.name: _memory(r, recipe, batch, threads) for r in measured}
     losses: dict[str, list[float]] = {rung.name: [] for rung in measured}
-    timings = _time(measured, recipe, batch, steps, warmup, losses)
-    _check_exact(measured, losses)
+    runs = _build(measured, recipe, batch, losses, memory)
+    timings = time_interleaved(runs, steps, warmup, device())
     result = about(recipe, batch) | _result(rungs, skipped, timings, memory, losses, batch)
     page = _page(result)
     if out is not None:
@@ -51,21 +55,29 @@ def _memory(rung: Rung, recipe: Recipe, batch: int, threads: int) -> ChildResult
     )
 
 
-def _time(
-    rungs: list[Rung], recipe: Recipe, batch: int, steps: int, warmup: int, losses: dict[str, list[float]]
-) -> dict[str, Timing]:
-    """All rungs by turns in this process; `losses` gets those of each rung's steps."""
-    trials = {rung.name: build_rung(rung, recipe, batch) for rung in rungs}
-    runs = {name: (lambda name=name: losses[name].append(float(trials[name].run()))) for name in trials}
-    return time_interleaved(runs, steps, warmup, device())
-
-
-def _check_exact(rungs: list[Rung], losses: dict[str, list[float]]) -> None:
-    plain = losses[rungs[0].name][:3]
+def _build(
+    rungs: list[Rung], recipe: Recipe, batch: int, losses: dict[str, list[float]], memory: dict[str, ChildResult]
+) -> dict[str, Callable[[], None]]:
+    """The step of each rung; `losses` gets those of each of its steps, and `memory` its peak on a GPU."""
+    runs: dict[str, Callable[[], None]] = {}
     for rung in rungs:
-        for ours, theirs in zip(losses[rung.name], plain, strict=False):
-            wrong = abs(ours - theirs) > TOLERANCE * abs(theirs)
-            assert not (rung.exact and wrong), f"{rung.name}: losses {losses[rung.name][:3]}, plain {plain}"
+        peak = None if rung.name in memory else GpuPeak()
+        runs[rung.name] = _noting(build_rung(rung, recipe, batch), losses[rung.name])
+        if peak:
+            for _ in range(MEMORY_STEPS):
+                runs[rung.name]()
+            memory[rung.name] = ChildResult(None, peak.mib(), 0.0)
+    return runs
+
+
+def _noting(trial: Trial, losses: list[float]) -> Callable[[], None]:
+    return lambda: losses.append(float(trial.run()))
+
+
+def _loss_difference(losses: list[float], plain: list[float]) -> float:
+    """The largest relative one of the first steps."""
+    pairs = zip(losses[:FIRST], plain[:FIRST], strict=True)
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 def _result(
@@ -78,6 +90,7 @@ def _result(
 ) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     first = before = timings[rungs[0].name].seconds
+    plain = losses[rungs[0].name]
     for rung in rungs:
         row: dict[str, Any] = {"name": rung.name, "exact": rung.exact, "skipped": skipped[rung.name]}
         row |= dict.fromkeys(("images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "spread"))
@@ -90,7 +103,8 @@ def _result(
                 "peak_memory_mib": memory[rung.name].peak_mib,
                 "spread": timings[rung.name].spread,
                 "best_images_per_second": batch / min(timings[rung.name].all_seconds),
-                "first_losses": losses[rung.name][:3],
+                "first_losses": losses[rung.name][:FIRST],
+                "loss_difference": _loss_difference(losses[rung.name], plain),
             }
             before = seconds
         rows.append(row)
@@ -100,6 +114,7 @@ def _result(
         "exact_total_speedup": last["speedup_total"],
         "exact_total_speedup_of_best": last["best_images_per_second"] / rows[0]["best_images_per_second"],
         "exact_total_memory_ratio": last["peak_memory_mib"] / rows[0]["peak_memory_mib"],
+        "exact_loss_difference": max(row["loss_difference"] for row in rows if row["exact"]),
         "imports_mib": memory[rungs[0].name].imports_mib,
         "clock": timings[rungs[0].name].clock,
     }
@@ -125,7 +140,7 @@ def _page(result: dict[str, Any]) -> str:
         f"exact levers together: {result['exact_total_speedup']:.2f} x the plain step's images/s, "
         f"{result['exact_total_memory_ratio']:.2f} x its peak memory of "
         f"{result['rungs'][0]['peak_memory_mib']:.0f} MiB{libraries}; "
-        "their first losses agree to 1e-5"
+        f"their first {FIRST} losses differ by at most {result['exact_loss_difference']:.0e} of their size"
     )
     return "\n".join(lines)
 

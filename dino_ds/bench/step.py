@@ -17,11 +17,11 @@ from dino_ds.costs.memory import estimate_memory
 from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
-from dino_ds.measure.memory import MIB
+from dino_ds.measure.memory import MIB, GpuPeak
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.measure.trial import build_trial, real_feed, resolve, run_on_data
-from dino_ds.ranges import PARTS, listen
+from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
+from dino_ds.ranges import AUGMENTATION, PARTS
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def run(
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(batch, threads)
     resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
-    memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
-    with ExitStack() as open_feeds:
-        steppers = {name: _Stepper(*pair, warmup, data, open_feeds) for name, pair in resolved.items()}
-        timings = time_interleaved(steppers, steps, warmup, device(), waits=data or distributed.world_size() > 1)
-    summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
+    if torch.cuda.is_available():  # one at a time: two may not fit
+        summaries = [s for name, pair in resolved.items() for s in _measure({name: pair}, {}, steps, warmup, data)]
+    else:
+        memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
+        summaries = _measure(resolved, memory, steps, warmup, data)
     result = about(recipe, batch) | {"settings": summaries}
     if compare:
         first, second = summaries
@@ -98,24 +98,36 @@ def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> di
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 
 
-class _Stepper:
-    """The step of one setting; its parts are timed after the warm-up."""
+def _measure(
+    resolved: dict[str, tuple[Recipe, DsConfig]],
+    memory: dict[str, dict[str, float]],
+    steps: int,
+    warmup: int,
+    data: bool,
+) -> list[dict[str, Any]]:
+    """The settings, interleaved. `memory` of each where it is known; a GPU's is measured here, for one setting."""
+    peak = None if memory else GpuPeak()
+    with ExitStack() as open_feeds:
+        steppers = {name: _Stepper(*pair, data, open_feeds) for name, pair in resolved.items()}
+        runs = {name: stepper.parts.after(warmup, stepper) for name, stepper in steppers.items()}
+        timings = time_interleaved(runs, steps, warmup, device(), waits=data or distributed.world_size() > 1)
+    memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
+    summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
+    steppers.clear()
+    runs.clear()
+    free_memory()
+    return summaries
 
-    def __init__(self, recipe: Recipe, config: DsConfig, warmup: int, data: bool, open_feeds: ExitStack) -> None:
+
+class _Stepper:
+    """The step of one setting."""
+
+    def __init__(self, recipe: Recipe, config: DsConfig, data: bool, open_feeds: ExitStack) -> None:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
         self._feed = open_feeds.enter_context(closing(real_feed(recipe, self.trial))) if data else None
-        self._left = warmup
         self.parts = PartTimes(device(), waits=data or distributed.world_size() > 1)
 
     def __call__(self) -> None:
-        if self._left:
-            self._left -= 1
-            self._step()
-        else:
-            with listen(self.parts):
-                self._step()
-
-    def _step(self) -> None:
         if self._feed is None:
             self.trial.run()
             return
@@ -145,6 +157,7 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
         "matmul_tflops": peak,
         "mfu": tflops / peak,
         "parts": {**shares, "other": 1 - sum(shares.values())},
+        "augmentation_share": spent.get(AUGMENTATION, 0.0) / whole,
         "peak_memory_mib": memory_gib() * 1024,
         "predicted_memory_mib": predicted.gib * 1024,
         **memory,
@@ -167,6 +180,9 @@ def _page(result: dict[str, Any]) -> str:
         rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))
     for part in (*PARTS, "other"):
         rows.append((f"part: {part}", lambda s, part=part: f"{100 * s['parts'][part]:.1f} %"))
+    if settings[0]["augmentation_share"]:
+        where = "beside the step" if torch.cuda.is_available() else "in data"
+        rows.append((f"augmentation, {where}", lambda s: f"{100 * s['augmentation_share']:.1f} %"))
     table = markdown_table(
         ["", *(s["name"] for s in settings)], [(name, *(show(s) for s in settings)) for name, show in rows]
     )

@@ -7,22 +7,31 @@ import os
 import torch
 
 from dino_ds import distributed
+from dino_ds.engine.deepspeed_import import import_deepspeed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device() -> torch.device:
     """The device of this process."""
-    from deepspeed.accelerator import get_accelerator
-
-    name = get_accelerator().device_name()
+    name = import_deepspeed().accelerator.get_accelerator().device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
 
 
 def fp16_supported() -> bool:
-    from deepspeed.accelerator import get_accelerator
+    return bool(import_deepspeed().accelerator.get_accelerator().is_fp16_supported())
 
-    return bool(get_accelerator().is_fp16_supported())
+
+def free_memory() -> str:
+    """What is left on this process's GPU and on the host, for people."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    text = f"{host.available / 2**30:.2f} of {host.total / 2**30:.1f} GiB are free on the host"
+    if not torch.cuda.is_available():
+        return text
+    free, total = torch.cuda.mem_get_info()
+    return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
 
 
 def use_deterministic_kernels() -> None:

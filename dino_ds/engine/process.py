@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dino_ds import distributed
+from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import ConfigError
 from dino_ds.ports import find_free_port
 
@@ -43,15 +44,14 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
 @distributed.naming_the_port()
 def _join(timeout: timedelta) -> None:
-    import deepspeed
-
+    deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        _share_cores()
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -62,7 +62,16 @@ def _join(timeout: timedelta) -> None:
             error.said_by_me = local == gpus  # the first of them; rank 0 knows of nothing
             raise error
         accelerator.set_device(local)
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        if distributed.local_world_size() > 1:
+            _share_cores()  # an offloaded optimizer steps on the host
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
+
+
+def _share_cores() -> None:
+    """Threads of torch's operators on the host: this rank's share of its cores, unless the user has said."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
 
 
 def leave() -> None:
@@ -74,8 +83,7 @@ def leave() -> None:
 
 
 def _quiet_deepspeed() -> None:
-    from deepspeed.utils import logger
-
+    logger = import_deepspeed().utils.logger
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
     logger.handlers.clear()

@@ -1,7 +1,7 @@
 """Peak memory of a piece of work in a process of its own: nothing else has grown that process before.
 
 On a GPU by its allocator, else by the resident set. `engine.memory_gib` is for a run as a whole; here the libraries'
-share is told apart.
+share is told apart. A GPU's allocator can begin anew, so there `GpuPeak` needs no process of its own.
 """
 
 from __future__ import annotations
@@ -60,6 +60,21 @@ class ChildResult:
     value: Any
     peak_mib: float
     imports_mib: float
+
+
+class GpuPeak:
+    """Peak memory of what comes after its construction, beyond what the GPU's allocator held before."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def mib(self) -> float:
+        import torch
+
+        return (torch.cuda.max_memory_allocated() - self._held) / MIB
 
 
 def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> ChildResult:

@@ -11,6 +11,8 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
+from dino_ds.ranges import listen
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -89,6 +91,21 @@ class PartTimes:
         start = now()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + now() - start
+
+    def after(self, warmup: int, run: Callable[[], object]) -> Callable[[], None]:
+        """`run`, whose parts are timed once it has run `warmup` times."""
+        left = warmup
+
+        def timed() -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                run()
+            else:
+                with listen(self):
+                    run()
+
+        return timed
 
     def read(self) -> dict[str, float]:
         """Seconds by part so far; waits for the device."""

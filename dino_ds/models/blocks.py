@@ -76,10 +76,10 @@ class Block(nn.Module):
     def __init__(self, arch: Architecture, attention: str, attention_backend: str) -> None:
         super().__init__()
         width = arch.width
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.norm1 = nn.LayerNorm(width, eps=arch.norm_eps)
         self.attn = Attention(width, arch.heads, attention, attention_backend)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.norm2 = nn.LayerNorm(width, eps=arch.norm_eps)
         self.mlp = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 

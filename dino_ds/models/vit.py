@@ -59,7 +59,7 @@ class VisionTransformer(nn.Module):
         positions = self.grid**2 + (0 if arch.registers else 1)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
         self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
-        self.norm = nn.LayerNorm(arch.width, eps=1e-6)
+        self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
         draw(self)
 
     def draw_tokens(self) -> None:

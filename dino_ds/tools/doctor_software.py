@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
 
 _SHOWN = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
@@ -77,7 +78,7 @@ def _imports() -> list[Finding]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                module = importlib.import_module(name)
+                module = import_deepspeed() if name == "deepspeed" else importlib.import_module(name)
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning
         except Exception as error:

@@ -70,29 +70,32 @@ def test_the_loop_over_the_teacher_is_one_pass():
 
 
 def _losses_and_teacher(rung):
-    # Stochastic depth and a learning rate that moves something in three steps.
-    trial = build_rung(rung, tiny_recipe(optimizer__lr="0.1", model__drop_path="0.3"), 4)
+    """Four steps with stochastic depth, that can be compared: Adam's epsilon is as large as the gradients, so that a
+    step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
+    changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
+    trial = build_rung(rung, tiny_recipe(**changes), 4)
+    start = trial.step.teacher.state_dict()
     losses = [float(trial.run()) for _ in range(4)]
-    return losses, trial.step.teacher.state_dict(), trial.step.objective.center.value
+    teacher = trial.step.teacher.state_dict()
+    assert max(float((teacher[name] - start[name]).abs().max()) for name in start) > 3e-4, "the weights move"
+    return torch.tensor(losses), teacher, trial.step.objective.center.value
 
 
 @pytest.fixture(scope="module")
 def plain():
     init_distributed()
-    losses, teacher, center = _losses_and_teacher(EXACT[0])
-    assert abs(losses[3] - losses[0]) > 1e-3, "the weights move"
-    return losses, teacher, center
+    return _losses_and_teacher(EXACT[0])
 
 
 @pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
 def test_exact_rungs_are_the_plain_step(rung, plain):
-    """Four steps with clipping, stochastic depth, centre and EMA. Losses to 1e-5, as the ladder asserts."""
+    """Four steps with clipping, stochastic depth, centre and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
+    each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
     losses, teacher, center = _losses_and_teacher(rung)
-    assert losses == pytest.approx(plain[0], rel=1e-5)
-    torch.testing.assert_close(center, plain[2], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
+    torch.testing.assert_close(center, plain[2], rtol=0, atol=1e-6)
     for name in teacher:
-        if not name.endswith("qkv.bias"):  # the key bias has no gradient but noise, which Adam makes as large as others
-            torch.testing.assert_close(teacher[name], plain[1][name], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(teacher[name], plain[1][name], rtol=0, atol=1e-6)
 
 
 def test_rungs_grow_from_the_plain_step():

@@ -324,3 +324,14 @@ def test_sharding_over_one_process_in_fp32_is_left_out(stage: int):
     offload = {"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}}
     for content, ranks in ((section, 2), (section | {"bf16": {"enabled": True}}, 1), (offload, 1)):
         assert _resolve(content, ranks=ranks).stage == stage
+
+
+@pytest.mark.parametrize("given", ["zero2_bf16.json", "zero2_bf16", "ds_configs/zero2_bf16.json"])
+def test_shipped_configs_by_their_name_alone(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_ds_config(given).endswith("ds_configs/zero2_bf16.json")
+    with pytest.raises(ConfigError, match=r"zero9.json is neither a file nor a shipped one: there is zero0_fp32"):
+        find_ds_config("zero9.json")
+    (tmp_path / "my_zero9.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"Did you mean my_zero9.json\?"):
+        find_ds_config("myzero9.json")

@@ -17,7 +17,7 @@ from tests.ranks import run_on_ranks
 _CASES = [(0, "fp32")] + [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
 
 
-class _Reads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Counts what makes the host wait for a device: `.item()`, `float()`, `bool()`, `.tolist()`, `nonzero`."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     counts = []
     cpu = get_accelerator()
     for _ in range(2):
-        with _Reads() as reads, mock.patch.object(cpu, "synchronize", wraps=cpu.synchronize) as waits:
+        with HostReads() as reads, mock.patch.object(cpu, "synchronize", wraps=cpu.synchronize) as waits:
             out = step.micro_batch(views, keys)
         counts.append(reads.count + waits.call_count)
     assert out.progress is Progress.STEPPED

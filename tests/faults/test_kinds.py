@@ -51,8 +51,9 @@ def straight(images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_fault(kind, images, old_run, straight, tmp_path, record_property):
+def test_fault(kind, images, old_run, straight, tmp_path, record_property, request):
     place = Scene(tmp_path / "run", tmp_path / "images")
+    request.addfinalizer(place.later.close)
     shutil.copytree(images, place.images)
     if kind.old:
         shutil.copytree(old_run, place.run)

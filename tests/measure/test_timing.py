@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dino_ds.measure.host import describe_host, host_line, matmul_tflops
+from dino_ds.measure.memory import MIB, GpuPeak
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, clock_of, time_interleaved
 from dino_ds.ranges import listen, named_range
@@ -47,6 +48,29 @@ def test_part_times_add_up_by_name():
         pass
     assert set(parts.read()) == {"teacher"}
     assert parts.read()["teacher"] > 0
+
+
+def test_part_times_leave_the_warm_up_out():
+    heard, parts = [], PartTimes(torch.device("cpu"))
+
+    def step():
+        with named_range("loss"):
+            heard.append(parts.read().get("loss", 0.0))
+
+    run = parts.after(2, step)
+    for _ in range(4):
+        run()
+    assert len(heard) == 4 and heard[:3] == [0.0] * 3 and 0 < heard[3] < parts.read()["loss"]
+
+
+def test_peak_of_a_gpu_is_what_comes_after(monkeypatch):
+    held = {"memory_allocated": 3 * MIB, "max_memory_allocated": 90 * MIB}
+    for name in held:
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: held[name])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: held.update(max_memory_allocated=3 * MIB))
+    peak = GpuPeak()
+    held["max_memory_allocated"] = 10 * MIB
+    assert peak.mib() == 7
 
 
 def test_host_and_peak():

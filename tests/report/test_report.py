@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -243,6 +244,32 @@ def test_input_that_is_no_run(tmp_path, capsys):
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and says in lines[0], (words, lines)
     assert not list(tmp_path.rglob("*.html"))
+
+
+def _pipe(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _sparse(path):
+    with path.open("wb") as file:
+        file.truncate(30 << 30)
+
+
+def test_pipes_and_huge_files_in_a_run_are_named_and_not_waited_for(tmp_path, capsys):
+    for i, make in enumerate((_pipe, _sparse)):
+        run_dir = make_run(tmp_path / f"run{i}")
+        for name in ("log.txt", "ds_config.json", "environment.json", "evaluations.json", "config.yaml"):
+            make(run_dir / name)
+        cli.main(["report", str(run_dir)])
+        capsys.readouterr()
+        assert len([note for note in read_run(run_dir).notes if "can" in note and "be read" in note]) >= 5
+        make(run_dir / "metrics.jsonl")
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["report", str(run_dir)])
+        assert stop.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "metrics.jsonl cannot be read: " in line and ("not a regular file" in line or "30.0 GiB" in line)
 
 
 def test_how_a_run_ended_and_what_went_wrong():
