@@ -21,7 +21,7 @@ from dino_ds.measure.memory import MIB, GpuPeak
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
-from dino_ds.ranges import AUGMENTATION, PARTS, listen
+from dino_ds.ranges import AUGMENTATION, PARTS
 
 
 @dataclass(frozen=True)
