@@ -156,7 +156,7 @@ def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
 def _bytes_per_token(recipe: Recipe, config: DsConfig) -> float:
     arch = recipe.model.architecture()
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
-    return moved * (0.5 if config.levers.compile else 1.0)
+    return moved * (0.5 if config.levers.compile != "off" else 1.0)
 
 
 def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict[str, int]) -> tuple[float, float]:

@@ -28,7 +28,7 @@ def step(gpu: FakeCuda, model: dict[str, object], levers: Levers, dtype: torch.d
     with gpu.part("start"):
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
         network = gpu.module(_build_meta(recipe, levers))
-        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=levers.teacher_copy)
+        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(levers.teacher_copy))
         objective = DinoLoss(recipe.head.prototypes, 0.1, 0.9, CUDA)
         votes, meter = Votes(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix

@@ -282,8 +282,8 @@ MEMORY = [
         at_call("dino_ds.training.run:Run.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
-        "more predicted than there is", "10^9 prototypes", (2, 2), "of host memory by prediction", goes_on=False,
-        changes={"head.prototypes": "1000000000"},
+        "more predicted than there is", "2^24 prototypes for 4096 images", (2, 2), "of host memory by prediction",
+        changes={"head.prototypes": "16777216", "data.global_batch": "4096"}, goes_on=False,
     ),
 ]  # fmt: skip
 _LOADER = {"data.workers": "1"}
