@@ -12,7 +12,8 @@ class Architecture:
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
     position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`: the name of
-    the model that timm makes it of with these numbers, for one that timm has no name for.
+    the model that timm makes it of with these numbers, for one that timm has no name for. `norm_eps`: LayerNorm's;
+    other projects' weights may have been trained with another.
     """
 
     patch_size: int
@@ -25,6 +26,7 @@ class Architecture:
     registers: int = 0
     in_chans: int = 3
     timm: str | None = None
+    norm_eps: float = 1e-6
 
     def timm_model(self, name: str) -> tuple[str, dict[str, int | float]]:
         """The name and the arguments by which timm.create_model builds this architecture, called `name` here."""
@@ -37,6 +39,9 @@ class Architecture:
         }
         return (name, arguments) if self.timm is None else (self.timm, arguments | {"mlp_ratio": self.mlp_ratio})
 
+
+FROM_SOURCE = "from_source"
+"""Instead of a name: the architecture of the weights that a run starts from; the command line resolves it first."""
 
 _S16 = Architecture(16, 384, 12, 6)
 # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked

@@ -15,17 +15,20 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
+from dino_ds.architectures import FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import INTERRUPTED, ConfigError, UserError, lines_for_people
+from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
+from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
+from dino_ds.options.elsewhere import command_elsewhere
 from dino_ds.options.flags import Flags, check_required, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
@@ -40,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = drop_local_rank(sys.argv[1:] if argv is None else argv)
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
-        if {"-h", "--help"} & set(words):
-            print(help_text(words))
-        elif words == ["--version"]:
+        if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
+            print(help_text(words[1:] if words[:1] == ["help"] else words))
+        elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
             _dispatch(words)
@@ -63,8 +66,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
             os.kill(os.getpid(), signal.SIGPIPE)
+        if is_out_of_memory(error):
+            if debug:
+                traceback.print_exc()
+            _say_error(_memory_text(error), said_by_me=True)
+            _exit(OutOfMemory.exit_code)
         _say_bug(error, words, debug)
         _exit(1)
+
+
+def _memory_text(error: Exception) -> str:
+    """Of a command that has no better explanation than the allocator's."""
+    from dino_ds.engine.device import free_memory
+
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
 
 
 def _nobody_reads() -> bool:
@@ -83,12 +99,22 @@ def _dispatch(words: list[str]) -> None:
     command, rest = found
     if command is TRAIN:
         adopt_ranks(os.environ)
+        check_ranks(os.environ)
         check_hostfile()
     flags, files = _collect(command, parse_flags(command, rest))
+    if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
+        from dino_ds.weights.start import as_source
+
+        files["recipe"] = as_source(files["recipe"], flags.get("run_dir"))
     if command is TRAIN:
+        from dino_ds.data.own_files import check_root
+
+        files["recipe"].check_learning_rates()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
-        # Before the slow imports: a second job should not take half a minute to end.
+        # Before the slow imports: what can't start should not take half a minute to say so.
+        if files["recipe"].data.source == "folder":
+            check_root(files["recipe"].data.root)
         RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
     def call(**given: Any) -> None:
@@ -99,14 +125,14 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _no_command(words: list[str]) -> str:
-    there = f"there is {', '.join(COMMANDS)}"
     if not words or words[0].startswith("-"):
-        return f"no command is given: {there} (dino-ds --help)"
+        return "no command is given: dino-ds train, for example; dino-ds --help lists all"
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
         return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
-    return f"{words[0]!r} is not a command: {there}.{did_you_mean(words[0], COMMANDS)}"
+    answer = command_elsewhere(words[0])
+    return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
 def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -140,6 +166,8 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
+    if command.ds_shown:
+        files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
     if command is TRAIN:
         fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
     if flags.train is not None:
@@ -152,10 +180,11 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
 def _call(command: Command, values: dict[str, Any]) -> None:
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command.check is not None:
+        _function(command.check)(**values)
     if command.loads_torch:
         check_torchvision()
-    module, _, function = command.runs.partition(":")
-    getattr(importlib.import_module(module), function)(**values)
+    _function(command.runs)(**values)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
@@ -164,11 +193,17 @@ def _call(command: Command, values: dict[str, Any]) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
+def _function(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
+
+
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
     """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
-    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
-    host = f"{socket.gethostname()}: " if rank and said_by_me is None else ""
-    if local_rank == 0 if said_by_me is None else said_by_me:
+    first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
+    if local_first if said_by_me is None else said_by_me:
         for line in lines_for_people(message, all_of_them=debug):
             print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
     elif pause and said_by_me is None:
@@ -177,7 +212,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 def _say_bug(error: Exception, words: list[str], debug: bool) -> None:
     """What no part of the program has foreseen: one line, and where the traceback is."""
-    rank = int(os.environ.get("RANK", 0))
+    rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "--debug shows the traceback"
     run_dir = _run_dir_of(words)

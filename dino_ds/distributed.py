@@ -95,6 +95,30 @@ def naming_the_port() -> Iterator[None]:
         raise ConfigError(f"{where} is in use: give another --master_port") from error
 
 
+@contextmanager
+def agreed_world_size(timeout: timedelta) -> Iterator[None]:
+    """Around joining a process group. Raises ConfigError where ranks disagree on how many they are: each would wait
+    for others that never come."""
+    mine, ranks = rank(), world_size()
+    if (ranks == 1 and mine == 0) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield  # torchrun has counted its ranks itself
+        return
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # The server is shared with the process group's store: same port, same process.
+    store = dist.TCPStore(
+        address, port, None, is_master=mine == 0, timeout=timeout, wait_for_workers=False, multi_tenant=True
+    )
+    store.set(f"dino_ds/world_size/{mine}", str(ranks))
+    for other in range(1, ranks) if mine == 0 else [0]:
+        theirs = int(store.get(f"dino_ds/world_size/{other}"))
+        if theirs != ranks:
+            pair = sorted([(0, ranks), (other, theirs)] if mine == 0 else [(0, theirs), (mine, ranks)])
+            said = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
+            raise ConfigError(f"ranks disagree on how many they are: {said}; give all of them the same WORLD_SIZE")
+    yield
+    del store
+
+
 def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
     """Rows (b_r, ...) of every rank -> (sum of b_r, ...), in rank order, on every rank; b_r may differ."""
     if world_size() == 1:

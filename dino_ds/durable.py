@@ -50,6 +50,28 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def append_whole(descriptor: int, content: bytes) -> None:
+    """All of `content` at the end of a file that is open for appending, or nothing of it. Raises OSError."""
+    size, written = os.fstat(descriptor).st_size, 0
+    try:
+        while written < len(content):  # a disk that gets full takes a part
+            written += os.write(descriptor, content[written:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            if os.fstat(descriptor).st_size == size + written:  # nobody else has appended since
+                os.ftruncate(descriptor, size)
+        raise
+
+
+def discard(path: Path) -> None:
+    """Whatever lies there goes: a file, a folder with all that is in it, a link. Raises nothing."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def why_not_writable(path: Path) -> str:
     """Why a new file or folder can't be made at `path`, before there is anything to put there; "" where it can."""
     there = next(place for place in path.absolute().parents if place.exists())

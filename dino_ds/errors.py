@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 EXIT_CODES = {
     0: "done",
     1: "a bug of dino_ds: please report it, with the traceback",
@@ -10,12 +13,18 @@ EXIT_CODES = {
     4: "numbers went wrong: NaN, infinite, loss scale at its minimum",
     5: "disk full or not writable",
     6: "a rank hangs or is gone",
+    7: "out of memory, of a GPU or of the host",
     75: "stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGUSR2, RUN/stop) and saved: go on with --resume",
     130: "interrupted by Ctrl-C, other commands than train",
 }
 STOPPED = 75
 INTERRUPTED = 130
 
+_MEMORY = re.compile(
+    r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
+)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+"""Of an OSError: the disk is full, or the user's part of it."""
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
@@ -55,10 +64,30 @@ class StorageError(UserError):
     exit_code = 5
 
 
+def unwritable(what: object, error: OSError) -> StorageError:
+    """The StorageError for `what` that could not be written."""
+    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --run_dir")
+
+
 class PeerError(UserError):
     """A rank hangs or is gone (exit code 6)."""
 
     exit_code = 6
+
+
+class OutOfMemory(UserError):
+    """Memory of a GPU or of the host ran out (exit code 7): a new start would only repeat it."""
+
+    exit_code = 7
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch's, CUDA's, Python's or the system's allocator had no memory left, here or in a loader process."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
 
 
 def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:

@@ -6,6 +6,7 @@ The recipe says what is learned, the ds JSON how fast and on what hardware: one 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -105,6 +106,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def suggestion(near: list[str]) -> str:
     return f" Did you mean {_listed(near)}?" if near else ""
+
+
+def hub_id(text: str) -> str | None:
+    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is no path."""
+    name = text.removeprefix("hf://").removeprefix("datasets/")
+    return name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).parent.is_dir() else None
 
 
 def _listed(words: list[str]) -> str:

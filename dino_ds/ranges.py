@@ -8,6 +8,8 @@ from typing import Any
 
 PARTS = ("data", "teacher", "student", "loss", "backward", "optimizer", "center", "ema")
 """Of one step, in order. data: the wait for the batch; loss: its forward; center: its commit over all ranks."""
+AUGMENTATION = "augmentation"
+"""Inside of data on a CPU; on a GPU by a stream of its own, beside the step."""
 
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []

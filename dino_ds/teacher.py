@@ -30,7 +30,7 @@ class Teacher:
     `dtype` of the forward pass (autocast; storage stays FP32). On construction the network becomes equal to the
     masters, which DeepSpeed makes from weights already rounded to the engine's precision. With `keep_copy` the matrices
     are also kept in `dtype`, cast once per applied step instead of at each use: same results, 2 bytes a weight more.
-    `compiled`: its blocks are compiled.
+    `compiled`: how its blocks are compiled, as of `compile_blocks`, or "off".
 
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
@@ -41,7 +41,7 @@ class Teacher:
         masters: Sequence[Masters],
         dtype: torch.dtype = torch.float32,
         keep_copy: bool = False,
-        compiled: bool = False,
+        compiled: str = "off",
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.dtype = dtype
@@ -52,8 +52,8 @@ class Teacher:
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
         self._running, self._casts = _low_precision_copy(network, dtype) if keep_copy else (network, ([], []))
-        if compiled:
-            self._running.backbone.compile_blocks()
+        if compiled != "off":
+            self._running.backbone.compile_blocks(compiled)
         self.update(momentum=0.0)
 
     def _follow(self, masters: Masters, parameters: dict[str, Tensor]) -> _Follower:
@@ -83,18 +83,18 @@ class Teacher:
     def features(self, images: Tensor) -> Tensor:
         """Images (b, 3, h, w) -> CLS features after the final norm (b, d), FP32."""
         with self.evaluating():
-            return self.backbone([images]).float()
+            return self.backbone([images])
 
     @property
     def backbone(self) -> VisionTransformer:
-        """What runs; its weights are the newest, some perhaps in `dtype`. To be used while `evaluating`."""
-        return self._running.backbone
+        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
+        return self.network.backbone
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The precision of training, no gradients, and nothing compiled."""
+        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
         # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
-        with torch.no_grad(), self._autocast(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
 
     def _autocast(self) -> Any:
@@ -118,16 +118,15 @@ def _low_precision_copy(
 
     Autocast casts these matrices and no others, so the results are the same.
     """
-    running = copy.deepcopy(network)
+    running = copy.deepcopy(network, {id(p): p for p in network.parameters()})  # the parameters themselves are shared
     copies, originals = [], []
-    for mine, theirs in zip(running.modules(), network.modules(), strict=True):
+    for mine in running.modules():
         cast = isinstance(mine, (nn.Linear, nn.Conv2d))
-        for name, parameter in mine.named_parameters(recurse=False):
-            original = theirs.get_parameter(name).data
-            parameter.data = torch.empty_like(original, dtype=dtype) if cast else original
+        for name, parameter in list(mine.named_parameters(recurse=False)):
             if cast:
-                copies.append(parameter.data)
-                originals.append(original)
+                copies.append(torch.empty_like(parameter.data, dtype=dtype))
+                originals.append(parameter.data)
+                setattr(mine, name, nn.Parameter(copies[-1], requires_grad=False))
     return running, (copies, originals)
 
 

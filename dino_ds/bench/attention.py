@@ -72,8 +72,7 @@ class _Bare(Attention):
     def attend(self, qkv: Tensor, packing: Packing) -> Tensor:
         """qkv (tokens, 3d) -> (tokens, d)."""
         attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        d = qkv.shape[1] // 3
-        return attend(qkv[:, :d], qkv[:, d:], packing, False)
+        return attend((qkv,), packing)
 
 
 class _Case:

@@ -55,6 +55,7 @@ def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, 
     result: dict[str, Any] = {
         "pipelines": rates,
         "ratio_split_to_pil": timings["pil"].seconds / timings["split_worker"].seconds,
+        "augmentation_share": timings["device"].seconds / split,
         "ratio_exact_to_pil": timings["pil"].seconds / timings["exact"].seconds,
         "distance_levels": _distance(worker, device),
         "read": read_rates(files.contents, rounds),
@@ -199,6 +200,7 @@ def _page(result: dict[str, Any]) -> str:
             markdown_table(["pipeline", "images/s", "ms", "what it is"], rows),
             "",
             f"split_worker is {result['ratio_split_to_pil']:.2f} x pil, exact {result['ratio_exact_to_pil']:.2f} x; "
+            f"augmentation is {100 * result['augmentation_share']:.0f} % of split_total; "
             f"crops of the two modes differ by {result['distance_levels']:.2f} of 255 levels on average",
             "",
             markdown_table(["reading, images/s", *_states(read)], [_reading(name, read) for name in read]),

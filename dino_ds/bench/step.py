@@ -21,7 +21,7 @@ from dino_ds.measure.memory import MIB, GpuPeak
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
-from dino_ds.ranges import PARTS
+from dino_ds.ranges import AUGMENTATION, PARTS
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
         "matmul_tflops": peak,
         "mfu": tflops / peak,
         "parts": {**shares, "other": 1 - sum(shares.values())},
+        "augmentation_share": spent.get(AUGMENTATION, 0.0) / whole,
         "peak_memory_mib": memory_gib() * 1024,
         "predicted_memory_mib": predicted.gib * 1024,
         **memory,
@@ -179,6 +180,9 @@ def _page(result: dict[str, Any]) -> str:
         rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))
     for part in (*PARTS, "other"):
         rows.append((f"part: {part}", lambda s, part=part: f"{100 * s['parts'][part]:.1f} %"))
+    if settings[0]["augmentation_share"]:
+        where = "beside the step" if torch.cuda.is_available() else "in data"
+        rows.append((f"augmentation, {where}", lambda s: f"{100 * s['augmentation_share']:.1f} %"))
     table = markdown_table(
         ["", *(s["name"] for s in settings)], [(name, *(show(s) for s in settings)) for name, show in rows]
     )

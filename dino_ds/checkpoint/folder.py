@@ -8,7 +8,6 @@ depth follow from (seed, epoch, index).
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from dino_ds.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
-from dino_ds.durable import put_in_place, replace_file, sync_folder
+from dino_ds.durable import discard, put_in_place, replace_file, sync_folder
 from dino_ds.errors import CheckpointError
 
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
@@ -86,7 +85,8 @@ class Checkpoints:
         """
         folder, manifest, problem = self.folder / step_name(step), None, ""
         try:
-            if folder.resolve().parent != self.folder.resolve():
+            # Unlike Path.resolve it raises nothing for a link to itself.
+            if os.path.dirname(os.path.realpath(folder)) != os.path.realpath(self.folder):
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
             manifest = read_manifest(folder)
             if run_id not in (None, manifest.run_id):
@@ -114,24 +114,37 @@ class Checkpoints:
         if distributed.rank() != 0 or not self.folder.is_dir():
             return []
         for path in self.folder.iterdir():
-            if path.name.startswith((_WRITING, _REMOVING)):
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name.endswith(".tmp"):
-                path.unlink(missing_ok=True)
+            if path.name.startswith((_WRITING, _REMOVING)) or path.name.endswith(".tmp"):
+                discard(path)
         later = [other for other in self._steps() if other > step]
         for other in later:
             place = self.folder / (_ASIDE + step_name(other))
-            shutil.rmtree(place, ignore_errors=True)
+            discard(place)
             (self.folder / step_name(other)).rename(place)
+        notes = [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
+        latest = self.folder / "latest"
+        if latest.is_dir() and not latest.is_symlink():
+            place = self.folder / (_ASIDE + latest.name)
+            discard(place)
+            latest.rename(place)
+            notes.append(f"{latest} was a folder and is put aside as {place.name}")
         if step and self._pointer() != step_name(step):
-            replace_file(self.folder / "latest", step_name(step) + "\n")
-        return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
+            replace_file(latest, step_name(step) + "\n")
+        return notes
+
+    def free_bytes(self) -> int:
+        """On the disk, with what `tidy` will give back."""
+        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        found = os.statvfs(place)
+        left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
+        return found.f_bavail * found.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
 
     def begin(self, step: int) -> Path:
         """Rank 0: an empty folder to write a checkpoint into. Raises OSError."""
         folder = self.writing_folder(step)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        discard(folder)
+        self.folder.mkdir(exist_ok=True)  # its parent is there: a run folder that was renamed must not come back
+        folder.mkdir()
         return folder
 
     def writing_folder(self, step: int) -> Path:
@@ -139,7 +152,7 @@ class Checkpoints:
 
     def give_up(self, step: int) -> None:
         """Rank 0: the save of `step` has failed; nothing of it stays."""
-        shutil.rmtree(self.writing_folder(step), ignore_errors=True)
+        discard(self.writing_folder(step))
 
     def commit(self, manifest: Manifest) -> Path:
         """Rank 0, when all files are verified: the written folder becomes a checkpoint and the newest. Raises OSError.
@@ -148,7 +161,7 @@ class Checkpoints:
         """
         written, place = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
         replace_file(written / MANIFEST, manifest.seal())
-        if place.exists():
+        if os.path.lexists(place):
             self._remove(place)
         put_in_place(written, place)
         replace_file(self.folder / "latest", place.name + "\n")
@@ -177,10 +190,10 @@ class Checkpoints:
     def _remove(self, folder: Path) -> None:
         """Renamed first: a death in the middle leaves no checkpoint with holes."""
         doomed = self.folder / (_REMOVING + folder.name)
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(doomed)
         folder.rename(doomed)
         sync_folder(self.folder)
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(doomed)
 
     def _steps(self) -> list[int]:
         """Of everything that is called a checkpoint, newest first."""

@@ -42,9 +42,9 @@ def whole_file(rank: int) -> str:
 class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
-    run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; state: position and
-    counters of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name ->
-    (bytes, CRC32).
+    run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; images: what it was
+    learned from (see `dino_ds.data.image_set`), None in checkpoints of earlier versions; state: position and counters
+    of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name -> (bytes, CRC32).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -61,6 +61,7 @@ class Manifest(BaseModel):
     gradient_clipping: float
     recipe: dict[str, Any]
     config_hash: str
+    images: dict[str, Any] | None = None
     versions: dict[str, str]
     state: dict[str, Any]
     layouts: list[dict[str, Any]]

@@ -36,9 +36,11 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 @dataclass(frozen=True)
 class SaveCost:
     """Of the last checkpoint, the same on all ranks: training stood still for `stall_seconds`, on the rank where that
-    was longest; all was done after `seconds`; the bytes of all ranks."""
+    was longest, and will for `later_stall_seconds` in the next saves, which find their host memory there; all was done
+    after `seconds`; the bytes of all ranks."""
 
     stall_seconds: float
+    later_stall_seconds: float
     seconds: float
     bytes: int
 
@@ -64,6 +66,17 @@ class Saving:
         self._chores = _Chores(checkpoints, finish)
         self.copies = HostCopies()
         self.cost: SaveCost | None = None
+
+    def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
+        """Raises StorageError, on all ranks, where the disk has no room for one checkpoint and `more` bytes."""
+        total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
+        needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
+        with distributed.together():
+            if distributed.rank() == 0 and needed > (free := self._checkpoints.free_bytes()):
+                raise StorageError(
+                    f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
+                    f"{self._checkpoints.folder.parent}: make room, or give another --run_dir"
+                )
 
     def save(
         self,
@@ -109,7 +122,7 @@ class Saving:
         return self._land(must) + self._chores.wait(must)
 
     def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
-        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
+        begun, step, size, reserved = time.perf_counter(), int(manifest["step"]), bytes_of(files), 0.0
         lines: list[str] = []
         total, problem = self._make_room(step, size)
         if problem:  # older checkpoints may be about to go
@@ -118,9 +131,10 @@ class Saving:
             if problem:
                 return lines + self._failed(step, problem, must=wait)
         if self._background and not wait:
+            reserved = self.copies.reserve(files)
             files = self.copies.take(files)
         number = self._number = self._number % _NUMBERS + 1
-        self._flight = Flight(number, manifest, layout, total, begun)
+        self._flight = Flight(number, manifest, layout, total, begun, reserved)
         vote = self._votes.cast
         self._flight.start(
             self._checkpoints.writing_folder(step), files, lambda good: vote("saved" if good else "save_failed", number)
@@ -172,14 +186,15 @@ class Saving:
             except Exception as error:  # of whatever kind: the other ranks wait to hear of it
                 reason = self._reason(flight, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
-        outcomes = distributed.gather_objects((reason, flight.stalled + now - begun, now - flight.begun))
+        stalled = flight.stalled + now - begun
+        outcomes = distributed.gather_objects((reason, stalled, stalled - flight.reserved, now - flight.begun))
         if reason := outcomes[0][0]:
             return self._failed(flight.step, reason, must)
         self._failures, self._last = 0, flight.manifest
         if folder is not None:
             self._chores.start(folder, flight.step)
-        _, stalls, seconds = zip(*outcomes, strict=True)
-        self.cost = SaveCost(max(stalls), max(seconds), flight.bytes)
+        _, stalls, later, seconds = zip(*outcomes, strict=True)
+        self.cost = SaveCost(max(stalls), max(later), max(seconds), flight.bytes)
         return [f"save     step {flight.step}: {self.cost}"]
 
     def _reason(self, flight: Flight, error: OSError) -> str:

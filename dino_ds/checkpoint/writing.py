@@ -48,28 +48,34 @@ class HostCopies:
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._host.values())
 
+    def reserve(self, files: Files) -> float:
+        """Take the memory that is not there yet; returns the seconds, which only the first save pays."""
+        begun = time.perf_counter()
+        for name, file in files.items():
+            for key, tensor in file.items():
+                place, host = f"{name}/{key}", self._host.get(f"{name}/{key}")
+                if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                    self._host[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return time.perf_counter() - begun
+
     def take(self, files: Files) -> Files:
-        """The tensors as they are now, whatever training does to them afterwards."""
+        """The tensors as they are now, whatever training does to them afterwards; after `reserve`."""
         copies = {
-            name: {key: self._take(f"{name}/{key}", t) for key, t in file.items()} for name, file in files.items()
+            name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
+            for name, file in files.items()
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
-
-    def _take(self, key: str, tensor: Tensor) -> Tensor:
-        host = self._host.get(key)
-        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-            host = self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor.detach(), non_blocking=True)
 
 
 @dataclass
 class Flight:
     """A save that is being written. `number` tells it from others; `manifest` and `layout` as for Saving.save.
 
-    bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it; then what the
-    thread has found: `records` of its files, or the `error`.
+    bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it, `reserved` of
+    them for host memory that the next saves find there; then what the thread has found: `records` of its files, or the
+    `error`.
     """
 
     number: int
@@ -77,6 +83,7 @@ class Flight:
     layout: dict[str, Any]
     bytes: int
     begun: float
+    reserved: float = 0.0
     stalled: float = 0.0
     records: dict[str, FileRecord] = field(default_factory=dict)
     error: OSError | None = None

@@ -18,16 +18,17 @@ import hjson
 from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
-from dino_ds.names import missing_file
+from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
-# At most; a smaller network's buckets are as large as the network. DeepSpeed's 5e8 elements are more than a ViT-L has:
-# one bucket, a gigabyte, and nothing to overlap.
+# At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
+# Of a small network on several ranks: while one is reduced, the backward pass fills the next.
+REDUCE_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Levers:
     attention_backend: str = "auto"
     packed: bool = True
     cls_only_last_block: bool = True
-    compile: bool = False
-    teacher_copy: bool = False
+    compile: str = "off"
+    teacher_copy: bool | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,29 @@ class DsConfig:
     levers: Levers
     notes: list[str] = field(default_factory=list)
 
+    def keeps_teacher_copy(self, on_gpu: bool) -> bool:
+        """Whether the teacher's matrices are kept in the engine's precision too: unless stated, on a GPU."""
+        asked = self.levers.teacher_copy
+        return self.precision != "fp32" and (on_gpu if asked is None else asked)
+
 
 def find_ds_config(path: str) -> str:
-    """`path` as given, or a shipped one, ds_configs/NAME.json. Raises ConfigError with the nearest file name."""
+    """`path` as given, or a shipped one: [ds_configs/]NAME[.json]. Raises ConfigError with the nearest file name."""
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
-    shipped = _SHIPPED / path
-    for candidate in (Path(path), shipped):
-        if is_file(str(candidate)):
-            return str(candidate)
-    is_shipped = not Path(path).parent.is_dir() and shipped.parent.is_dir()
-    raise ConfigError(missing_file(str(shipped) if is_shipped else path, (".json", ".hjson")))
+    if is_file(path):
+        return path
+    wanted = [path] if path.endswith((".json", ".hjson")) else [path, f"{path}.json"]
+    folders = [_SHIPPED, _SHIPPED / "ds_configs", _SHIPPED / "ds_configs" / "tiers"]
+    for shipped in (folder / name for name in wanted for folder in folders):
+        if is_file(str(shipped)):
+            return str(shipped)
+    if Path(path).name == path and not nearest(path, [file.name for file in Path().glob("*json")], cutoff=0.7):
+        names = sorted(file.stem for file in (_SHIPPED / "ds_configs").glob("*.json"))
+        near = did_you_mean(path.removesuffix(".json"), names)
+        raise ConfigError(f"--ds_config {path} is neither a file nor a shipped one: there is {', '.join(names)}.{near}")
+    is_shipped = not Path(path).parent.is_dir() and (_SHIPPED / path).parent.is_dir()
+    raise ConfigError(missing_file(str(_SHIPPED / path if is_shipped else path), (".json", ".hjson")))
 
 
 def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
@@ -115,6 +129,11 @@ def resolve_ds_config(
         raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
     raw = copy.deepcopy(config)
     micro, accumulation = _batches(config, path, global_batch, world_size)
+    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
+        raise ConfigError(
+            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
+            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
+        )
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
@@ -122,7 +141,7 @@ def resolve_ds_config(
     notes = _drop_idle_sharding(raw, zero, precision, world_size)
     zero = raw["zero_optimization"]
     stage = int(zero["stage"])
-    _fill_zero(raw, zero, stage, min(parameters or BUCKET_ELEMENTS, BUCKET_ELEMENTS))
+    _fill_zero(raw, zero, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
@@ -240,12 +259,18 @@ def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: st
     return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
 
 
-def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], stage: int, bucket: int) -> None:
-    """Decide "auto" and the missing bucket sizes of the ZeRO section."""
-    sizes = {"reduce_bucket_size": (1, 2, 3), "allgather_bucket_size": (1, 2)}
-    for key, stages in sizes.items():
+def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], parameters: int | None, world_size: int) -> None:
+    """Decide "auto" and the missing bucket sizes of the ZeRO section, and whether anything can overlap."""
+    stage, weights = zero["stage"], parameters or REDUCE_BUCKETS * BUCKET_ELEMENTS
+    reduced = -(-weights // REDUCE_BUCKETS) if world_size > 1 else weights
+    sizes = {"reduce_bucket_size": ((1, 2, 3), reduced), "allgather_bucket_size": ((1, 2), weights)}
+    for key, (stages, size) in sizes.items():
         if stage in stages and zero.get(key, "auto") == "auto":
-            zero[key] = bucket
+            zero[key] = min(size, BUCKET_ELEMENTS)
+    # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
+    to_host = offloads_optimizer(zero) or zero.get("offload_param", {}).get("device", "none") != "none"
+    if world_size == 1 and stage and not to_host:
+        zero["overlap_comm"] = False
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]
     if offloads_optimizer(zero):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dino_ds.config.recipe import Recipe
+from dino_ds.config.lengths import Length
+from dino_ds.config.recipe import Recipe, Section
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
@@ -21,3 +22,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def lengths_without_unit(section: Section, prefix: str = "") -> list[str]:
+    """The dotted names of lengths that were given as bare numbers."""
+    names: list[str] = []
+    for key, value in section:
+        if isinstance(value, Section):
+            names += lengths_without_unit(value, f"{prefix}{key}.")
+        elif isinstance(value, Length) and value.assumed:
+            names.append(prefix + key)
+    return names

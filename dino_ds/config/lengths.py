@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from dino_ds.errors import ConfigError
@@ -18,6 +18,8 @@ class Length:
 
     value: float
     unit: str
+    assumed: bool = field(default=False, compare=False)
+    """The unit was not given."""
 
     def __str__(self) -> str:
         return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
@@ -36,7 +38,7 @@ class Length:
         unit = units.get(match[2].lower()) if match else None
         if unit is None or not math.isfinite(value):
             raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
-        return Length(value, unit)
+        return Length(value, unit, assumed=not (match and match[2]))
 
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
         """Optimizer steps, rounded up, >= 0."""

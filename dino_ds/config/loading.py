@@ -294,5 +294,5 @@ def _type_text(field: FieldInfo) -> str:
 
 def _limits_text(limits: list[Any]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {getattr(m, key):g}" for m in limits for key, sign in signs.items() if hasattr(m, key)]
+    found = [f"{sign} {show_value(getattr(m, key))}" for m in limits for key, sign in signs.items() if hasattr(m, key)]
     return f" {', '.join(found)}" if found else ""

@@ -13,75 +13,41 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
-    PlainValidator,
     field_validator,
     model_validator,
 )
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.config.fields import (
+    BENCHMARKS,
+    EVALUATIONS,
+    BatchSize,
+    BelowOne,
+    Count,
+    Depth,
+    Evaluations,
+    Few,
+    Fraction01,
+    LengthField,
+    NotNegative,
+    PathText,
+    Positive,
+    SaveEvery,
+    ScaleRange,
+    Seconds,
+    Seed,
+    Side,
+    Temperature,
+    ValueRangeField,
+    Width,
+    check_range,
+    positive,
+)
 from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, nearest
-
-
-def _parse_length(value: object) -> Length:
-    try:
-        return Length.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
-
-
-def _positive(length: Length) -> Length:
-    if length.value <= 0:
-        raise ValueError(f"'{length}' must be more than 0")
-    return length
-
-
-def _split_range(value: object) -> object:
-    """The command line gives "0.4,1" where YAML gives [0.4, 1]."""
-    return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
-
-
-def _check_range(value: tuple[float, float]) -> tuple[float, float]:
-    if not 0 < value[0] <= value[1] <= 1:
-        raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
-    return value
-
-
-BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
-EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
-
-
-def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
-    """ "auto", or names in a list or with commas between them."""
-    if value == "auto":
-        return "auto"
-    words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple)) or not words:
-        raise ValueError(f"{value!r} is not auto, nor names of evaluations such as knn,statistics")
-    for name in words:
-        if name not in EVALUATIONS:
-            near = did_you_mean(str(name), EVALUATIONS)
-            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
-    return tuple(dict.fromkeys(words))
-
-
-LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
-SaveEvery = Annotated[
-    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
-]
-Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
-ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Fraction01 = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _field(default: Any, description: str) -> Any:
@@ -106,19 +72,33 @@ class DataSection(Section):
     source: Annotated[str, AfterValidator(_check_source)] = _field(
         "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
     )
-    root: str | None = _field(
+    root: PathText | None = _field(
         None, "a folder of images, .txt list, .tar or .parquet files (patterns too), or torchvision's data folder"
     )
     download: bool = _field(False, "let torchvision download its data set into data.root")
-    global_batch: Count = _field(512, "images per optimizer step over all ranks and micro-batches")
-    workers: CountOrZero | None = _field(None, "data loading processes per rank; none = by the cores")
+    global_batch: BatchSize = _field(512, "images per optimizer step over all ranks and micro-batches")
+    workers: Few | None = _field(None, "data loading processes per rank; none = by the cores")
     augment: Literal["device", "worker"] = _field(
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
     )
     max_pixels: Count = _field(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
+    value_range: ValueRangeField = _field(
+        "auto",
+        "black and white of images deeper than 8 bits, such as 0,4095; auto = the bits that a sample of them uses",
+    )
     max_bad_fraction: Fraction01 = _field(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
+
+    @property
+    def known_range(self) -> tuple[float, float] | None:
+        """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
+        return None if self.value_range == "auto" else self.value_range
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether crops leave the loader as FP32, also those of 8-bit images."""
+        return self.known_range is not None
 
     @property
     def own_files(self) -> bool:
@@ -133,73 +113,74 @@ class DataSection(Section):
 
 
 class CropsSection(Section):
-    global_size: Count = _field(224, "side of the 2 global crops, pixels; a multiple of the patch size")
+    global_size: Side = _field(224, "side of the 2 global crops, pixels; a multiple of the patch size")
     global_scale: ScaleRange = _field((0.4, 1.0), "area of a global crop, as parts of the image")
-    local_size: Count = _field(96, "side of a local crop, pixels; a multiple of the patch size")
+    local_size: Side = _field(96, "side of a local crop, pixels; a multiple of the patch size")
     local_scale: ScaleRange = _field((0.05, 0.4), "area of a local crop, as parts of the image")
-    num_local: CountOrZero = _field(8, "local crops per image")
+    num_local: Few = _field(8, "local crops per image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = _field(
         "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
     )
 
-    _ranges = field_validator("global_scale", "local_scale")(_check_range)
+    _ranges = field_validator("global_scale", "local_scale")(check_range)
 
 
 class ModelSection(Section):
-    backbone: str = _field("vit_small_patch16_224", "timm's name of the Vision Transformer")
-    patch_size: Count | None = _field(None, "pixels; none = the backbone's")
-    width: Count | None = _field(None, "embedding dimension; none = the backbone's")
-    depth: Count | None = _field(None, "blocks; none = the backbone's")
-    heads: Count | None = _field(None, "attention heads; none = the backbone's")
-    in_chans: Count = _field(3, "channels of the images; the data source must give as many")
+    backbone: str = _field("vit_small_patch16_224", "timm's name of the ViT; from_source = that of init_from's weights")
+    patch_size: Side | None = _field(None, "pixels; none = the backbone's")
+    width: Width | None = _field(None, "embedding dimension; none = the backbone's")
+    depth: Depth | None = _field(None, "blocks; none = the backbone's")
+    heads: Depth | None = _field(None, "attention heads; none = the backbone's")
+    in_chans: Depth = _field(3, "channels of the images; the data source must give as many")
     drop_path: BelowOne = _field(0.1, "stochastic depth of the last block, growing linearly from 0")
     stochastic_depth: Literal["per_image", "batched"] = _field(
         "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
     )
-    init_from: str | None = _field(
+    init_from: PathText | None = _field(
         None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
     )
-    freeze_backbone: LengthField = _field(
-        Length(0, "steps"), "how long only the head is trained at first; meant for init_from"
-    )
+    freeze_backbone: LengthField = _field(Length(0, "steps"), "how long only the head is trained first; for init_from")
     pos_embed_interpolation: Literal["dino", "antialias"] = _field(
-        "dino",
-        "how local crops and init_from resize positions; dino is needed for DINO's released weights",
+        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
     )
 
     @field_validator("backbone")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in ARCHITECTURES:
+        if name not in (*ARCHITECTURES, FROM_SOURCE):
+            kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
             near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
-            raise ValueError(f"{name!r} is not a backbone that dino_ds builds. The nearest are {near}")
+            raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
         return name
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
-        arch = self.architecture()
-        if arch.width % arch.heads:
+        if self.backbone == FROM_SOURCE and self.init_from is None:
+            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        if self.backbone != FROM_SOURCE and (arch := self.architecture()).width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         return self
 
     def architecture(self) -> Architecture:
-        """The backbone's architecture with the overrides of this section."""
+        """The backbone's architecture with the overrides of this section. Raises ConfigError for from_source."""
+        if self.backbone == FROM_SOURCE:
+            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
         changed = {key: value for key, value in given.items() if value is not None}
         return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
 
 
 class HeadSection(Section):
-    prototypes: Annotated[int, Field(ge=2)] = _field(65536, "outputs of the projection head")
-    hidden: Count = _field(2048, "width of the head's hidden layers")
-    bottleneck: Count = _field(256, "width before the prototypes")
-    layers: Count = _field(3, "linear layers before the prototypes")
+    prototypes: Annotated[int, Field(ge=2, le=2**24)] = _field(65536, "outputs of the projection head")
+    hidden: Width = _field(2048, "width of the head's hidden layers")
+    bottleneck: Width = _field(256, "width before the prototypes")
+    layers: Depth = _field(3, "linear layers before the prototypes")
 
 
 class ObjectiveSection(Section):
-    student_temp: Positive = _field(0.1, "softmax temperature of the student")
-    teacher_temp: Positive = _field(0.04, "softmax temperature of the teacher after its warm-up")
-    warmup_teacher_temp: Positive = _field(0.04, "temperature at which the teacher's warm-up starts")
+    student_temp: Temperature = _field(0.1, "softmax temperature of the student")
+    teacher_temp: Temperature = _field(0.04, "softmax temperature of the teacher after its warm-up")
+    warmup_teacher_temp: Temperature = _field(0.04, "temperature at which the teacher's warm-up starts")
     teacher_temp_warmup: LengthField = _field(Length(0, "epochs"), "length of the teacher temperature's warm-up")
     center_momentum: Fraction01 = _field(0.9, "momentum of the running mean of the teacher's logits")
     freeze_prototypes: LengthField = _field(Length(1, "epochs"), "how long the prototypes stay as initialised")
@@ -213,7 +194,7 @@ class OptimizerSection(Section):
     weight_decay_end: NotNegative = _field(0.4, "weight decay at the end (cosine in between)")
     beta1: BelowOne = _field(0.9, "AdamW's decay of the mean")
     beta2: BelowOne = _field(0.999, "AdamW's decay of the mean square")
-    eps: Positive = _field(1e-8, "AdamW's epsilon")
+    eps: Annotated[float, Field(gt=0, le=1)] = _field(1e-8, "AdamW's epsilon")
 
 
 class TeacherSection(Section):
@@ -224,12 +205,14 @@ class TeacherSection(Section):
 class EvalSection(Section):
     every: LengthField = _field(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
     evals: Evaluations = _field("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
-    root: str | None = _field(None, "labelled test images in a form that data.root may have, with the same classes")
+    root: PathText | None = _field(
+        None, "labelled test images in a form that data.root may have, with the same classes"
+    )
     k: Count = _field(20, "neighbours")
-    temperature: Positive = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
+    temperature: Temperature = _field(0.07, "weights of the neighbours: exp(similarity / temperature)")
     bank_images: Count = _field(10000, "labelled training images that evaluations use, at most")
     test_images: Count = _field(2000, "test images, at most")
-    benchmark_root: str | None = _field(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    benchmark_root: PathText | None = _field(None, f"folder of the data of {', '.join(BENCHMARKS)}")
     pictures_every: LengthField = _field(
         Length(5, "epochs"), "how often attention and PCA of a few training images are drawn; 0 steps = never"
     )
@@ -238,7 +221,7 @@ class EvalSection(Section):
 class Recipe(Section):
     """What is learned. How fast and on what hardware is the ds JSON's."""
 
-    seed: CountOrZero = _field(0, "seed of weights, data order and augmentation")
+    seed: Seed = _field(0, "seed of weights, data order and augmentation")
     length: LengthField = _field(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = _field(10, "steps between lines of metrics")
     save_every: SaveEvery = _field("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
@@ -251,7 +234,7 @@ class Recipe(Section):
         True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
     )
     max_bad_steps: Count = _field(3, "non-finite losses in a row that stop the run")
-    hang_seconds: CountOrZero = _field(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
+    hang_seconds: Seconds = _field(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()
@@ -261,7 +244,7 @@ class Recipe(Section):
     teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
 
-    _lengths = field_validator("length")(_positive)
+    _lengths = field_validator("length")(positive)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -272,8 +255,15 @@ class Recipe(Section):
             raise ValueError("\n".join(problems))
         return self
 
+    def check_learning_rates(self) -> None:
+        """For a run that is to be trained: tools also look at parts of its batch. Raises ConfigError."""
+        peak = self.optimizer.lr * self.data.global_batch / 256
+        if self.optimizer.min_lr > peak * (1 + 1e-9):
+            low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr x data.global_batch / 256): lower it, or raise lr"
+            raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
+
     def _crop_problems(self) -> list[str]:
-        patch = self.model.architecture().patch_size
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().patch_size
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

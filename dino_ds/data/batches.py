@@ -19,6 +19,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, ViewParameters, crop_seed
 from dino_ds.data.photometric import Plan, augment, crops_per_plan
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
 
 _Opened = EncodedImage | DecodedImage
@@ -31,9 +32,9 @@ _MAX_TRIES = 100
 class Batch:
     """One micro-batch of one rank: its crops by size, global ones first; indices (b,) int64, all of one epoch.
 
-    Augmented in the worker: groups (v, b, c, h, w) float32, no plans. To be augmented on the device: uint8
-    (v, b, h, w, c), and for each group the plans of its v * b crops. `bad` has one text for each unreadable image met:
-    its name and the reason.
+    Augmented in the worker: groups (v, b, c, h, w) float32, no plans. To be augmented on the device: (v, b, h, w, c) of
+    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the plans of its v * b crops. `bad`
+    has one text for each unreadable image met: its name and the reason.
     """
 
     groups: list[Tensor]
@@ -83,7 +84,8 @@ class MultiCropDataset(Dataset[Batch | DataError]):
     """Batches by (epoch, index) pairs. Crops depend on (seed, epoch, index) and on nothing else.
 
     augment "worker": all here, by Pillow. "device": crops are only cut here, and `device` does the rest. channels: of
-    every image; the colour operations that need RGB are left out where it is not 3.
+    every image; the colour operations that need RGB are left out where it is not 3. value_range: of images deeper than
+    8 bits; with one all crops are float32, and the device's code augments them in the worker too.
     """
 
     def __init__(
@@ -96,10 +98,12 @@ class MultiCropDataset(Dataset[Batch | DataError]):
         max_pixels: int | None,
         channels: int,
         device: torch.device,
+        value_range: ValueRange | None = None,
     ) -> None:
         self._source, self._multicrop, self._seed = source, multicrop, seed
         self._augment, self._max_pixels, self._channels, self._device = augment, max_pixels, channels, device
-        self._by_pillow = augment == "worker" and channels == 3
+        self._range = value_range
+        self._by_pillow = augment == "worker" and channels == 3 and value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch | DataError:
         """One batch. An error comes as a value: torch would make its message a traceback."""
@@ -110,7 +114,7 @@ class MultiCropDataset(Dataset[Batch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> Batch:
         """Crops are written where the training process will read them: there is no other copy."""
-        groups = _empty_groups(self._multicrop, len(keys), self._channels, self._by_pillow)
+        groups = _empty_groups(self._multicrop, len(keys), self._channels, self._by_pillow, self._range is not None)
         views: list[list[ViewParameters]] = []
         names: list[str] = []
         bad: list[str] = []
@@ -151,8 +155,8 @@ class MultiCropDataset(Dataset[Batch | DataError]):
 
     def _open(self, index: int) -> _Opened:
         try:
-            image = open_image(self._source, index, self._max_pixels)
-        except (UnreadableImage, DataError):
+            image = open_image(self._source, index, self._max_pixels, self._range)
+        except (UnreadableImage, DataError, MemoryError):
             raise
         except Exception as error:
             raise DataError(
@@ -167,7 +171,7 @@ class MultiCropDataset(Dataset[Batch | DataError]):
         return self._multicrop(Image.fromarray(image.decode()), seed), []
 
     def _cut(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[ViewParameters]]:
-        """The crops as uint8, of an image that was decoded no larger than they need."""
+        """The crops, of an image that was decoded no larger than they need."""
         views, sizes = self._multicrop.draw(image.width, image.height, seed), self._multicrop.sizes
         boxes = [view.box for view in views]
         array = image.decode(largest_shrink(boxes, sizes))
@@ -196,23 +200,23 @@ def augmented_views(batch: Batch) -> list[Tensor]:
     return [view for group in groups for view in group]
 
 
-def batch_bytes(multicrop: MultiCrop, images: int, channels: int, augment: Augment) -> int:
-    """Memory of the crops of one batch."""
+def batch_bytes(multicrop: MultiCrop, images: int, channels: int, augment: Augment, deep: bool = False) -> int:
+    """Memory of the crops of one batch; `deep`: of a run with a value range."""
     one = sum(size**2 for size in multicrop.sizes) * channels
-    return images * one * (4 if augment == "worker" else 1)
+    return images * one * (4 if deep or augment == "worker" else 1)
 
 
 def _augment_group(group: Tensor, plans: Sequence[Plan]) -> Tensor:
-    """(v, b, h, w, c) uint8 -> (v, b, c, h, w) float32."""
+    """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), plans).unflatten(0, group.shape[:2])
 
 
-def _empty_groups(multicrop: MultiCrop, images: int, channels: int, augmented: bool) -> list[Tensor]:
+def _empty_groups(multicrop: MultiCrop, images: int, channels: int, augmented: bool, deep: bool) -> list[Tensor]:
     """Room for the crops by size; in a loader process, in memory that it shares with the training process."""
     groups = []
     for count, size in ((NUM_GLOBAL, multicrop.global_size), (multicrop.num_local, multicrop.local_size)):
         shape = (count, images, channels, size, size) if augmented else (count, images, size, size, channels)
-        dtype = torch.float32 if augmented else torch.uint8
+        dtype = torch.float32 if augmented or deep else torch.uint8
         if count == 0:
             continue
         if get_worker_info() is None:

@@ -1,4 +1,4 @@
-"""The crops of one decoded image as uint8: the loader's part where the device augments."""
+"""The crops of one decoded image, not yet augmented: the loader's part where the device augments."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ _SHRINKS = (8, 4, 2)
 
 
 def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
-    """Image uint8 (h, w, c) -> its `box` (left, top, right, bottom) as uint8 (size, size, c), bicubic, antialiased.
+    """Image (h, w, c) -> its `box` (left, top, right, bottom) as (size, size, c), bicubic, antialiased.
 
-    Pillow's filter; rounding differs by a level or two. Pixels stay interleaved, which is torch's fastest layout here.
+    uint8 stays uint8, float32 stays in [0, 1]. Pillow's filter; rounding of uint8 differs by a level or two. Pixels
+    stay interleaved, which is torch's fastest layout here.
     """
     left, top, right, bottom = box
     pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
     if pixels.shape[-2:] == (size, size):
         return pixels[0].permute(1, 2, 0)
     resized = F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True)
+    if resized.is_floating_point():
+        resized.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
     return resized[0].permute(1, 2, 0)
 
 

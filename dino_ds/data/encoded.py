@@ -7,9 +7,10 @@ import stat
 from abc import ABC, abstractmethod
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from dino_ds.data.decode import MAX_PIXELS, decode_rgb
+from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Labels, Listing
 
@@ -34,9 +35,13 @@ class EncodedImages(ABC):
     def member(self, index: int) -> str:
         """The image's name within the data set, such as cat/1.jpg; any text, not to be used as a path."""
 
-    def load(self, index: int) -> Image.Image:
-        """RGB. Raises UnreadableImage."""
-        return Image.fromarray(decode_rgb(self.read(index), self.name(index), MAX_PIXELS))
+    def load(self, index: int) -> Image.Image | np.ndarray:
+        """RGB; of a file deeper than 8 bits its values (h, w, 3) as they are stored. Raises UnreadableImage."""
+        image = EncodedImage(self.read(index), self.name(index), MAX_PIXELS)
+        values = image.values()
+        if not image.deep:
+            return Image.fromarray(values)
+        return values if values.ndim == 3 else np.repeat(values[:, :, None], 3, axis=2)
 
 
 class ListedImages(EncodedImages):

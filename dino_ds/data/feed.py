@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dino_ds.data.batches import Batch, augmented_views
-from dino_ds.data.loader import Loader, NoBatchYet
+from dino_ds.data.loader import Loader
+from dino_ds.data.photometric import find_kernels
+from dino_ds.errors import DataError
+from dino_ds.ranges import AUGMENTATION, named_range
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,18 @@ class Views:
 
 
 class Feed:
-    """An endless iterator of Views over a loader. Raises what the loader raises."""
+    """An endless iterator of Views over a loader. Raises what the loader raises.
+
+    On a GPU, who calls `prefetch` when a step's backward pass is launched finds the next views ready: they are copied
+    and augmented by a stream of their own, behind that pass.
+    """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: Views | None = None
+        self._next: Views | DataError | None = None
+        self._notes: list[str] = []
+        self._first = True
 
     def __iter__(self) -> Feed:
         return self
@@ -44,20 +53,31 @@ class Feed:
     def next_unless(self, give_up: Callable[[], bool]) -> Views:
         """As `Loader.next_unless`."""
         if self._stream is None:
-            return self._bring(self._loader.next_unless(give_up))
-        ready = self._next or self._bring_aside(self._stream, give_up)
-        self._next = None
+            return self._to_device(self._loader.next_unless(give_up))
+        ready, self._next = self._next, None
+        if isinstance(ready, DataError):
+            raise ready
+        if ready is None:
+            ready = self._to_device(self._loader.next_unless(give_up))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
         for tensor in (*ready.views, ready.indices):
             tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
-        with suppress(NoBatchYet):  # this one is there; the next call will say it
-            self._next = self._bring_aside(self._stream, give_up)
         return ready
 
+    def prefetch(self) -> None:
+        """Copy and augment the next batch if it is there; never waits for it. Its errors come with `next_unless`."""
+        if self._stream is None or self._next is not None:
+            return
+        try:
+            if batch := self._loader.next_if_ready():
+                self._next = self._to_device(batch)
+        except DataError as error:
+            self._next = error
+
     def take_notes(self) -> list[str]:
-        """What the loader has to say since the last call."""
-        notes, self._loader.notes = self._loader.notes, []
+        """What the loader and the augmentation have to say since the last call."""
+        notes, self._loader.notes, self._notes = self._loader.notes + self._notes, [], []
         return notes
 
     def close(self) -> None:
@@ -65,14 +85,26 @@ class Feed:
         self._next = None
         self._loader.close()
 
-    def _bring_aside(self, stream: torch.cuda.Stream, give_up: Callable[[], bool]) -> Views:
-        batch = self._loader.next_unless(give_up)
-        with torch.cuda.stream(stream):
-            return self._bring(batch)
+    def _to_device(self, batch: Batch) -> Views:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            views = to_device(batch, self._device)
+        if self._first and batch.plans:
+            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.groups]
+            if any(reasons):
+                self._notes.append(
+                    "augmentation takes some 490 launches a batch, not 8: the fused kernels don't run here "
+                    f"({next(filter(None, reasons))})"
+                )
+        self._first = False
+        return views
 
-    def _bring(self, batch: Batch) -> Views:
-        there = batch.moved(lambda tensor: tensor.to(self._device, non_blocking=True))
-        return Views(augmented_views(there), there.indices, batch.epoch, batch.names, batch.bad)
+
+def to_device(batch: Batch, device: torch.device) -> Views:
+    """Copy a batch to the device and augment it there, by the current stream; the host does not wait."""
+    there = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
+    with named_range(AUGMENTATION):
+        views = augmented_views(there)
+    return Views(views, there.indices, batch.epoch, batch.names, batch.bad)
 
 
 def _never() -> bool:

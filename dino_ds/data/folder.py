@@ -38,7 +38,7 @@ class ImageFolder(ListedImages):
     def __init__(self, root: str) -> None:
         folder = Path(os.path.expanduser(root))
         if not os.path.isdir(folder):
-            raise DataError(_describe_missing(folder))
+            raise DataError(describe_missing(folder))
         self._root = str(folder)
         real = os.path.realpath(folder)
         super().__init__(find_listing("folder", real, lambda known: _is_current(real, known), lambda: _build(folder)))
@@ -51,6 +51,9 @@ class ImageFolder(ListedImages):
 
     def member(self, index: int) -> str:
         return self._names[index]
+
+    def file_bytes(self, index: int) -> int:
+        return os.stat(os.path.join(self._root, self._names[index])).st_size
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
             yield path
 
 
-def _describe_missing(root: Path) -> str:
+def describe_missing(root: Path) -> str:
+    """What to say about a folder of images that is not there: the nearest beside it."""
     if os.path.exists(root):
         return f"{root} is neither a folder nor a file; wanted is a folder of images"
     parent = root.parent

@@ -56,6 +56,9 @@ class ListFile(ListedImages):
     def member(self, index: int) -> str:
         return self._names[index]
 
+    def file_bytes(self, index: int) -> int:
+        return os.stat(self._path(index)).st_size
+
     def _path(self, index: int) -> str:
         return os.path.join(self._folder, self._names[index])
 

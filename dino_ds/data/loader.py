@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.data.batches import Augment, Batch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.data.workers import (
     end_after_a_death,
     end_after_a_hang,
@@ -25,12 +26,15 @@ from dino_ds.data.workers import (
     main_module_left_out,
     stop_workers,
     timed_out,
+    wait_at_most,
     worker_options,
 )
 from dino_ds.errors import DataError
 
 _LOOK_SECONDS = 2
 """Who waits for a batch looks so often at what else has happened."""
+_POLL_SECONDS = 0.001
+"""Who does not wait gives a batch so long to come out of its queue."""
 
 
 @dataclass(frozen=True)
@@ -132,35 +136,43 @@ class Loader:
         Raises NoBatchYet where it says yes; DataError where too many images in a row are unreadable, or where a loader
         process has died or hung again after a restart.
         """
-        begin = time.monotonic()
+        self._waits_since = time.monotonic()
+        while (batch := self._poll(_LOOK_SECONDS)) is None:
+            waited = time.monotonic() - self._waits_since
+            if give_up():
+                self._gave_up = True
+                raise NoBatchYet
+            if self._patience is not None and waited >= self._patience:
+                self._start_again(end_after_a_hang(self._batches, waited))
+        return batch
+
+    def next_if_ready(self) -> Batch | None:
+        """The next batch where a loader process has made it already. Raises as `next_unless`."""
+        return self._poll(_POLL_SECONDS) if self._options["num_workers"] else None
+
+    def _poll(self, seconds: float) -> Batch | None:
+        """The next batch; None where no loader process has made it within `seconds`."""
         while True:
             if self._batches is None:
                 raise StopIteration
+            wait_at_most(self._batches, seconds)
             try:
                 batch = next(self._batches)
                 break
             except (RuntimeError, EOFError, OSError) as error:
-                waited = time.monotonic() - begin
-                if not timed_out(error):
-                    obituary = end_after_a_death(self._batches)
-                    if obituary is None:
-                        raise
-                elif give_up():
-                    self._gave_up = True
-                    raise NoBatchYet from None
-                elif self._patience is None or waited < self._patience:
-                    continue
-                else:
-                    obituary = end_after_a_hang(self._batches, waited)
+                if timed_out(error):
+                    return None
+                obituary = end_after_a_death(self._batches)
+                if obituary is None:
+                    raise
                 self._start_again(obituary, error)
-                begin = time.monotonic()
         if isinstance(batch, DataError):
             self.close()
             raise batch
         self._sampler.advance()
         return batch
 
-    def _start_again(self, obituary: str, error: Exception) -> None:
+    def _start_again(self, obituary: str, error: Exception | None = None) -> None:
         self.close()
         if self._restarted:
             raise DataError(
@@ -169,6 +181,7 @@ class Loader:
         self._restarted = True
         self.notes.append(f"{obituary}; the loader was started again at {self._sampler.where}")
         self._start()
+        self._waits_since = time.monotonic()
 
     def close(self) -> None:
         """Stop the workers; what they have prefetched is dropped."""
@@ -193,6 +206,7 @@ def build_loader(
     max_pixels: int | None = None,
     channels: int = 3,
     device: torch.device | None = None,
+    value_range: ValueRange | None = None,
     patience: float | None = None,
 ) -> Loader:
     """This rank's micro-batches from `start` on. workers None = automatic; the rest as for MultiCropDataset, device
@@ -203,7 +217,14 @@ def build_loader(
     sampler = ResumableSampler(len(source), seed, global_batch, micro_batch, rank, world_size, start)
     where = device or torch.device("cpu")
     dataset = MultiCropDataset(
-        source, multicrop, seed, augment=augment, max_pixels=max_pixels, channels=channels, device=where
+        source,
+        multicrop,
+        seed,
+        augment=augment,
+        max_pixels=max_pixels,
+        channels=channels,
+        device=where,
+        value_range=value_range,
     )
     return Loader(dataset, source, sampler, workers, patience)
 

@@ -127,14 +127,16 @@ class MultiCrop:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), centre crop, normalise.
 
-    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border.
+    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
+    the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
+    3, 7, 11, ... pixels it cuts one more there.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
-        """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32."""
+        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
         return _normalised(image, self._cut)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
@@ -149,7 +151,7 @@ class EvalCrop:
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
         wide, high = (target, other) if width <= height else (other, target)
-        return (wide, high), (round((wide - self.size) / 2), round((high - self.size) / 2))
+        return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
 
     def _cut(self, image: Image.Image) -> Image.Image:
         size, (left, top) = self._resized(*image.size)
@@ -163,7 +165,7 @@ class RandomCrop:
         self.size = size
 
     def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
-        """RGB image, or uint8 (h, w, c) of other channels -> (c, size, size) float32. The seed alone decides."""
+        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""
         rng = random.Random(seed)
         width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
         box, flip = _draw_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
@@ -175,12 +177,15 @@ class RandomCrop:
 
 
 def _normalised(image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image]) -> Tensor:
-    """What `cut` makes of an RGB image, or of each channel of uint8 (h, w, c), as (c, height, width) float32."""
+    """What `cut` makes of an RGB image, or of each channel of (h, w, c), as (c, height, width) float32."""
     if isinstance(image, Image.Image):
         return to_tensor(cut(image))
-    planes = np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+    planes = torch.from_numpy(
+        np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
+    )
+    pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
     mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
-    return (torch.from_numpy(planes) / 255 - mean) / std
+    return (pixels - mean) / std
 
 
 def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:

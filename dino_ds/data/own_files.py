@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.folder import ImageFolder
+from dino_ds.data.folder import ImageFolder, describe_missing
 from dino_ds.data.list_file import ListFile
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import DataError
+from dino_ds.names import hub_id
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
@@ -26,8 +27,7 @@ def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
 
     A folder of .tar or .parquet files, without images or folders beside them, is read as these. Raises DataError.
     """
-    if re.match(r"[a-z][a-z0-9+.-]*://|pipe:", root):
-        raise DataError(f"data.root {root} is no local path: mount or copy it, then give {_FORMS}")
+    check_root(root)
     path = os.path.expanduser(root)
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
         return _open_all(expand(path), root)
@@ -35,6 +35,22 @@ def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
         return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root)
     inside = _archives_in(path) if os.path.isdir(path) else []
     return _open_all(inside, root) if inside else ImageFolder(root)
+
+
+def check_root(root: str) -> None:
+    """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
+    path, name = os.path.expanduser(root), hub_id(root)
+    if os.path.lexists(path):
+        return
+    if name is not None:
+        raise DataError(
+            f"data.root {root} does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+        )
+    if re.match(r"[a-z][a-z0-9+.-]*://|pipe:", root):
+        raise DataError(f"data.root {root} is no local path: mount or copy it, then give {_FORMS}")
+    if not re.search(r"[*?\[{]", path):
+        raise DataError(describe_missing(Path(path)))
 
 
 def expand(pattern: str) -> list[str]:

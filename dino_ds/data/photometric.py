@@ -1,14 +1,16 @@
 """Photometric augmentation of whole batches on any device, every crop with its own parameters.
 
-The loader sends crops as uint8 and a `Plan` of what is done to each. Every operation is that of torchvision's
-functional on float tensors in [0, 1]; Pillow's, which `data.augment worker` applies, round to 8 bits after each. Which
-crops an operation touches is known on the host, so nothing here waits for the device.
+The loader sends crops and a `Plan` of what is done to each. Every operation is that of torchvision's functional on
+float tensors in [0, 1]; Pillow's, which `data.augment worker` applies, round to 8 bits after each. Which crops an
+operation touches is known on the host, so nothing here waits for the device. On CUDA the kernels of
+`photometric_triton` do the same in four launches a crop size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,81 +20,69 @@ from torch import Tensor
 
 from dino_ds.data.multicrop import ViewParameters, channel_statistics
 
-_SLOTS = 4
+SLOTS = 4
 """Jitter operations of one crop, in its own order."""
-_PIXEL, _GREY, _MEAN = range(3)
-"""A blend is clamp(a * pixel + b * its grey + c * the crop's mean grey)."""
-_LUMA = (0.2989, 0.587, 0.114)
-_BLUR_REACH = 6
+FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
+COLUMNS = 4 * SLOTS + 4
+"""Numbers a crop: see `Plan`."""
+LUMA = (0.2989, 0.587, 0.114)
+BLUR_REACH = 6
 """Pixels on either side that a blur looks at: 3 standard deviations of the widest one."""
 
+_COLUMNS_OF_SOME = (FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE)
+"""0 for a crop that the operation leaves out; hue's are those of the slots."""
+_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 _CACHED_PIXELS = 4 * 224**2
 """On a CPU crops are worked on in pieces of so many pixels: 2.4 MB in FP32."""
+_KERNEL_TOLERANCE = 1e-4
+
+Kernels = Callable[[Tensor, Tensor, float, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to n crops of one size: all row numbers in one tensor, all numbers in another.
+    """What is done to n crops of one size: a row (COLUMNS float32) for each.
 
-    rows: int64, of the crops that are flipped, hue-shifted in slot 0, 1, 2, 3, made grey, blurred, solarized: one list
-    after the other, as long as `counts` says. values: float32, the blends' coefficients (4 slots, 3, n); hue shifts in
-    turns and blurs' standard deviations in pixels, in the order of their rows; the normalisation's scale and offset
-    (2, c).
+    Of each jitter slot four numbers: clamp(pixel, own grey, the crop's mean grey, weighted by the first three), then
+    the hue shift in turns of the colour circle. Then whether it is flipped, made grey, the blur's standard deviation in
+    pixels (0: none), and whether it is solarized. `table` stays on the host, `there` is its copy beside the crops.
     """
 
-    crops: int
-    rows: Tensor
-    values: Tensor
-    counts: tuple[int, ...]
+    table: Tensor
+    there: Tensor
 
     @staticmethod
     def build(views: Sequence[ViewParameters], channels: int) -> Plan:
-        """Saturation, hue and grey are left out where the channels are not RGB."""
-        lists: list[list[int]] = [[] for _ in range(_SLOTS + 4)]
-        flips, *hues, grays, blurs, solarized = lists
-        blends = np.zeros((_SLOTS, 3, len(views)), dtype=np.float32)
-        blends[:, _PIXEL] = 1
-        turns: list[list[float]] = [[] for _ in range(_SLOTS)]
-        for row, view in enumerate(views):
-            for slot, (name, factor) in enumerate(view.jitter):
-                if name in ("saturation", "hue") and channels != 3:
-                    continue
-                if name == "hue":
-                    hues[slot].append(row)
-                    turns[slot].append(factor)
-                    continue
-                blends[slot, _PIXEL, row] = factor
-                if name != "brightness":
-                    blends[slot, _GREY if name == "saturation" else _MEAN, row] = 1 - factor
-            for happens, rows in (
-                (view.flip, flips),
-                (view.gray and channels == 3, grays),
-                (view.blur_radius is not None, blurs),
-                (view.solarize, solarized),
-            ):
-                if happens:
-                    rows.append(row)
-        sigmas = [views[row].blur_radius for row in blurs]
-        mean, std = (np.asarray(values) for values in channel_statistics(channels))
-        numbers = [blends.ravel(), *turns, sigmas, 1 / std, -mean / std]
-        return Plan(
-            len(views),
-            torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])),
-            torch.from_numpy(np.concatenate([np.asarray(part, dtype=np.float32) for part in numbers])),
-            tuple(map(len, lists)),
-        )
+        """Saturation, hue and grey are left out where the channels are not RGB. A jitter holds an operation once."""
+        table = torch.from_numpy(np.array([_row(view, channels == 3) for view in views], dtype=np.float32))
+        return Plan(table, table)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Plan:
-        """The same plan with both tensors moved."""
-        return Plan(self.crops, move(self.rows), move(self.values), self.counts)
+        """The same plan with the copy moved."""
+        return Plan(self.table, move(self.there))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # As plain bytes: between processes each tensor would take a file of shared memory.
-        return _plan_of_arrays, (self.crops, self.rows.numpy(), self.values.numpy(), self.counts)
+        # As plain bytes: between processes a tensor would take a file of shared memory.
+        return _plan_of_array, (self.table.numpy(),)
 
 
-def _plan_of_arrays(crops: int, rows: np.ndarray, values: np.ndarray, counts: tuple[int, ...]) -> Plan:
-    return Plan(crops, torch.from_numpy(rows), torch.from_numpy(values), counts)
+def _row(view: ViewParameters, rgb: bool) -> list[float]:
+    row = _NOTHING.copy()
+    for slot, (name, factor) in enumerate(view.jitter):
+        if name == "brightness":
+            row[4 * slot] = factor
+        elif name == "contrast":
+            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
+        elif rgb and name == "saturation":
+            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
+        elif rgb:
+            row[4 * slot + 3] = factor
+    row[FLIP:] = view.flip, view.gray and rgb, view.blur_radius or 0.0, view.solarize
+    return row
+
+
+def _plan_of_array(table: np.ndarray) -> Plan:
+    return Plan(torch.from_numpy(table), torch.from_numpy(table))
 
 
 def crops_per_plan(size: int, device: torch.device) -> int | None:
@@ -101,38 +91,91 @@ def crops_per_plan(size: int, device: torch.device) -> int | None:
 
 
 def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
-    """uint8 crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
+    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
 
-    The plans follow each other: the first is for the first crops.
+    Crops are uint8, or float32 in [0, 1]. The plans follow each other: the first is for the first crops.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
-    sizes = [plan.crops for plan in plans]
+    sizes = [len(plan.table) for plan in plans]
+    kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
     for some, plan, part in zip(crops.split(sizes), plans, out.split(sizes), strict=True):
-        _augment(some, plan, part)
+        if kernels:
+            kernels(some, plan.there, _scale(some), part)
+        else:
+            _augment(some, plan, _scale(some), part)
     return out
 
 
-def _augment(crops: Tensor, plan: Plan, x: Tensor) -> None:
-    n, _, _, c = crops.shape
-    flips, *hues, grays, blurs, solarized = plan.rows.split(plan.counts)
-    sizes = [_SLOTS * 3 * n, *plan.counts[1 : 1 + _SLOTS], len(blurs), c, c]
-    blends, *turns, sigmas, scale, offset = plan.values.split(sizes)
-    if len(flips):
-        crops = crops.index_copy(0, flips, crops[flips].flip(2))
-    torch.mul(crops.permute(0, 3, 1, 2), 1 / 255, out=x)
-    for slot, coefficients in enumerate(blends.view(_SLOTS, 3, n, 1, 1, 1)):
-        blend(x, *coefficients)
-        _replace(x, hues[slot], shift_hue, turns[slot])
-    _replace(x, grays, lambda some: grey(some).expand_as(some))
-    _replace(x, blurs, gaussian_blur, sigmas)
-    _replace(x, solarized, solarize)
-    torch.addcmul(offset.view(c, 1, 1), x, scale.view(c, 1, 1), out=x)
+@cache
+def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Kernels | None, str]:
+    """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and why.
+
+    Off CUDA there is no why: they are not wanted.
+    """
+    if device.type != "cuda":
+        return None, ""
+    try:
+        from dino_ds.data import photometric_triton
+
+        difference = _difference(photometric_triton.augment, device, dtype, shape)
+    except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+    if not difference <= _KERNEL_TOLERANCE:
+        return None, f"results differ by {difference:.1e}"
+    return photometric_triton.augment, ""
 
 
-def _replace(x: Tensor, rows: Tensor, operation: Callable[..., Tensor], *values: Tensor) -> None:
-    if len(rows):
-        x.index_copy_(0, rows, operation(x[rows], *values))
+def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
+    """The largest one between the kernels' results and those of `_augment` on a CPU; waits for the device."""
+    first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
+    second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))
+    box = (0, 0, 1, 1)
+    views = [
+        ViewParameters(box, True, first, False, 2.0, False),
+        ViewParameters(box, False, second, False, 0.5, True),
+        ViewParameters(box, True, second, True, None, True),
+        ViewParameters(box, False, (), False, None, False),
+    ]
+    h, w, c = shape
+    levels = torch.rand(len(views), h, w, c, generator=torch.Generator().manual_seed(0))
+    crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
+    plan, expected = Plan.build(views, c), torch.empty(len(views), c, h, w)
+    _augment(crops, plan, _scale(crops), expected)
+    found = torch.empty_like(expected, device=device)
+    kernels(crops.to(device), plan.table.to(device), _scale(crops), found)
+    return (expected - found.cpu()).abs().max().item()
+
+
+def _scale(crops: Tensor) -> float:
+    """What takes crops to [0, 1]."""
+    return 1 / 255 if crops.dtype == torch.uint8 else 1.0
+
+
+def _augment(crops: Tensor, plan: Plan, scale: float, x: Tensor) -> None:
+    c, table, there = crops.shape[3], plan.table.numpy(), plan.there
+    lists = [np.flatnonzero(table[:, column]) for column in _COLUMNS_OF_SOME]
+    split = torch.from_numpy(np.concatenate(lists)).to(x.device, non_blocking=True).split([len(some) for some in lists])
+    rows = dict(zip(_COLUMNS_OF_SOME, split, strict=True))
+
+    def replace(column: int, operation: Callable[..., Tensor], *values: Tensor) -> None:
+        if len(rows[column]):
+            x.index_copy_(0, rows[column], operation(x[rows[column]], *(some[rows[column]] for some in values)))
+
+    if len(rows[FLIP]):
+        crops = crops.index_copy(0, rows[FLIP], crops[rows[FLIP]].flip(2))
+    torch.mul(crops.permute(0, 3, 1, 2), scale, out=x)
+    for slot in range(SLOTS):
+        pixel, own_grey, mean_grey, turns = there[:, 4 * slot : 4 * slot + 4].unbind(1)
+        blend(x, *(weight.view(-1, 1, 1, 1) for weight in (pixel, own_grey, mean_grey)))
+        replace(4 * slot + 3, shift_hue, turns)
+    replace(GRAY, lambda some: grey(some).expand_as(some))
+    replace(SIGMA, gaussian_blur, there[:, SIGMA])
+    replace(SOLARIZE, solarize)
+    mean, std = (np.asarray(values, dtype=np.float64) for values in channel_statistics(c))
+    normalise = torch.from_numpy(np.stack([-mean / std, 1 / std]).astype(np.float32)).to(x.device, non_blocking=True)
+    offset, factor = normalise.view(2, c, 1, 1)
+    torch.addcmul(offset, x, factor, out=x)
 
 
 def grey(x: Tensor) -> Tensor:
@@ -140,7 +183,7 @@ def grey(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     r, g, b = x.unbind(1)
-    return r.mul(_LUMA[0]).add_(g, alpha=_LUMA[1]).add_(b, alpha=_LUMA[2]).unsqueeze(1)
+    return r.mul(LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2]).unsqueeze(1)
 
 
 def blend(x: Tensor, pixel: Tensor, own_grey: Tensor, mean_grey: Tensor) -> Tensor:
@@ -171,7 +214,7 @@ def gaussian_blur(x: Tensor, sigmas: Tensor) -> Tensor:
     """(n, c, h, w), each crop with its own standard deviation in pixels (n,); edges are mirrored."""
     n, c, h, w = x.shape
     for size, axis in ((w, 3), (h, 2)):
-        reach = min(_BLUR_REACH, size - 1)
+        reach = min(BLUR_REACH, size - 1)
         offsets = torch.arange(-reach, reach + 1, device=x.device)
         kernels = torch.softmax(-0.5 * (offsets / sigmas[:, None]).square(), dim=1).repeat_interleave(c, 0)
         padding = [reach, reach, 0, 0] if axis == 3 else [0, 0, reach, reach]

@@ -74,6 +74,9 @@ class TarShards(ListedImages):
     def member(self, index: int) -> str:
         return self._names[index]
 
+    def file_bytes(self, index: int) -> int:
+        return int(self._size[index])
+
     def shard_name(self, index: int) -> str:
         """The file's name of the shard that holds image `index`."""
         return os.path.basename(self._path(int(self._shard[index])))

@@ -37,7 +37,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Image.Image | Any:
-        """RGB, or a uint8 array (h, w, c) where c is not 3. Raises UnreadableImage."""
+        """RGB, or an array (h, w, c) of uint8, or of deeper values as they are stored. Raises UnreadableImage."""
         ...
 
     def name(self, index: int) -> str:

@@ -13,10 +13,11 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from dino_ds.data.decode import decode_rgb, pixels
+from dino_ds.data.decode import EncodedImage, open_image
 from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
 from dino_ds.data.images import FORMATS, UnreadableImage
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import extremes
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 
 SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
@@ -35,7 +36,8 @@ _TURNED = (5, 6, 7, 8)
 class Facts:
     """One image: upright size in pixels, mode and format of its file, bytes of the file (None: there is no file).
 
-    `problem` is why it can't be read; then the rest means nothing.
+    type, low, high: of the values as they are stored, and the extremes of those deeper than 8 bits. `problem` is why it
+    can't be read; then the rest means nothing.
     """
 
     index: int
@@ -45,6 +47,9 @@ class Facts:
     format: str = ""
     file_bytes: int | None = None
     hash: int = 0
+    type: str = "uint8"
+    low: float = 0
+    high: float = 0
     problem: str | None = None
 
 
@@ -74,20 +79,32 @@ class _FactsOf(Dataset[Facts]):
             if read is None:
                 return self._of_pixels(index)
             data = read(index)
-            found = difference_hash(Image.fromarray(decode_rgb(data, self._source.name(index), self._max_pixels)))
+            values = EncodedImage(data, self._source.name(index), self._max_pixels).values()
+            found = _facts_of_values(values)
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
         with Image.open(io.BytesIO(data), formats=FORMATS) as header:
             turned = header.getexif().get(_EXIF_ORIENTATION) in _TURNED
             width, height = reversed(header.size) if turned else header.size
-            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), found)
+            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), **found)
 
     def _of_pixels(self, index: int) -> Facts:
-        array = pixels(self._source, index, self._max_pixels)
+        array = open_image(self._source, index, self._max_pixels).values()
         height, width, channels = array.shape
         mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
-        grey = Image.fromarray(array if channels == 3 else array.mean(2).astype(np.uint8))
-        return Facts(index, width, height, mode, _NO_FORMAT, hash=difference_hash(grey))
+        return Facts(index, width, height, mode, _NO_FORMAT, **_facts_of_values(array))
+
+
+def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
+    """Hash, type and extremes. The hash of deeper values is of what they are between their own extremes."""
+    about: dict[str, Any] = {}
+    if values.dtype != np.uint8:
+        low, high = extremes(values, "")
+        about = {"type": values.dtype.name, "low": low, "high": high}
+        values = ((values - np.float64(low)) * (255 / max(high - low, 1e-30))).astype(np.uint8)
+    if values.ndim == 3 and values.shape[2] != 3:
+        values = values.mean(2).astype(np.uint8)
+    return {"hash": difference_hash(Image.fromarray(values)), **about}
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
@@ -106,9 +123,21 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
         "aspect_ratio": {**_spread(widths / heights), "histogram": _histogram(widths / heights, ASPECT_RATIOS)},
         "formats": _counts(fact.format for fact in good),
         "modes": _counts(fact.mode for fact in good),
+        "values": _values(good),
         "file_bytes": _spread(np.array(sizes)) if sizes else None,
         "classes": _classes(source),
         "near_duplicates": _near_duplicates(good, source),
+    }
+
+
+def _values(good: Sequence[Facts]) -> dict[str, Any]:
+    """By type of the values stored: images, and the extremes of types deeper than uint8."""
+    types = _counts(fact.type for fact in good)
+    of = {name: [fact for fact in good if fact.type == name] for name in types}
+    return {
+        name: {"images": images}
+        | ({} if name == "uint8" else {"min": min(f.low for f in of[name]), "max": max(f.high for f in of[name])})
+        for name, images in types.items()
     }
 
 

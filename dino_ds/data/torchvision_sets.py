@@ -92,8 +92,8 @@ def _open(dataset: str, root: str, split: str, download: bool) -> list[Any]:
     except (RuntimeError, OSError) as error:
         if not download:
             raise DataError(
-                f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true "
-                f"(torchvision: {_one_line(error)})"
+                f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true; "
+                f"for image files of your own add --data.source folder (torchvision: {_one_line(error)})"
             ) from None
     try:
         with _one_process_at_a_time(folder):

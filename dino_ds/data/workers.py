@@ -103,6 +103,11 @@ def timed_out(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
 
 
+def wait_at_most(batches: object, seconds: float) -> None:
+    """How long a torch DataLoader's iterator with processes waits before it says that no batch has come yet."""
+    batches._timeout = seconds  # type: ignore[attr-defined]
+
+
 def end_now(batches: object) -> None:
     """Kill the processes of a torch DataLoader's iterator: they may wait for a dead one's lock, or be stopped."""
     for worker in getattr(batches, "_workers", []):

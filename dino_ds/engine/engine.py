@@ -17,7 +17,7 @@ from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.masters import Masters
 from dino_ds.engine.optim import parameter_groups
-from dino_ds.engine.optimizers import masters_of
+from dino_ds.engine.optimizers import masters_of, norm_in_one_pass
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, flats_of, put_back, take_out
 from dino_ds.errors import ConfigError
@@ -67,6 +67,7 @@ class Engine:
             )
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+        norm_in_one_pass(self._optimizer)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
             # Of a window that was spoilt to stop, it would be no error: `scale_is_exhausted` tells who knows.

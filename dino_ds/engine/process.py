@@ -49,9 +49,9 @@ def _join(timeout: timedelta) -> None:
     if accelerator.device_name() == "cpu":
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
-        deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
+        _share_cores()
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
@@ -62,7 +62,16 @@ def _join(timeout: timedelta) -> None:
             error.said_by_me = local == gpus  # the first of them; rank 0 knows of nothing
             raise error
         accelerator.set_device(local)
-        deepspeed.init_distributed(verbose=False, timeout=timeout)
+        if distributed.local_world_size() > 1:
+            _share_cores()  # an offloaded optimizer steps on the host
+        with distributed.agreed_world_size(timeout):
+            deepspeed.init_distributed(verbose=False, timeout=timeout)
+
+
+def _share_cores() -> None:
+    """Threads of torch's operators on the host: this rank's share of its cores, unless the user has said."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
 
 
 def leave() -> None:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
 from dino_ds.evals.features import generators_kept, spread_indices
@@ -32,14 +34,17 @@ class Album:
     Every `every` steps, 0 for never, into `folder`/step_00001500/. Only rank 0 draws, the others need not call it.
     """
 
-    def __init__(self, source: Source, every: int, folder: Path, image_size: int) -> None:
+    def __init__(
+        self, source: Source, every: int, folder: Path, image_size: int, value_range: ValueRange | None = None
+    ) -> None:
         self._source, self._every, self._folder, self._image_size = source, every, folder, image_size
+        self._range = value_range
         self._images: Tensor | None = None
 
     @classmethod
     def build(cls, recipe: Recipe, source: Source, epoch_steps: int, folder: Path) -> Album:
         every = recipe.eval.pictures_every.in_steps(recipe.data.global_batch, epoch_steps)
-        return cls(source, every, folder, recipe.crops.global_size)
+        return cls(source, every, folder, recipe.crops.global_size, recipe.data.known_range)
 
     def due(self, step: int, last: bool = False) -> bool:
         return self._every > 0 and (last or step % self._every == 0)
@@ -55,7 +60,8 @@ class Album:
                 figures = draw_patches(model, *self._read(model.patch_size, device))
                 for name, figure in figures.items():
                     show(name, figure_tensor(figure, _DPI), step)
-                    folder.mkdir(parents=True, exist_ok=True)
+                    self._folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back
+                    folder.mkdir(exist_ok=True)
                     replace_file(folder / f"{name}.png", figure_png(figure, _DPI, palette=True))
         except Exception as error:  # a full disk, too little memory, a library: training is worth more than pictures
             return f"no pictures of step {step}: {error or type(error).__name__}; training goes on"
@@ -67,7 +73,7 @@ class Album:
             crop, rows = EvalCrop(max(self._image_size, _PATCHES * patch_size)), []
             for index in spread_indices(len(self._source), _IMAGES):
                 try:
-                    rows.append(crop(self._source.load(index)))
+                    rows.append(crop(load_image(self._source, index, self._range)))
                 except UnreadableImage:
                     continue
             if not rows:

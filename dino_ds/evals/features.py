@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 
@@ -41,6 +44,7 @@ def extract_features(
     give_up: Callable[[], bool] = lambda: False,
     progress: str | None = None,
     batch: int = BATCH,
+    value_range: ValueRange | None = None,
 ) -> tuple[Tensor, Tensor, list[str]] | None:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 
@@ -50,7 +54,9 @@ def extract_features(
     any sizes. Raises DataError where a rank has no image at all.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(_Images(source, mine, transform), batch, collate_fn=collate, **worker_options(workers))
+    loader = DataLoader(
+        _Images(source, mine, transform, value_range), batch, collate_fn=collate, **worker_options(workers)
+    )
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     features, labels, bad, gave_up = [], [], list[str](), False
@@ -74,7 +80,7 @@ def extract_features(
     if not all(rows):
         raise DataError(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: fix the images, "
-            "or take more (--images) or fewer processes"
+            f"or take more (--images) or fewer processes{_first([text for _, texts, _ in found for text in texts])}"
         )
     described, placed = torch.cat(features), torch.cat(labels)
     features.clear()  # or there are three copies below
@@ -82,6 +88,10 @@ def extract_features(
     everybodys = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
     order = everybodys[1][:, 0].argsort()
     return everybodys[0][order], everybodys[1][order, 1], [text for _, texts, _ in found for text in texts]
+
+
+def _first(unreadable: list[str]) -> str:
+    return f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -103,8 +113,14 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 class _Images(Dataset[tuple[Tensor, int, int] | str]):
-    def __init__(self, source: Source, indices: list[int], transform: Callable[[Image.Image], Tensor]) -> None:
-        self._source, self._indices, self._transform = source, indices, transform
+    def __init__(
+        self,
+        source: Source,
+        indices: list[int],
+        transform: Callable[[Any], Tensor],
+        value_range: ValueRange | None,
+    ) -> None:
+        self._source, self._indices, self._transform, self._range = source, indices, transform, value_range
         labels = source.labels
         self._labels = [-1 if labels is None else labels[index] for index in indices]  # not millions to each worker
 
@@ -115,7 +131,7 @@ class _Images(Dataset[tuple[Tensor, int, int] | str]):
         """Image, its place and label, or the text that names an unreadable one."""
         index = self._indices[i]
         try:
-            return self._transform(self._source.load(index)), i, self._labels[i]
+            return self._transform(load_image(self._source, index, self._range)), i, self._labels[i]
         except UnreadableImage as error:
             return str(error)
 

@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.evals.features import collate
-from dino_ds.evals.subject import GaveUp, Labelled, Subject
+from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -144,7 +145,7 @@ def augmented_batches(subject: Subject) -> Iterator[tuple[int, Tensor, Tensor]]:
     """
     settings, source, indices = subject.settings, subject.train_source, subject.train_indices
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
-    images = _Augmented(source, indices, RandomCrop(subject.size), settings.seed)
+    images = _Augmented(source, indices, RandomCrop(subject.size), settings)
     loader = DataLoader(images, batch_sampler=sampler, collate_fn=collate, **worker_options(settings.workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
@@ -197,16 +198,17 @@ def _at_the_end_of_the_grid(found: dict[tuple[Kind, float], float]) -> list[str]
 class _Augmented(Dataset[tuple[Tensor, int, int] | str]):
     """Items are asked for by (epoch, place in `indices`)."""
 
-    def __init__(self, source: Source, indices: list[int], crop: RandomCrop, seed: int) -> None:
+    def __init__(self, source: Source, indices: list[int], crop: RandomCrop, settings: Settings) -> None:
         assert source.labels is not None
-        self._source, self._indices, self._crop, self._seed = source, indices, crop, seed
+        self._source, self._indices, self._crop = source, indices, crop
+        self._seed, self._range = settings.seed, settings.value_range
         self._labels = [source.labels[index] for index in indices]
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[Tensor, int, int] | str:
         epoch, place = item
         index = self._indices[place]
         try:
-            crop = self._crop(self._source.load(index), crop_seed(self._seed, epoch, index))
+            crop = self._crop(load_image(self._source, index, self._range), crop_seed(self._seed, epoch, index))
         except UnreadableImage as error:
             return str(error)
         return crop, place, self._labels[place]

@@ -9,7 +9,7 @@ from dino_ds.weights.load import Backbone
 
 
 class LiveTeacher:
-    """A `Model`: in the precision of training, its blocks as they are without a compiler; results are FP32.
+    """A `Model`: in FP32 whatever the precision of training, its blocks as they are without a compiler.
 
     `image_size` is the native side in pixels. Nothing is copied: it is always the newest teacher.
     """
@@ -24,12 +24,12 @@ class LiveTeacher:
 
     def patch_tokens(self, images: Tensor) -> Tensor:
         with self._teacher.evaluating():
-            return self._backbone.patch_tokens(images).float()
+            return self._backbone.patch_tokens(images)
 
     def attention(self, images: Tensor) -> Tensor:
         with self._teacher.evaluating():
-            return self._backbone.attention(images).float()
+            return self._backbone.attention(images)
 
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
         with self._teacher.evaluating():
-            return self._backbone.last_tokens(images, blocks).float()
+            return self._backbone.last_tokens(images, blocks)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, extract_features, spread_indices
 
@@ -53,7 +54,8 @@ class Settings:
     ks: numbers of neighbours; temperature of their votes; seed of whatever is drawn; size: pixels of a side (None: the
     model's); images: of the training set at most, and of the test set unless `test_images` is given (None: all);
     workers: loader processes a rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and
-    batch (images, over all ranks) of classifiers that are trained by gradient descent.
+    batch (images, over all ranks) of classifiers that are trained by gradient descent; value_range: of images deeper
+    than 8 bits (None: such images are unreadable).
     """
 
     ks: tuple[int, ...] = (10, 20, 100, 200)
@@ -66,6 +68,7 @@ class Settings:
     benchmark_root: Path | None = None
     epochs: int = 100
     batch: int = 256
+    value_range: ValueRange | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,7 @@ class Subject:
         """
         self.begin()
         progress = what if self.progress else None
-        settings = self.settings.workers, self.give_up, progress, batch
+        settings = self.settings.workers, self.give_up, progress, batch, self.settings.value_range
         found = extract_features(describe, source, indices, transform, self.device, *settings)
         if found is None:
             raise GaveUp

@@ -78,6 +78,7 @@ class Watch:
             images=settings.bank_images,
             test_images=settings.test_images,
             workers=data.workers,
+            value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         return cls(names, every, train, test, how, recipe.crops.global_size)
@@ -174,6 +175,16 @@ class Watch:
         """The honest line of k-NN: what pixels and chance give, before and after."""
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def warning(self) -> str | None:
+        """At the end of a run whose features are worse than none, what to try; else None."""
+        if self.latest is None or self.raw is None or self.latest >= self.raw:
+            return None
+        return (
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %): it has "
+            "learned nothing of use yet; train longer (--length), on more images, with smaller patches "
+            "(--model.patch_size), or images of 32 to 64 pixels with --crops.augment low_res"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}

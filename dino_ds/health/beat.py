@@ -9,7 +9,7 @@ from dino_ds.ranges import PARTS
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
-WISHES = ("", "the stop file", "the end of the launcher")
+WISHES = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
 """Why a watcher wants its rank to stop."""
 
 _BYTES = 4096
@@ -57,6 +57,10 @@ class Beat:
     def list_in_folder(self) -> None:
         """From now on the watcher may write this rank's heartbeat into the run folder."""
         self._words[_LISTED] = 1
+
+    def unlist(self) -> None:
+        """From now on it may not: this start was refused, and the run in the folder is another start's."""
+        self._words[_LISTED] = 0
 
     def leave(self) -> None:
         """The rank has no more need of its watcher."""

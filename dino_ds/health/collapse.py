@@ -8,9 +8,12 @@ NEAR = 0.02
 """As a part of ln K: entropy so near to 0 or ln K is at that end."""
 NO_KL = 0.01
 """As a part of ln K: a KL below it is a student that gives every image what the teacher gives."""
+MOST_CONSTANT = 0.5
+"""As a part of the images: more of one colour than this teach nothing."""
 WINDOWS = 10
 """So many lines of metrics in a row: single batches come near either end."""
 _HINTS = {
+    "constant images": "look at the images, with dino-ds look-data, and at data.root",
     "one prototype": "the targets are too sharp for the centre to keep up: raise objective.teacher_temp, lower "
     "objective.center_momentum or optimizer.lr",
     "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
@@ -31,9 +34,10 @@ class CollapseAlarm:
         self._windows, self._kind = 0, ""
         self.on = False
 
-    def look(self, step: int, entropy: float, kl: float) -> str:
-        """The teacher's entropy and the KL in nats, means since the last line -> what to tell people, or ""."""
-        kind = self._kind_of(step, entropy, kl)
+    def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
+        """The teacher's entropy and the KL in nats, and which part of the images was of one colour, means since the
+        last line -> what to tell people, or ""."""
+        kind = "constant images" if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
         self._kind = kind
         if not kind and self.on:
@@ -42,9 +46,12 @@ class CollapseAlarm:
         if self.on or self._windows < WINDOWS:
             return ""
         self.on = True
+        what = "the teacher gives every image the same target"
+        if kind == "constant images":
+            what = f"{constant:.0%} of the images are of one colour: nothing can be learned from them"
         return (
-            f"collapse after step {step}: the teacher gives every image the same target ({kind}; entropy "
-            f"{entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, for {WINDOWS} lines; DINO, figure 7); {_HINTS[kind]}"
+            f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
+            f"for {WINDOWS} lines; DINO, figure 7); {_HINTS[kind]}"
         )
 
     def _kind_of(self, step: int, entropy: float, kl: float) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import append_to_log
-from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
 """For the rank that failed first, or its watcher, to write down why. Peers notice within milliseconds."""
@@ -29,7 +30,7 @@ class Failures:
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
-        self._heartbeats = Heartbeats(run_dir)
+        self._heartbeats, self._disk = Heartbeats(run_dir), Disk()
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -74,21 +75,22 @@ class Failures:
 
     def _tell(self, error: UserError) -> None:
         claimed = self._claim(error.exit_code, str(error), "error")
-        first = self._heartbeats.first_failure()
+        first = self._disk.run(self._heartbeats.first_failure, None)
         # Without a place to write to, or for an error that all ranks raise together, rank 0 speaks.
         if claimed is not None and first is not None and self._world_size > 1:
             error.said_by_me = claimed
 
     def _claim(self, code: int, message: str, kind: str) -> bool | None:
-        """Whether this rank failed first; None where ranks can't tell each other yet."""
+        """Whether this rank failed first; None where ranks can't tell each other."""
         beat = self._beat
         self._beat.end("stopped" if kind == "stopped" else "error", code, message)
         if not beat.listed:
             return None
         failure = Failure(self._rank, socket.gethostname(), beat.step, kind, code, message)
-        claimed = self._heartbeats.claim(failure)
+        claimed = self._disk.run(lambda: self._heartbeats.claim(failure), None)
         if claimed:
-            append_to_log(self._run_dir, f"{'stopped ' if kind == 'stopped' else 'error   '} {message}")
+            line = f"{'stopped ' if kind == 'stopped' else 'error   '} {message}"
+            self._disk.run(lambda: append_to_log(self._run_dir, line), None)
         return claimed
 
     def _peer_error(self, error: Exception) -> PeerError:
@@ -99,17 +101,18 @@ class Failures:
             self._beat.end("stopped" if failure.code == STOPPED else "error", failure.code, failure.message)
             return peer
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        gone = [str(beat.rank) for beat in self._heartbeats.read() if beat.ended == "error" and beat.rank != self._rank]
+        beats: list[Heartbeat] = self._disk.run(self._heartbeats.read, [])
+        gone = [str(beat.rank) for beat in beats if beat.ended == "error" and beat.rank != self._rank]
         who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
         step, where = self._beat.step, self._beat.where
         peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
         claimed = self._claim(peer.exit_code, str(peer), "error")
-        peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
+        peer.said_by_me = claimed is not False or self._disk.run(self._heartbeats.first_failure, None) is None
         return peer
 
     def _wait_for_cause(self) -> Failure | None:
         if self._beat.listed:
-            return self._heartbeats.wait_for_failure(_CAUSE_SECONDS)
+            return self._disk.run(lambda: self._heartbeats.wait_for_failure(_CAUSE_SECONDS), None)
         time.sleep(1.0)  # the rank that failed may be about to say why
         return None
 

@@ -8,6 +8,9 @@ import socket
 import time
 from pathlib import Path
 
+from dino_ds.durable import append_whole
+from dino_ds.errors import NO_SPACE
+
 
 def create_exclusively(path: Path, text: str) -> bool:
     """Whether this call, of all processes and hosts, has created `path`; it appears with its whole text.
@@ -15,12 +18,14 @@ def create_exclusively(path: Path, text: str) -> bool:
     Raises OSError where the folder can't be written to.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    temporary.write_text(text)
     try:
+        temporary.write_text(text)
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
         return _create_without_links(path, text)
     finally:
         with contextlib.suppress(OSError):
@@ -34,15 +39,20 @@ def _create_without_links(path: Path, text: str) -> bool:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    try:
+        append_whole(descriptor, text.encode())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
     return True
 
 
 def append_line(path: Path, text: str) -> None:
-    """One write, so that lines of several processes don't mix; nothing where the folder is gone."""
-    with contextlib.suppress(OSError), path.open("a") as file:
-        file.write(text + "\n")
+    """One write, so that lines of several processes don't mix; nothing where the folder is gone or the disk full."""
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        append_whole(file.fileno(), f"{text}\n".encode())
 
 
 def now() -> str:

@@ -10,7 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.errors import ConfigError
+from dino_ds.errors import NO_SPACE, ConfigError, unwritable
 from dino_ds.health.files import create_exclusively
 from dino_ds.health.processes import alive, find_process, machine
 
@@ -34,7 +34,7 @@ class RunLock:
     """The lock of one run folder, as held by process `pid` (this one unless a watcher asks for its rank)."""
 
     def __init__(self, run_dir: Path, pid: int | None = None) -> None:
-        self._run_dir, self._path = run_dir, run_dir / "lock"
+        self.run_dir, self._path = run_dir, run_dir / "lock"
         self._pid = os.getpid() if pid is None else pid
         self._made: list[Path] = []
 
@@ -50,13 +50,16 @@ class RunLock:
         try:
             self._make_folder()
             for _ in range(_TRIES):
+                self._check_kind()
                 if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
                     return note
                 note = self._remove_stale() or note
         except OSError as error:
             self.release()
+            if error.errno in NO_SPACE:
+                raise unwritable(f"run folder {self.run_dir}", error) from None
             raise ConfigError(
-                f"run folder {self._run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
+                f"run folder {self.run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
             ) from None
         raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
 
@@ -65,6 +68,7 @@ class RunLock:
 
         A rank > 0 judges its own machine only: of another one rank 0 may know that the holder is gone.
         """
+        self._check_kind()
         found, holder = self._read(), self.holder()
         if found is None or (rank and holder is not None and holder.machine != machine()):
             return
@@ -89,7 +93,7 @@ class RunLock:
     @property
     def guards_a_run(self) -> bool:
         """Whether there is a run in the folder, to which more belongs than the lock."""
-        return (self._run_dir / "config.yaml").exists() or (self._run_dir / "checkpoints").exists()
+        return (self.run_dir / "config.yaml").exists() or (self.run_dir / "checkpoints").exists()
 
     def release(self) -> None:
         """Give the lock back, if it is ours, and remove the folders made for it that are still empty."""
@@ -104,10 +108,15 @@ class RunLock:
         return holder.pid == self._pid and holder.machine == machine() and holder.host == socket.gethostname()
 
     def _make_folder(self) -> None:
-        for folder in (*reversed(self._run_dir.absolute().parents), self._run_dir.absolute()):
+        for folder in (*reversed(self.run_dir.absolute().parents), self.run_dir.absolute()):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir()
                 self._made.append(folder)
+
+    def _check_kind(self) -> None:
+        """Raises ConfigError where something else has the lock's name."""
+        if os.path.lexists(self._path) and not os.path.isfile(self._path) and os.path.lexists(self._path):
+            raise ConfigError(f"{self._path} is not the lock of a run, which is a file: remove or rename it")
 
     def _read(self) -> str | None:
         try:
@@ -122,7 +131,7 @@ class RunLock:
             holder = Holder(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             # Perhaps its writer has not come to the end yet.
-            return f"{self._run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
+            return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
             living, gone = alive(holder.pid, holder.ticks), ""
         else:
@@ -131,7 +140,7 @@ class RunLock:
         if not living:
             return ""
         return (
-            f"{self._run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {max(age, 0):.0f} s ago): "
+            f"{self.run_dir} is in use by pid {holder.pid} on {holder.host} (heartbeat {max(age, 0):.0f} s ago): "
             f"stop that run, or give another --run_dir{gone}"
         )
 
@@ -148,6 +157,10 @@ class RunLock:
             probe.unlink()
         except OSError:
             now = time.time()
+        if touched > now:
+            # Dated ahead, by a clock that was wrong: from now on it ages, unless its holder touches it again.
+            with contextlib.suppress(OSError):
+                os.utime(self._path, (now, now))
         return now - touched
 
     def _remove_stale(self) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.durable import replacing
+from dino_ds.durable import discard, replacing
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import create_exclusively
 
 SILENT_SECONDS = 15.0
@@ -62,15 +63,36 @@ class Heartbeats:
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "heartbeats"
+        self._before = run_dir / "heartbeats.before"
         self._first = self.folder / _FIRST_FAILURE
+        self.prepared = False
 
     def prepare(self) -> None:
-        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks. Raises OSError.
+
+        An earlier start's is kept until `forget_earlier` or `bring_back_earlier`.
+        """
+        discard(self._before)
+        with contextlib.suppress(FileNotFoundError):
+            self.folder.rename(self._before)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError:
+            self.bring_back_earlier()
+            raise
+        self.prepared = True
+
+    def forget_earlier(self) -> None:
+        discard(self._before)
+
+    def bring_back_earlier(self) -> None:
+        """As it was before `prepare`: this start was refused."""
+        discard(self.folder)
+        with contextlib.suppress(OSError):
+            self._before.rename(self.folder)
 
     def remove(self) -> None:
-        """Nothing is left of it, also where a watcher writes at this moment."""
+        """Nothing is left of it, even if a watcher writes at this moment."""
         for _ in range(5):
             shutil.rmtree(self.folder, ignore_errors=True)
             if not self.folder.exists():
@@ -164,10 +186,15 @@ def describe_death(rank: int, how: str, step: int, where: str) -> str:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """ "last complete checkpoint: step 500 in RUN/checkpoints", or that there is none."""
-    folder = run_dir / "checkpoints"
-    try:
-        digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
-        return f"last complete checkpoint: step {int(digits)} in {folder}"
-    except (OSError, ValueError):
-        return "there is no checkpoint yet"
+    """ "last complete checkpoint: step 500 in RUN/checkpoints", or why that can't be said."""
+
+    def look() -> str:
+        folder = run_dir / "checkpoints"
+        try:
+            digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
+            return f"last complete checkpoint: step {int(digits)} in {folder}"
+        except (OSError, ValueError):
+            return "there is no checkpoint yet"
+
+    # Not the caller's own Disk: what is stuck here must not keep it from telling the failure.
+    return Disk().run(look, f"{run_dir}/checkpoints can't be read: the disk does not answer")

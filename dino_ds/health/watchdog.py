@@ -8,7 +8,6 @@ import faulthandler
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +33,7 @@ class Watchdog:
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> None:
         self.beat = Beat()
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the rank may be asked for its stacks
+        self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
         self._orders = Orders(
             rank,
             world_size,
@@ -82,7 +81,8 @@ class Watchdog:
             self._watcher.wait(_LAST_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             self._watcher.kill()
-            self._watcher.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watcher.wait(1.0)  # one that waits in the kernel for a dead disk ends when that answers
         faulthandler.unregister(STACKS_SIGNAL)
         self._c.signal(END_SIGNAL, self._before)
         self._stacks.close()

@@ -13,14 +13,13 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dino_ds.health.beat import Beat
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import append_line, append_to_log
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
@@ -28,8 +27,6 @@ from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_deat
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
-_DISK_SECONDS = 5.0
-"""Longer than this no look at files holds the watcher up: a dead disk is a common reason of a hang."""
 PATIENCE = 3
 """Start-up, the first step, saving and evaluating may take so many times `hang_seconds`."""
 _GRACE_SECONDS = 4.0
@@ -79,11 +76,12 @@ class Watcher:
             # Seen at once, how it ended can still be read: soon its launcher has asked, and nobody can.
             self._ends.append(os.pidfd_open(orders.pid))
         self._launchers = launchers_above(orders.pid, "RANK" in os.environ)
-        self._disk = _Disk()
+        self._disk, self._terminal = Disk(), Disk()  # apart: the output may be a file on another disk
         self._moves, self._idle, self._slowest = (-1, 0), 0.0, 0.0
         self._doomed_at: float | None = None
         self._failure: Failure | None = None
         self._taken_over = ""
+        self._guarded = False
 
     def run(self) -> None:
         last = published = time.monotonic() - PUBLISH_SECONDS
@@ -96,11 +94,10 @@ class Watcher:
                 continue
             if now - published >= PUBLISH_SECONDS:
                 published = now
-                self._disk.look(self._publish_and_read)
+                self._disk.run(self._publish_and_read, None)
             if self._taken_over:
+                self._end_rank(self._taken_over)
                 self._say(self._taken_over)
-                self._last_words("error", PEER_LOST, self._taken_over)
-                self._end_rank()
                 continue
             self._look_at_launchers(now)
             if self._failure is not None or self._doomed_at is not None:
@@ -131,6 +128,9 @@ class Watcher:
             return
         self._heartbeats.publish(self._heartbeat())
         self._failure = self._failure or self._heartbeats.first_failure()
+        guarded, self._guarded = self._guarded, self._lock.guards_a_run
+        if guarded and not self._guarded:
+            self._beat.wish("the loss of the run folder")
         if (self._run_dir / "stop").exists():
             self._beat.wish("the stop file")
         if self._orders.rank == 0 and not self._lock.refresh():
@@ -167,8 +167,7 @@ class Watcher:
         if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
             self._doomed_at = now
             message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"
-            self._fail("launcher", message)
-            self._last_words("error", PEER_LOST, message)
+            self._end_rank(message, "launcher")
 
     def _follow(self, now: float) -> None:
         """Another rank has failed: this one ends by itself, or is ended."""
@@ -178,9 +177,7 @@ class Watcher:
             return
         if self._failure is not None and self._failure.kind == "hang":
             self._write_stacks()
-        message = self._failure.message if self._failure else "the launcher is gone"
-        self._last_words("error", PEER_LOST, message)
-        self._end_rank()
+        self._end_rank(self._failure.message if self._failure else "the launcher is gone")
 
     def _report_hang(self) -> None:
         seconds, orders = self._idle, self._orders
@@ -189,15 +186,12 @@ class Watcher:
         behind: list[Heartbeat | int] = []
         if self._beat.listed:
             # The others come to this point at about the same time: their heartbeats must be newer than that.
-            self._disk.look(lambda: self._heartbeats.publish(own))
+            self._disk.run(lambda: self._heartbeats.publish(own), None)
             time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
-            self._disk.look(lambda: behind.extend(self._heartbeats.behind(orders.world_size)))
-        if self._beat.moves != own.moves:
-            return  # it goes on after all
+            behind = self._disk.run(lambda: self._heartbeats.behind(orders.world_size), behind)
         message = f"{describe_hang(behind, own, seconds, stacks)}; {last_checkpoint(self._run_dir)}"
-        self._fail("hang", message)
-        self._last_words("error", PEER_LOST, message)
-        self._end_rank()
+        if (self._beat.moves, self._beat.breaths) == self._moves:  # else it goes on after all
+            self._end_rank(message, "hang")
 
     def _write_stacks(self) -> Path:
         """The rank's stacks, appended to RUN/hang-STEP.txt, or the state of a process that gives none."""
@@ -218,34 +212,39 @@ class Watcher:
         state = f"it gave no stacks; its state is {process.state if process else 'gone'} (T: stopped, D: in the kernel)"
         where = f"step {self._beat.step}, {self._beat.phase}, {self._beat.where}"
         head = f"rank {orders.rank}, {socket.gethostname()}, pid {orders.pid}: {where}"
-        self._disk.look(lambda: append_line(place, f"== {head}\n{text or state}\n"))
+        self._disk.run(lambda: append_line(place, f"== {head}\n{text or state}\n"), None)
         return place
 
-    def _fail(self, kind: str, message: str) -> None:
-        """Say what has happened, unless another rank has failed before, or its watcher has said the same."""
-        orders = self._orders
-        failure = Failure(orders.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
-        if not self._beat.listed or self._heartbeats.claim(failure):
-            self._say(message)
-            if self._beat.listed:
-                append_to_log(self._run_dir, f"error    {message}")
+    def _end_rank(self, message: str, kind: str = "") -> None:
+        """Exit code 6 (see `dino_ds.health.watchdog`), also of a stopped process; else SIGKILL.
 
-    def _say(self, message: str) -> None:
-        with contextlib.suppress(OSError):
-            print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
-
-    def _last_words(self, how: str, code: int, message: str) -> None:
-        self._beat.end(how, code, message)
-
-    def _end_rank(self) -> None:
-        """Exit code 6 (see `dino_ds.health.watchdog`), also of a stopped process; else SIGKILL."""
+        It comes before the failure of this `kind` is told ("" where another rank has told it): telling needs the disk.
+        """
+        self._beat.end("error", PEER_LOST, message)
         for number in (END_SIGNAL, signal.SIGCONT):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._orders.pid, number)
+        if kind:
+            self._tell(kind, message)
         if not self._rank_is_gone(3.0):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._orders.pid, signal.SIGKILL)
             self._rank_is_gone(3.0)
+
+    def _tell(self, kind: str, message: str) -> None:
+        """Say what has happened, unless another rank has failed before, or its watcher has said the same.
+
+        Where the disk does not answer, watchers can't agree who speaks: each does.
+        """
+        orders, listed = self._orders, self._beat.listed
+        failure = Failure(orders.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
+        if not listed or self._disk.run(lambda: self._heartbeats.claim(failure), True):
+            self._say(message)
+            if listed:
+                self._disk.run(lambda: append_to_log(self._run_dir, f"error    {message}"), None)
+
+    def _say(self, message: str) -> None:
+        self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)
 
     def _after_the_end(self) -> None:
         beat, orders = self._beat, self._orders
@@ -253,34 +252,15 @@ class Watcher:
             message = describe_death(orders.rank, death_of(orders.pid), beat.step, beat.where)
             message = f"{message}; {last_checkpoint(self._run_dir)}"
             if beat.listed:
-                self._disk.look(lambda: self._fail("died", message))
+                self._tell("died", message)
             beat.end("error", PEER_LOST, message)
         if beat.listed:
-            self._disk.look(lambda: self._heartbeats.publish(self._heartbeat()))
+            self._disk.run(lambda: self._heartbeats.publish(self._heartbeat()), None)
         if orders.rank == 0:
-            if not self._lock.guards_a_run and self._heartbeats.folder.exists():
+            if self._disk.run(lambda: not self._lock.guards_a_run and self._heartbeats.folder.exists(), False):
                 time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason of this end
-                self._disk.look(self._heartbeats.remove)
-            self._disk.look(self._lock.release)
-
-
-class _Disk:
-    """Looks at files from a thread: one that never comes back must not blind the watcher."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-
-    def look(self, work: Callable[[], object]) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
-
-        def quietly() -> None:
-            with contextlib.suppress(OSError):
-                work()
-
-        self._thread = threading.Thread(target=quietly, daemon=True)
-        self._thread.start()
-        self._thread.join(_DISK_SECONDS)
+                self._disk.run(self._heartbeats.remove, None)
+            self._disk.run(self._lock.release, None)
 
 
 def main() -> None:
@@ -288,7 +268,6 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     Watcher(Orders(**json.loads(sys.argv[1]))).run()
-    sys.stderr.flush()
     os._exit(0)  # a look at a dead disk may still be waiting
 
 

@@ -158,7 +158,7 @@ class Attempt:
         elif not self._told and self._root.poll() is None:
             self._told.add(-1)
             if self._records.beats():
-                (self._run_dir / "stop").touch()  # the ranks are on other machines, where they look for it
+                self._records.ask_to_stop()  # the ranks are on other machines
             else:
                 self._root.terminate()  # nothing to save yet
                 self._end_within(_LAST_WORDS_SECONDS)

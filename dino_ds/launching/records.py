@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dino_ds.health.disk import Disk
+from dino_ds.health.files import append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
 
 _WORKING = ("data", "step")
@@ -24,11 +26,14 @@ class StartRecords:
     """Heartbeats and the first failure, as far as they are newer than this object."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._heartbeats = run_dir, Heartbeats(run_dir)
-        self._old = self._versions()
+        self._run_dir, self._heartbeats, self._disk = run_dir, Heartbeats(run_dir), Disk()
+        self._old: dict[Path, tuple[int, int]] = self._disk.run(self._versions, {})
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Rank -> its last heartbeat."""
+        """Rank -> its last heartbeat; {} where the disk does not answer."""
+        return self._disk.run(self._read_beats, {})
+
+    def _read_beats(self) -> dict[int, Heartbeat]:
         versions = self._versions()
         new = [beat for beat in self._heartbeats.read() if self._is_new(self._heartbeats.path(beat.rank), versions)]
         return {beat.rank: beat for beat in new}
@@ -36,7 +41,15 @@ class StartRecords:
     def first_failure(self) -> Failure | None:
         """Written by the rank, or the watcher of the rank, that failed first."""
         path = self._run_dir / "heartbeats" / "first_failure.json"
-        return self._heartbeats.first_failure() if self._is_new(path, self._versions()) else None
+
+        def read() -> Failure | None:
+            return self._heartbeats.first_failure() if self._is_new(path, self._versions()) else None
+
+        return self._disk.run(read, None)
+
+    def ask_to_stop(self) -> None:
+        """RUN/stop: ranks on other machines look for it."""
+        self._disk.run((self._run_dir / "stop").touch, None)
 
     def place(self, rank: int | None) -> Place | None:
         """Where this rank, or the run, is or was; None before its first heartbeat."""
@@ -61,16 +74,17 @@ class StartRecords:
 
 
 def last_checkpoint_step(run_dir: Path) -> int | None:
-    """The step of the newest complete checkpoint."""
-    try:
-        found = re.fullmatch(r"step_(\d{8})", (run_dir / "checkpoints" / "latest").read_text().strip())
-    except (OSError, ValueError):
-        return None
+    """The step of the newest complete checkpoint; None where there is none, or the disk does not answer."""
+    text = Disk().run(lambda: (run_dir / "checkpoints" / "latest").read_bytes().decode(errors="replace"), "")
+    found = re.fullmatch(r"step_(\d{8})", text.strip())
     return int(found[1]) if found else None
 
 
 def append_record(path: Path, record: dict[str, object]) -> None:
-    """One line of JSON; nothing where the run folder was never made."""
-    if path.parent.is_dir():
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    """One line of JSON; nothing where the run folder was never made, or the disk does not answer."""
+
+    def append() -> None:
+        if path.parent.is_dir():
+            append_line(path, json.dumps(record))
+
+    Disk().run(append, None)

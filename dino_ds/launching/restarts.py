@@ -14,8 +14,8 @@ DEADLY = 3
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 _FIRST_WAIT_STORAGE = 30.0
 STORAGE = 5
-FINAL = (0, 2, 3, 4, 75)
-"""Codes that a start would only repeat, or that want none: done, usage, checkpoint, numbers, stopped on request."""
+FINAL = (0, 2, 3, 4, 7, 75)
+"""Codes that a start would only repeat, or that want none: done, usage, checkpoint, numbers, memory, stopped."""
 
 
 def resumed(argv: Sequence[str]) -> list[str]:

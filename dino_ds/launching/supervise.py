@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
+from dino_ds.health.disk import Disk
 from dino_ds.health.files import now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
@@ -25,6 +26,8 @@ from dino_ds.launching.restarts import DEADLY, FINAL, BackOff, Deaths, resumed
 _CHILD_SUBREAPER = 36
 _LOCK_SECONDS = 120.0
 """For the lock of a run folder whose holder, on another machine, has gone."""
+_NAMING_SECONDS = 600.0
+"""For listing the images again."""
 
 
 def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
@@ -34,7 +37,8 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
     SIGHUP make all ranks save and stop; a second signal ends everything at once. To be called by the main thread.
 
     Started again, with `--resume auto`: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what
-    a person must fix (2, 3), and bad numbers (4): the same images, weights and arithmetic would give them again.
+    a person must fix (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would
+    give them again.
     """
     with StopSignals() as signals, Guard() as guard, _adopted_orphans():
         words, restarts, failed_at = list(argv), 0, 0.0
@@ -90,14 +94,18 @@ def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
 
 def _name_images(run_dir: Path, done: int) -> str:
     """What to say of a step that has ended the run again and again; its images go into a file."""
-    # The data need torch, which takes seconds to load.
-    from dino_ds.launching.poison import write_step_images
-
     what = f"step {done + 1} has ended the run {DEADLY} times in a row"
-    try:
-        return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
-    except (UserError, OSError) as error:
-        return f"{what}; its images can't be named ({error})"
+
+    def name() -> str:
+        # The data need torch, which takes seconds to load.
+        from dino_ds.launching.poison import write_step_images
+
+        try:
+            return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
+        except (UserError, OSError) as error:
+            return f"{what}; its images can't be named ({error})"
+
+    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images can't be named: the disk does not answer")
 
 
 def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
@@ -120,12 +128,16 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
 
 def _in_use(run_dir: Path) -> str:
-    """By whom; "" where the folder is free."""
-    try:
-        RunLock(run_dir).check_free(0)
-    except ConfigError as error:
-        return str(error)
-    return ""
+    """By whom; "" where the folder is free, or the disk does not answer: the run itself will say so."""
+
+    def look() -> str:
+        try:
+            RunLock(run_dir).check_free(0)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    return Disk().run(look, "")
 
 
 @contextmanager

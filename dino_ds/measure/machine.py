@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
+
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Of control groups, version 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,13 @@ def find_gpus() -> list[Gpu]:
 
 
 def host_memory_gib() -> tuple[float, float]:
-    """(all, free) memory of the machine; in a container that has less, what the machine has."""
+    """(all, free) memory of the machine, or of the container where that has less."""
     memory = psutil.virtual_memory()
-    return memory.total / 2**30, memory.available / 2**30
+    limit = float("inf")
+    for path in _CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # there is none: no such file, or "max"
+            limit = min(limit, int(Path(path).read_text()))
+    return min(memory.total, limit) / 2**30, min(memory.available, limit) / 2**30
 
 
 def hash_code() -> str:

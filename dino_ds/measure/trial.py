@@ -16,6 +16,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.data.feed import Feed
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported
@@ -51,13 +52,15 @@ def run_on_data(trial: Trial, feed: Feed, seed: int) -> None:
     for _ in range(trial.accumulation):
         with named_range("data"):
             batch = next(feed)
-        trial.step.micro_batch(batch.views, sample_keys(seed, batch.epoch, batch.indices))
+        keys = sample_keys(seed, batch.epoch, batch.indices)
+        trial.step.micro_batch(batch.views, keys, feed.prefetch)
 
 
 def real_feed(recipe: Recipe, trial: Trial) -> Feed:
     """The images that `train` would take, from its beginning. Raises DataError."""
     data, engine = recipe.data, trial.step.engine
     source = build_source(data.source, data.root, "train", data.download)
+    recipe, _ = with_value_range(recipe, source)
     return build_feed(recipe, source, engine.config.micro_batch, engine.device, Position())
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dino_ds.models.packing import Packing
@@ -29,15 +31,41 @@ class QueryKeyValue(nn.Linear):
 
     def forward(  # type: ignore[override]
         self, x: Tensor, query_rows: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x (tokens, d) -> queries (tokens or len(query_rows), d), keys and values (tokens, 2d)."""
-        d = self.in_features
+    ) -> tuple[Tensor, ...]:
+        """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d)."""
         if query_rows is None:
-            queries, keys_values = super().forward(x).split((d, 2 * d), dim=1)
-            return queries, keys_values
-        bias = self.bias
+            return (super().forward(x),)
+        d, bias = self.in_features, self.bias
         queries = F.linear(x.index_select(0, query_rows), self.weight[:d], bias[:d])
         return queries, F.linear(x, self.weight[d:], bias[d:])
+
+
+class _PerSize(torch.autograd.Function):
+    """Projections (tokens, parts * d) -> of each size its `parts` matrices (sequences, heads, tokens, c), all views.
+
+    Their gradients are written into one matrix, each once. Autograd would stack those of keys and values, copy them
+    into the order of the tokens, and concatenate sizes and queries in two more passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> tuple[Tensor, ...]:
+        ctx.groups, ctx.parts = groups, parts
+        pieces = []
+        for (sequences, tokens), rows in zip(groups, x.split([s * n for s, n in groups]), strict=True):
+            # (sequences, tokens, parts, heads, c) -> parts x (sequences, heads, tokens, c)
+            pieces += rows.view(sequences, tokens, parts, heads, -1).transpose(1, 3).unbind(2)
+        return tuple(pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        sizes = [sequences * tokens for sequences, tokens in ctx.groups]
+        width = grads[0].shape[1] * grads[0].shape[3]
+        grad = grads[0].new_empty(sum(sizes), ctx.parts * width)
+        for i, rows in enumerate(grad.split(sizes)):
+            own = grads[i * ctx.parts : (i + 1) * ctx.parts]
+            torch.cat([g.transpose(1, 2).reshape(-1, width) for g in own], dim=1, out=rows)
+        return grad, None, None, None
 
 
 class Attention(nn.Module):
@@ -46,7 +74,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, implementation: str, backend: str) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.implementation = implementation
         self.backend = backend
         self.qkv = QueryKeyValue(width, 3 * width)
@@ -54,20 +82,20 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, packing: Packing, cls_only: bool) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (sequences, d) for the CLS tokens alone."""
-        queries, keys_values = self.qkv(x, packing.cls if cls_only else None)
+        projected = self.qkv(x, packing.cls if cls_only else None)
         attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        return self.proj(attend(queries, keys_values, packing, cls_only))
+        return self.proj(attend(projected, packing))
 
-    def _size_by_size(self, queries: Tensor, keys_values: Tensor, packing: Packing, cls_only: bool) -> Tensor:
-        # split, not slices: their gradients are put together in one piece instead of added to zeros.
-        sizes = [sequences * tokens for sequences, tokens in packing.groups]
-        asked = [sequences for sequences, _ in packing.groups] if cls_only else sizes
-        outputs = []
-        for (sequences, _), q, kv in zip(packing.groups, queries.split(asked), keys_values.split(sizes), strict=True):
-            q = rearrange(q, "(s n) (h c) -> s h n c", s=sequences, h=self.heads)
-            k, v = rearrange(kv, "(s n) (two h c) -> two s h n c", two=2, s=sequences, h=self.heads)
-            outputs.append(rearrange(self._attend(q, k, v), "s h n c -> (s n) (h c)"))
-        return torch.cat(outputs)
+    def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing) -> Tensor:
+        groups = packing.groups
+        if len(projected) == 1:
+            pieces = _PerSize.apply(projected[0], groups, 3, self.heads)
+            triples = [pieces[i : i + 3] for i in range(0, len(pieces), 3)]
+        else:
+            queries = _PerSize.apply(projected[0], tuple((sequences, 1) for sequences, _ in groups), 1, self.heads)
+            pieces = _PerSize.apply(projected[1], groups, 2, self.heads)
+            triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
+        return torch.cat([rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples])
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""
@@ -77,12 +105,14 @@ class Attention(nn.Module):
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         return weights @ v
 
-    def _one_kernel(self, queries: Tensor, keys_values: Tensor, packing: Packing, cls_only: bool) -> Tensor:
+    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        q = rearrange(queries, "t (h c) -> t h c", h=self.heads)
-        k, v = rearrange(keys_values, "t (two h c) -> two t h c", two=2, h=self.heads)
-        bounds = packing.bounds()
+        cls_only = len(projected) == 2
+        q, k, v = (
+            part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
+        )
+        bounds = packing.bounds
         q_bounds = torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) if cls_only else bounds
         out = varlen_attn(q, k, v, q_bounds, bounds, 1 if cls_only else packing.longest, packing.longest)
         assert isinstance(out, Tensor)

@@ -12,14 +12,34 @@ from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import Packing
 
 
+class PatchProjection(nn.Conv2d):
+    """The convolution that embeds patches, as one matrix product: its windows do not overlap.
+
+    Exact in FP32, where cuDNN's convolutions take TF32 unless told otherwise. A subclass, because ZeRO 3 gathers a
+    parameter only around its module's forward.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) -> (b, patches, d); what does not fill a patch at the edges is left out."""
+        side, low = self.kernel_size[0], torch.is_autocast_enabled(images.device.type)
+        rows, columns = images.shape[-2] // side, images.shape[-1] // side
+        windows = images[..., : rows * side, : columns * side].unflatten(3, (columns, side)).unflatten(2, (rows, side))
+        dtype = torch.get_autocast_dtype(images.device.type) if low else self.weight.dtype
+        # Cut and cast in one pass; without the memory format the copy would keep the order of the image.
+        patches = windows.permute(0, 2, 4, 1, 3, 5).to(dtype, memory_format=torch.contiguous_format)
+        # Two dimensions: with three, DeepSpeed's own linear at ZeRO 3 adds the bias after rounding.
+        embedded = F.linear(patches.flatten(3).flatten(0, 2), self.weight.flatten(1), self.bias)
+        return embedded.view(images.shape[0], rows * columns, -1)
+
+
 class PatchEmbed(nn.Module):
     def __init__(self, in_chans: int, patch_size: int, width: int) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(in_chans, width, kernel_size=patch_size, stride=patch_size)
+        self.proj = PatchProjection(in_chans, width, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> (b, patches, d)."""
-        return self.proj(images.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
+        return self.proj(images)
 
 
 class Mlp(nn.Module):
@@ -56,29 +76,25 @@ class Block(nn.Module):
     def __init__(self, arch: Architecture, attention: str, attention_backend: str) -> None:
         super().__init__()
         width = arch.width
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.norm1 = nn.LayerNorm(width, eps=arch.norm_eps)
         self.attn = Attention(width, arch.heads, attention, attention_backend)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.norm2 = nn.LayerNorm(width, eps=arch.norm_eps)
         self.mlp = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 
     def forward(self, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool) -> Tensor:
         """x (tokens, d) -> (tokens, d); with cls_only (sequences, d).
 
-        drop: stochastic depth of the two residual branches: (2, sequences) scales, or the sequences that each computes
-        at all, or None. With cls_only keys and values come from all tokens, everything else from the CLS token.
+        drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences that
+        each computes at all, or None. With cls_only keys and values come from all tokens, the rest from the CLS token.
         """
         if isinstance(drop, list):
             return self._forward_kept(x, packing, drop, cls_only)
-        rows = None
-        if drop is not None:
-            scales = drop if cls_only else drop[:, packing.sequence_of_token]
-            rows = scales.unsqueeze(-1).to(x.dtype)
         branch = self.ls1(self.attn(self.norm1(x), packing, cls_only))
-        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if rows is None else branch * rows[0])
+        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if drop is None else branch * drop[0])
         branch = self.ls2(self.mlp(self.norm2(x)))
-        return x + (branch if rows is None else branch * rows[1])
+        return x + (branch if drop is None else branch * drop[1])
 
     def _forward_kept(self, x: Tensor, packing: Packing, kept: list[Kept], cls_only: bool) -> Tensor:
         first, second = kept
@@ -90,5 +106,5 @@ class Block(nn.Module):
 
 def _add(x: Tensor, branch: Tensor, kept: Kept, cls_only: bool) -> Tensor:
     """x plus the branch of the sequences that have one, made larger by those that have none."""
-    scales = kept.scales if cls_only else kept.scales[kept.packing.sequence_of_token]
-    return x.index_add(0, kept.sequences if cls_only else kept.rows, (branch * scales.unsqueeze(-1)).to(x.dtype))
+    scales = kept.scales[0 if cls_only else 1]
+    return x.index_add(0, kept.sequences if cls_only else kept.rows, (branch * scales).to(x.dtype))

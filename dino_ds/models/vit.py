@@ -11,8 +11,6 @@ import math
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +18,7 @@ from dino_ds.architectures import Architecture
 from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import Packing
+from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.weights import draw
 
 
@@ -51,6 +50,7 @@ class VisionTransformer(nn.Module):
         self.pos_embed_interpolation = pos_embed_interpolation
         self.drop_path = drop_path
         self.stochastic_depth = stochastic_depth
+        self._matrices: dict[tuple[int, str, torch.device], Tensor] = {}
         self.checkpoint_blocks = 0
         self.checkpoint_on_cpu = False
         self.patch_embed = PatchEmbed(arch.in_chans, arch.patch_size, arch.width)
@@ -59,7 +59,7 @@ class VisionTransformer(nn.Module):
         positions = self.grid**2 + (0 if arch.registers else 1)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
         self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
-        self.norm = nn.LayerNorm(arch.width, eps=1e-6)
+        self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
         draw(self)
 
     def draw_tokens(self) -> None:
@@ -88,10 +88,14 @@ class VisionTransformer(nn.Module):
             outputs.append(self._features([group], own, self.cls_only_last_block))
         return torch.cat(outputs)
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """torch.compile every block: one program for all of them, per number of crops and kind of block."""
+    def compile_blocks(self, mode: str = "default", backend: str = "inductor") -> None:
+        """torch.compile every block: one program for all of them, per number of crops and kind of block.
+
+        mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
+        """
+        theirs = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for block in self.blocks:
-            block.compile(dynamic=False, backend=backend)
+            block.compile(dynamic=False, backend=backend, mode=theirs)
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
@@ -125,11 +129,8 @@ class VisionTransformer(nn.Module):
             flat = block(flat, packing, None, False)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        queries, keys_values = last.attn.qkv(last.norm1(flat))
-        q, k = (
-            rearrange(t, "(s n) (h c) -> s h n c", s=len(images), h=self.arch.heads)
-            for t in (queries, keys_values[:, : self.arch.width])
-        )
+        (projected,) = last.attn.qkv(last.norm1(flat))
+        q, k, _ = projected.view(*x.shape[:2], 3, self.arch.heads, -1).transpose(1, 3).unbind(2)
         q = q[:, :, :1] if cls_only else q
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
@@ -139,7 +140,7 @@ class VisionTransformer(nn.Module):
         sequences = [self._embed(torch.cat(group)) for group in groups]
         packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
         x = torch.cat([s.flatten(0, 1) for s in sequences])
-        drop = self._drop(draws, packing)
+        drop = self._drop(draws, packing, x.dtype, cls_only)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             x = self._run_block(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
@@ -147,13 +148,17 @@ class VisionTransformer(nn.Module):
             x = x.index_select(0, packing.cls)
         return self.norm(x)
 
-    def _drop(self, draws: Tensor | None, packing: Packing) -> Tensor | list[list[Kept]] | None:
-        """What each block drops: `draws` as of `drop_path_draws`."""
+    def _drop(
+        self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, cls_only: bool
+    ) -> list[Tensor] | list[list[Kept]] | None:
+        """What each block drops: `draws` as of `drop_path_draws`; `cls_only` that the last one has only CLS rows."""
         if draws is None:
             return None
         if self.stochastic_depth == "batched":
             return kept_sequences(draws, self.drop_path, packing)
-        return drop_path_scales(draws, self.drop_path)
+        scales = drop_path_scales(draws, self.drop_path).to(dtype).unsqueeze(-1)
+        blocks = [*scales[:, :, packing.sequence_of_token()]]
+        return [*blocks[:-1], scales[-1]] if cls_only else blocks
 
     def _run_block(
         self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool
@@ -182,25 +187,15 @@ class VisionTransformer(nn.Module):
         if (height, width) == (self.grid, self.grid):
             return self.pos_embed
         special = 0 if self.reg_token is not None else 1
-        patches = resize_positions(self.pos_embed[:, special:], height, width, self.pos_embed_interpolation)
+        patches = resized(self.pos_embed[:, special:], self._matrix(height), self._matrix(width))
         return torch.cat((self.pos_embed[:, :special], patches.to(self.pos_embed.dtype)), dim=1)
 
-
-def resize_positions(patches: Tensor, height: int, width: int, interpolation: str) -> Tensor:
-    """The position embedding of a square grid of patches (1, n, d) -> of a (height, width) grid, FP32.
-
-    "dino": as facebookresearch/dino, and dinov2 without registers; "antialias": as dinov2 with registers, and timm.
-    """
-    side = math.isqrt(patches.shape[1])
-    grid = rearrange(patches.float(), "1 (h w) d -> 1 d h w", h=side)
-    if interpolation == "dino":
-        # The reference's + 0.1 against rounding down; it also shifts the samples, so its weights depend on it.
-        scale = ((height + 0.1) / side, (width + 0.1) / side)
-        resized = F.interpolate(grid, scale_factor=scale, mode="bicubic")
-    else:
-        resized = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
-    assert resized.shape[-2:] == (height, width)
-    return rearrange(resized, "1 d h w -> 1 (h w) d")
+    def _matrix(self, size: int) -> Tensor:
+        """The bicubic matrix for `size` patches a side, made once."""
+        key = (size, self.pos_embed_interpolation, self.pos_embed.device)
+        if key not in self._matrices:
+            self._matrices[key] = bicubic_matrix(self.grid, *key)
+        return self._matrices[key]
 
 
 def _adjacent_sizes(views: list[Tensor]) -> list[tuple[int, int]]:

@@ -45,7 +45,10 @@ class Command:
     recipe, ds_config: the defaults of --config (None: the schema's) and --ds_config (None: may be left out, `ds` and
     `ds_path` are None then); `takes_recipe` and `takes_ds` say whether there are such options. needs_images: they must
     be named, there is no default. takes_train: what follows "--" are options of `train`; the function gets them as
-    `train_words`, and as `train` what they mean. loads_torch: a torch that does not load stops it before it starts.
+    `train_words`, and as `train` what they mean. check: "module:function" that gets the same before torch is
+    loaded. loads_torch: a torch that does not load stops it before it starts.
+    ds_shown: what --ds_config is where it is left out, if that depends; the function then gets `ds_overrides`: what
+    `--ds.` flags change, or None where --ds_config is given.
     bare: the flag that a word without a name is for; several flags, spaces between, take one word each, in order.
     """
 
@@ -59,8 +62,10 @@ class Command:
     ds_config: str | None = "ds_configs/zero0_fp32.json"
     needs_images: bool = False
     takes_train: bool = False
+    check: str | None = None
     loads_torch: bool = True
     bare: str | None = None
+    ds_shown: str = ""
 
     @property
     def all_flags(self) -> tuple[Flag, ...]:
@@ -70,7 +75,7 @@ class Command:
             "text",
             self.ds_config,
             "DeepSpeed's JSON: how fast and on what hardware",
-            shown=self.ds_config or "none: one is recommended",
+            shown=self.ds_shown or self.ds_config or "none: one is recommended",
         )
         recipe = Flag(
             "config",

@@ -36,8 +36,10 @@ TRAIN = Command(
             "KEY,KEY: settings that may differ from the checkpoint's though they change what is learned",
             shown="none",
         ),
+        Flag("allow_oversize", "switch", False, "start though more memory is predicted than there is"),
     ),
     needs_images=True,
+    ds_shown="the run's that is resumed; else the planner's for the GPUs, or ds_configs/zero0_fp32.json without",
 )
 
 

@@ -17,6 +17,8 @@ from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN, Command, Flag
+from dino_ds.options.elsewhere import choice_elsewhere, option_elsewhere, stray_word
+from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config"}
 _CALLED = {"output_dir": "run_dir"}
@@ -98,13 +100,14 @@ def _pairs(
 ) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
     bare = (command.bare or "").split()
+    read: tuple[str, str] | None = None
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
             yield bare.pop(0) if len(bare) > 1 else bare[0], word
             continue
         if not _is_flag(word):
-            problems.append(f"unexpected word {word!r}: options are written --key value")
+            problems.append(f"unexpected word {word!r}: {stray_word(word, read, command.takes_recipe)}")
             continue
         name, equals, value = word.lstrip("-").partition("=")
         if not word.startswith("--"):
@@ -116,9 +119,11 @@ def _pairs(
             yield name, value
         elif name in switches:
             takes = words and (words[0].lower() in _SWITCH_WORDS or (name == "resume" and _is_resume(words[0])))
-            yield name, words.pop(0) if takes else "true"
+            read = name, words.pop(0) if takes else "true"
+            yield read
         elif words and not _is_flag(words[0]):
-            yield name, words.pop(0)
+            read = name, words.pop(0)
+            yield read
             while name in lists and words and not _is_flag(words[0]):
                 yield name, words.pop(0)
         else:
@@ -146,9 +151,11 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
     else:
         target, key = flags.recipe, name
         known = command.takes_recipe and any(option.name == name for option in recipe_options())
-        unknown = None if known else _unknown(command, name)
+        unknown = None if known else _unknown(command, name, value)
     if unknown is not None:
         problems.append(f"--{name}: {unknown}")
+    elif unusable := unusable_text(value):
+        problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
     elif fixed is not None and fixed.kind == "texts":
@@ -189,7 +196,9 @@ def _convert(flag: Flag, value: str) -> Any:
 
 def _chosen(flag: Flag, word: str, problem: str) -> str:
     if word not in flag.choices:
-        raise ValueError(f"{problem} one of {', '.join(flag.choices)}.{did_you_mean(word, flag.choices)}")
+        hint = choice_elsewhere(word)
+        hint = f" {hint}" if hint else did_you_mean(word, flag.choices)
+        raise ValueError(f"{problem} one of {', '.join(flag.choices)}.{hint}")
     return word
 
 
@@ -203,8 +212,11 @@ def _number(flag: Flag, word: str) -> float:
     return number
 
 
-def _unknown(command: Command, name: str) -> str:
+def _unknown(command: Command, name: str, value: str) -> str:
     """The sentence for a flag that nothing knows."""
+    elsewhere = option_elsewhere(name, value) if command.takes_recipe else None
+    if elsewhere is not None:
+        return f"unknown option: {elsewhere}"
     own = [flag.name for flag in command.all_flags]
     if not command.takes_recipe:
         there_are = f" There are {', '.join(f'--{flag}' for flag in own)}"

@@ -22,6 +22,14 @@ examples
   dino-ds train --config vitb16 --data.root /images --optimizer.lr 5e-4 --ds.gradient_clipping 0.3
 """
 
+GROUPS = {
+    "train": ("train", "plan", "doctor", "find-batch-size", "find-workers"),
+    "look": ("look-data", "report", "pictures", "attention-video"),
+    "evaluate and export": ("eval", "export"),
+    "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
+    "data and clusters": ("shard", "unshard", "launch", "convert", "simulate-goodput"),
+}
+"""Every command once, as `--help` shows them."""
 _VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "texts": " X X ..."}
 _INTRO = """\
 # Who owns which knob
@@ -45,9 +53,13 @@ def help_text(words: list[str]) -> str:
 
 
 def _overview() -> str:
-    rows = [(name, "", command.summary) for name, command in COMMANDS.items()]
+    groups = [
+        line
+        for group, names in GROUPS.items()
+        for line in (group, *_rows([(name, "", COMMANDS[name].summary) for name in names]), "")
+    ]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
-    usage = ["usage: dino-ds COMMAND [--option value ...]", "", *_rows(rows), "", "dino-ds COMMAND --help", ""]
+    usage = ["usage: dino-ds COMMAND [--option value ...]", "", *groups, "dino-ds COMMAND --help", ""]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
 
 

@@ -94,6 +94,7 @@ MODELS = (
         ),
         takes_recipe=False,
         takes_ds=False,
+        check="dino_ds.tools.export:check",
         bare="model",
     ),
 )

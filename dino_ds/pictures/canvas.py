@@ -46,13 +46,17 @@ class Sheet:
         for column, title in enumerate(titles):
             self._text(column, self._top - _GAP, title, 8)
 
-    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "") -> None:
-        """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell."""
+    def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", frame: str | None = None) -> None:
+        """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell; `frame` is a colour."""
         x, y = self._x(column), self._y(row)
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
         extent = (left, left + wide, top + high, top)
         self.axes.imshow(picture, extent=extent, interpolation="nearest", aspect="auto", vmin=0, vmax=1)
+        if frame:
+            from matplotlib.patches import Rectangle
+
+            self.axes.add_patch(Rectangle((left, top), wide, high, fill=False, edgecolor=frame, linewidth=2.5))
         if caption:
             self._text(column, y + _CELL + _LINE, caption, 7)
 

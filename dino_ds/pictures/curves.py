@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dino_ds.pictures.series import Curve, Metrics
 
 if TYPE_CHECKING:
@@ -15,6 +17,7 @@ SCHEDULES = {
     "teacher_temp": "teacher temperature",
     "teacher_momentum": "teacher momentum",
 }
+_BASELINES = {"knn_raw_pixels": "raw pixels", "knn_chance": "chance"}
 _BLUE, _ORANGE, _GREY, _PALE = "#3b6ea5", "#c98a3a", "#868e96", "#9db8d6"
 
 
@@ -60,12 +63,14 @@ def _loss(axes: Any, metrics: Metrics) -> None:
 def _accuracy(axes: Any, metrics: Metrics) -> None:
     curve = metrics["knn_top1"]
     axes.plot(curve.x, curve.y, "o-", color=_BLUE, markersize=4)
-    axes.set_ylim(0, 1.1 * _top(curve) + 1)
-    for key, name in (("knn_raw_pixels", "raw pixels"), ("knn_chance", "chance")):
-        if len(metrics[key]):
-            value = metrics[key].last
-            axes.axhline(value, ls="--", color=_GREY, lw=1)
-            axes.annotate(f"{name} {value:.1f}", (curve.x[-1], value), fontsize=7, ha="right", va="bottom", color=_GREY)
+    levels = [(name, metrics[key].last, "right") for key, name in _BASELINES.items() if len(metrics[key])]
+    if curve.x[0] == 0 and np.isfinite(curve.y[0]):
+        levels.append(("untrained", curve.y[0], "left"))
+    axes.set_ylim(0, 1.1 * max(_top(curve), *(value for _, value, _ in levels if np.isfinite(value)), 0) + 1)
+    for name, value, side in levels:
+        axes.axhline(value, ls=":" if side == "left" else "--", color=_GREY, lw=1)
+        place, over = (curve.x[0 if side == "left" else -1], value), "top" if side == "left" else "bottom"
+        axes.annotate(f"{name} {value:.1f}", place, fontsize=7, ha=side, va=over, color=_GREY)
     axes.set_title(f"k-NN top-1, %: {curve.last:.1f} at the end", fontsize=9)
 
 

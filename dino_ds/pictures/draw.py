@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 MASS = 0.6
 _HEADS = 12
 """Heads that get a column of their own."""
+_FRAMES = {True: "#1971c2", False: "#f08c00"}
+"""Of a neighbour of the query's class, and of another: blue and orange, which most people tell apart."""
 
 
 class PatchModel(Protocol):
@@ -103,14 +105,22 @@ def draw_similarity(pictures: Tensor, tokens: Tensor, patches: Sequence[tuple[in
 
 
 def draw_neighbours(
-    queries: Sequence[np.ndarray], neighbours: Sequence[Sequence[np.ndarray]], captions: Sequence[Sequence[str]]
+    queries: Sequence[np.ndarray],
+    neighbours: Sequence[Sequence[np.ndarray]],
+    captions: Sequence[Sequence[str]],
+    same_class: Sequence[Sequence[bool | None]],
 ) -> Figure:
-    """A row a query: the image, then its nearest neighbours; pictures (h, w, 3). A caption each, the query's first."""
-    titles = ["query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]
+    """A row a query: the image, then its nearest neighbours; pictures (h, w, 3). A caption each, the query's first.
+
+    same_class: whether each neighbour is of the query's class, for the colour of its frame; None: no class is known.
+    """
+    known = any(same is not None for row in same_class for same in row)
+    titles = ["query (blue: its class)" if known else "query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]
     sheet = Sheet(len(queries), len(titles), titles, captions=any(text for texts in captions for text in texts))
-    for row, (query, found, texts) in enumerate(zip(queries, neighbours, captions, strict=True)):
-        for column, (picture, text) in enumerate(zip((query, *found), texts, strict=True)):
-            sheet.put(row, column, picture, text)
+    rows = zip(queries, neighbours, captions, same_class, strict=True)
+    for row, (query, found, texts, same) in enumerate(rows):
+        for column, (picture, text, alike) in enumerate(zip((query, *found), texts, (None, *same), strict=True)):
+            sheet.put(row, column, picture, text, None if alike is None else _FRAMES[alike])
     return sheet.figure
 
 

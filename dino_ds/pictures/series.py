@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-_BLOCK_BYTES = 1 << 20
+from dino_ds.text_file import read_lines
+
 _MOST_SHAPES = 100
 """Sets of keys: a run writes one for training, one for evaluations, and a few more."""
 _BAR_BYTES = 50_000_000
@@ -105,7 +106,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Of a step that is there twice the later line counts. Raises OSError."""
+    """Of a step that is there twice the later line counts. Raises OSError, ConfigError for what is no file of lines."""
     shapes: dict[tuple[str, ...], array[float]] = {}
     lines = broken = 0
     for line in _lines(path):
@@ -160,7 +161,6 @@ def _merged(points: np.ndarray) -> Curve:
 def _lines(path: Path) -> Iterator[bytes]:
     size = os.path.getsize(path)
     with (
-        path.open("rb") as file,
         tqdm(
             total=size,
             unit="B",
@@ -170,6 +170,6 @@ def _lines(path: Path) -> Iterator[bytes]:
             leave=False,
         ) as bar,
     ):
-        while block := file.readlines(_BLOCK_BYTES):
-            bar.update(sum(map(len, block)))
-            yield from block
+        for line in read_lines(path):
+            bar.update(len(line))
+            yield line

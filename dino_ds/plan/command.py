@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError, StorageError
 from dino_ds.measure.tables import print_result
 from dino_ds.plan.backbones import with_backbone
 from dino_ds.plan.fit import Fit, fit, fit_with, largest_micro_batch, micro_batches
-from dino_ds.plan.gpus import GPUS, Gpu, find_gpu
+from dino_ds.plan.gpus import GPUS, Gpu, find_gpu, similar_gpu
 from dino_ds.plan.habits import find_bad_habits
 from dino_ds.plan.recommend import recommend, write_ds
 from dino_ds.plan.report import describe, page
@@ -113,13 +113,12 @@ def _cluster(name: str | None, memory_gib: float | None, gpus: int, nodes: int, 
 
 def _card(name: str | None, memory_gib: float | None) -> Gpu:
     """A card of the table, with `memory_gib` if that is given; without a name the one that has nearest to it."""
-    if name is not None:
-        card = find_gpu(name)
-    elif memory_gib is not None:
-        wanted = memory_gib
-        card = min(GPUS.values(), key=lambda other: abs(other.memory_gib - wanted))
-    else:
+    if name is None and memory_gib is None:
         raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
+    if name is None:
+        assert memory_gib is not None
+        return similar_gpu(memory_gib)
+    card = find_gpu(name)
     return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
 
 

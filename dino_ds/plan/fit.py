@@ -15,6 +15,8 @@ from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
 CONTEXT_BYTES = GIB // 2
 NCCL_BYTES = GIB // 2
 FRAGMENTATION = 0.05
+# What a config that the planner chooses may be predicted to take of a card, its own margins included.
+FILLED = 0.97
 _MOST_IMAGES = 1 << 16
 
 

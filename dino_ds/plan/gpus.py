@@ -8,10 +8,11 @@ less than the number on the box.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean
+from dino_ds.names import did_you_mean, suggestion
 
 
 @dataclass(frozen=True)
@@ -71,5 +72,13 @@ def find_gpu(name: str) -> Gpu:
     """By its name here. Raises ConfigError with the nearest ones."""
     if name not in GPUS:
         known = f"there is {', '.join(GPUS)}, or give --memory_gib"
-        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{did_you_mean(name, GPUS)}")
+        inside = suggestion([gpu for gpu in GPUS if name.lower() in gpu][:3]) if len(name) > 1 else ""
+        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{inside or did_you_mean(name, GPUS)}")
     return GPUS[name]
+
+
+def similar_gpu(memory_gib: float, bf16: bool = True) -> Gpu:
+    """The card of the table with the nearest memory, with `memory_gib` in its place: speed as of that card."""
+    cards = [gpu for gpu in GPUS.values() if gpu.bf16 == bf16] or [*GPUS.values()]
+    nearest = min(cards, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
+    return dataclasses.replace(nearest, memory_gib=memory_gib)

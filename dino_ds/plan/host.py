@@ -14,6 +14,7 @@ WORKER_BYTES = 350 * 2**20
 # As data/workers.py decides where the recipe leaves it open, on a node with cores enough; batches that each prefetches.
 _WORKERS, _PREFETCHED = 16, 3
 _FP32 = 4
+_SAVED = "checkpoint being written"
 # Masters and Adam's two moments.
 _STATE = 12
 
@@ -35,16 +36,28 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         # FP32 gradients lie beside the state.
         "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if _offloads_weights(config) else 0,
-        "checkpoint being written": (_STATE + _FP32) * (weights * gpus // world_size),
+        _SAVED: (_STATE + _FP32) * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
+    """Of each node, at least: without the loader processes, whose number and batches follow from its cores."""
+    parts = host_bytes(recipe, config, gpus, world_size)
+    left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
+    return sum(size for name, size in parts.items() if name not in left_out)
 
 
 def batch_bytes(recipe: Recipe, images: int) -> int:
     """Crops of `images` images as loader processes hand them over: bytes, or numbers where they augment them."""
     crops = recipe.crops
     pixels = TEACHER_VIEWS * crops.global_size**2 + crops.num_local * crops.local_size**2
-    return images * pixels * recipe.model.in_chans * (1 if recipe.data.augment == "device" else _FP32)
+    return (
+        images
+        * pixels
+        * recipe.model.in_chans
+        * (_FP32 if recipe.data.augment == "worker" or recipe.data.is_deep else 1)
+    )
 
 
 def _offloads_weights(config: DsConfig) -> bool:

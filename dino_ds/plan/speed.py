@@ -1,7 +1,8 @@
 """How long an optimizer step takes, estimated from figures of the hardware and from assumptions, all of which are here.
 
-None was measured by us: there was no GPU. They rank configs; they promise no throughput. docs/scaling.md puts published
-runs beside them.
+Bytes and launches are those of the operators that a step of ViT-S/16 calls, counted on fake CUDA tensors; nothing was
+timed by us: there was no GPU. They rank configs; they promise no throughput. docs/scaling.md puts published runs beside
+them.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ ASSUMPTIONS = {
     "tree_hop_us": 10.0,  # a level's part in the latency of an all-reduce, up and down
     "waiting": 0.01,  # of the step for each doubling of the nodes: ranks wait for the slowest
     "launch_us": 5.0,  # an operator's time on the host
-    "launches_per_block": 110,  # of student and teacher, forward and backward
+    "launches_per_block": 90,  # of student and teacher, forward and backward
+    "launches_of_head_and_loss": 165,
+    "bucket_launches_per_block": 26,  # DeepSpeed copies gradients into buckets, at stages 1 to 3
+    "optimizer_launches_per_block": 34,  # in a step, of DeepSpeed's gradient norm above all, at stages 1 to 3
     "zero3_us_per_block": 1000.0,  # of DeepSpeed's hooks on the host that fetch and release weights
-    "elementwise_bytes": 102,  # per token, block and unit of width: norms, activation, residuals and their gradients
+    "elementwise_bytes": 176,  # per token, block and unit of width: norms, activation, residuals and their gradients
     "optimizer_bytes": 30,  # per weight: AdamW reads and writes
     "ema_bytes": 12,  # per weight: the teacher's average
     "host_bandwidth": 100.0,  # 10^9 bytes/s of a node's memory, for an optimizer on the host
@@ -133,25 +137,44 @@ def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
     return traffic.sent / (slowest * _GIGA * ASSUMPTIONS["link_share"]) + traffic.calls * ring * _MICRO
 
 
+def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
+    """What a micro-batch moves outside matrix products and attention; half as much where blocks are compiled: fused."""
+    arch = recipe.model.architecture()
+    tokens = sum(tokens_of(arch, side) for side in _sides(recipe))
+    seen = sum(tokens_of(arch, side) for side in _sides(recipe)[:TEACHER_VIEWS])
+    return config.micro_batch * _bytes_per_token(recipe, config) * (tokens + seen / 3)
+
+
+def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
+    """Operators of a micro-batch, and of the optimizer's step."""
+    depth, in_engine = recipe.model.architecture().depth, config.stage > 0
+    per_block = ASSUMPTIONS["launches_per_block"] + in_engine * ASSUMPTIONS["bucket_launches_per_block"]
+    micro_batch = depth * per_block + ASSUMPTIONS["launches_of_head_and_loss"]
+    return int(micro_batch), int(in_engine * depth * ASSUMPTIONS["optimizer_launches_per_block"])
+
+
+def _bytes_per_token(recipe: Recipe, config: DsConfig) -> float:
+    arch = recipe.model.architecture()
+    moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
+    return moved * (0.5 if config.levers.compile != "off" else 1.0)
+
+
 def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict[str, int]) -> tuple[float, float]:
     """(what a micro-batch computes, what checkpointing computes again): matrix products, then what only moves memory;
     at least what launching all of it takes."""
     arch, images = recipe.model.architecture(), config.micro_batch
-    tokens = sum(tokens_of(arch, side) for side in _sides(recipe))
-    seen = sum(tokens_of(arch, side) for side in _sides(recipe)[:TEACHER_VIEWS])
-    # Twice for FP32, half when compiled: fused.
-    moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
-    moved *= 0.5 if config.levers.compile else 1.0
+    # Half as fast in FP32.
     rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if element_bytes(config) == 2 else 0.5)
     bandwidth = gpu.bandwidth * _GIGA
-    compute = images * (sum(flops.values()) / rate + moved * (tokens + seen / 3) / bandwidth)
+    compute = images * sum(flops.values()) / rate + elementwise_bytes(recipe, config) / bandwidth
     hooks = ASSUMPTIONS["zero3_us_per_block"] if config.stage == 3 else 0.0
-    launched = arch.depth * (ASSUMPTIONS["launches_per_block"] * ASSUMPTIONS["launch_us"] + hooks) * _MICRO
+    launched = (launches(recipe, config)[0] * ASSUMPTIONS["launch_us"] + arch.depth * hooks) * _MICRO
     share = recomputed_blocks(recipe, config) / arch.depth
-    forward = images * (
-        (flops["student_linear"] + flops["student_attention"]) / 3 / rate + moved * tokens / 3 / bandwidth
-    )
-    return max(compute, launched), share * max(forward, launched / 4)
+    moved = _bytes_per_token(recipe, config) * sum(tokens_of(arch, side) for side in _sides(recipe)) / 3
+    forward = images * ((flops["student_linear"] + flops["student_attention"]) / 3 / rate + moved / bandwidth)
+    # The student's forward pass is a fifth of the blocks' launches.
+    again = arch.depth * ASSUMPTIONS["launches_per_block"] / 5 * ASSUMPTIONS["launch_us"] * _MICRO
+    return max(compute, launched), share * max(forward, again)
 
 
 def _backward_share(flops: dict[str, int]) -> float:
@@ -166,7 +189,8 @@ def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> fl
     moved = ASSUMPTIONS["ema_bytes"] * weights / (shards if flat else 1)
     if not offloads_optimizer(config.raw["zero_optimization"]):
         moved += ASSUMPTIONS["optimizer_bytes"] * weights / shards
-    return moved / (cluster.gpu.bandwidth * _GIGA)
+    launched = launches(recipe, config)[1] * ASSUMPTIONS["launch_us"] * _MICRO
+    return max(moved / (cluster.gpu.bandwidth * _GIGA), launched)
 
 
 def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> float:

@@ -17,7 +17,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import ffn_weights
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
-from dino_ds.plan.fit import Fit, fit_with, micro_batches, with_batch
+from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
 from dino_ds.plan.gpus import GPUS, Gpu
 from dino_ds.plan.recommend import Shape, ds_of, recommend
 from dino_ds.plan.speed import Cluster, estimate_step
@@ -37,8 +37,6 @@ CARDS = {
     "80gb": "a100-80g",
     "141gb": "h200-141g",
 }
-# What a config may be predicted to take of a card, the planner's own margins included.
-FILLED = 0.97
 _BEGIN, _END = "<!-- made by: make tiers -->", "<!-- end of what make tiers makes -->"
 
 

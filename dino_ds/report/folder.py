@@ -17,6 +17,7 @@ from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
 from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.report.log import RunLog, read_log
+from dino_ds.text_file import read_lines, read_text
 
 T = TypeVar("T")
 _LARGEST_JSON = 64 << 20
@@ -76,7 +77,8 @@ def read_run(path: Path) -> RunFiles:
     notes: list[str] = []
     metrics = _read(notes, path / "metrics.jsonl", read_metrics, Metrics({}, 0, 0), "no metrics")
     if not metrics.lines:
-        raise ConfigError(f"{path} holds no metrics yet: there is nothing to report before the first line of a run")
+        why = notes[0] if (path / "metrics.jsonl").exists() and notes else f"{path} holds no metrics yet"
+        raise ConfigError(f"{why}: there is nothing to report before the first line of a run")
     if metrics.broken:
         notes.append(f"metrics.jsonl: {metrics.broken} broken lines were left out")
     run = RunFiles(path, path.resolve().name, metrics, RunLog(), notes=notes)
@@ -85,7 +87,7 @@ def read_run(path: Path) -> RunFiles:
     run.environment = _read(notes, path / "environment.json", _read_object, {}, "machine and versions are not known")
     _read_recipe(run)
     run.evaluations = _evaluations(path, notes)
-    run.pictures = sorted((path / "pictures").rglob("*.png"))
+    run.pictures = sorted(file for file in (path / "pictures").rglob("*.png") if file.is_file())
     run.checkpoints = _checkpoints(path / "checkpoints")
     run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
@@ -98,6 +100,9 @@ def _read(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T,
         return otherwise
     try:
         return read(path)
+    except ConfigError as error:
+        notes.append(f"{error}: {so}")
+        return otherwise
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         notes.append(f"{path.name} can't be read ({reason}): {so}")
@@ -105,11 +110,12 @@ def _read(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T,
 
 
 def _read_log(path: Path) -> RunLog:
-    with path.open(errors="replace") as file:
-        return read_log(file)
+    return read_log(line.decode(errors="replace") for line in read_lines(path))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError("it is not a regular file")
     if path.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
     content = json.loads(path.read_text())
@@ -120,7 +126,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_recipe(run: RunFiles) -> None:
     path = run.path / "config.yaml"
-    run.recipe_text = _read(run.notes, path, lambda p: p.read_text(errors="replace"), "", "the recipe is not known")
+    run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
     if run.recipe_text:
         try:
             run.recipe = load_recipe(str(path), {})

@@ -13,11 +13,13 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.data.own_files import open_files
 from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import spread_indices
 
@@ -80,11 +82,14 @@ def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]
     return chosen
 
 
-def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str) -> Iterator[Cut]:
-    """One after another; unreadable ones are left out unless they were named. Raises DataError."""
+def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str, value_range: ValueRange | None) -> Iterator[Cut]:
+    """One after another; unreadable ones are left out unless they were named. Raises DataError.
+
+    `value_range`: of images deeper than 8 bits; None: such images are unreadable.
+    """
     for one in tqdm(picked, desc=option, unit=" images", leave=False, disable=None):
         try:
-            image = one.source.load(one.index)
+            image = load_image(one.source, one.index, value_range)
         except UnreadableImage as error:
             if one.named:
                 raise DataError(f"--{option}: {error} can't be read: fix it, or name another") from None

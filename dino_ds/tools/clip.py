@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageSequence
 
+from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
 from dino_ds.data.named_files import NamedFiles
@@ -99,7 +100,7 @@ def _images(paths: Sequence[str], name: str) -> Clip:
         source = NamedFiles(found)
         for index in range(len(found)):
             try:
-                yield np.asarray(source.load(index))
+                yield np.asarray(load_image(source, index, None))
             except UnreadableImage as error:
                 raise DataError(f"frame {error} can't be read: fix or remove it") from None
 

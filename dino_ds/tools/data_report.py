@@ -50,6 +50,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "size", ", ".join(f"{side} {_spread(found[side])}" for side in ("width", "height")) + " px"
     yield "formats", _shares(found["formats"])
     yield "modes", _shares(found["modes"])
+    yield from _value_lines(found)
     if found["file_bytes"] is not None:
         kilobytes = {name: value / 1000 for name, value in found["file_bytes"].items()}
         yield "file size", f"{_spread(kilobytes)} kB"
@@ -81,6 +82,16 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     else:
         yield "", "largest " + ", ".join(f"{name} {count:,}" for name, count in counts[:5])
         yield "", "smallest " + ", ".join(f"{name} {count:,}" for name, count in counts[-5:])
+
+
+def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Only where some are deeper than 8 bits."""
+    deep = {name: each for name, each in found["values"].items() if "min" in each}
+    for number, (name, each) in enumerate(deep.items()):
+        span = f"{each['min']:.10g} to {each['max']:.10g}"
+        yield "" if number else "values", f"{name} in {each['images']:,}: {span}"
+    if deep:
+        yield "", found["value_range"]
 
 
 def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

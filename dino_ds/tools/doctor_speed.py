@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.decode import MAX_PIXELS, decode_rgb
+from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
@@ -47,7 +47,7 @@ def measure_data(recipe: Recipe) -> list[Finding]:
         return [fine("data", f"{len(source)} images; {done / seconds:.0f} images/s a core"), *_bad(bad, done)]
     encoded: list[bytes] = []
     read, read_seconds, bad = _timed(lambda index: encoded.append(source.read(index)), sample)
-    decoded, decode_seconds, more = _timed(lambda data: decode_rgb(data, "", MAX_PIXELS), encoded)
+    decoded, decode_seconds, more = _timed(lambda data: EncodedImage(data, "", MAX_PIXELS).values(), encoded)
     reads, decodes = read / read_seconds, decoded / decode_seconds
     rate = sum(map(len, encoded)) / read_seconds / 1e6
     text = f"{len(source)} images; {reads:.0f} files/s, {rate:.0f} MB/s read by one process"

@@ -60,7 +60,9 @@ def _shared_memory(recipe: Recipe) -> Finding:
     workers = max(0, len(usable_cores()) // ranks - 1) if data.workers is None else data.workers
     images = max(1, data.global_batch // ranks)
     try:
-        check_shared_memory(ranks * batch_bytes(crops, images, recipe.model.in_chans, data.augment), workers)
+        check_shared_memory(
+            ranks * batch_bytes(crops, images, recipe.model.in_chans, data.augment, data.is_deep), workers
+        )
     except DataError as error:
         return failure("shm", free, str(error))
     return fine("shm", f"{free}, enough for {ranks} ranks with {workers} loader processes each")

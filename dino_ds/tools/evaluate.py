@@ -6,6 +6,7 @@ import json as jsons
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS, Recipe
+from dino_ds.data.find_range import look_at_values
 from dino_ds.data.sources import Source, build_source
+from dino_ds.data.value_range import ValueRange
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
@@ -75,8 +78,11 @@ def run(
     with distributed.together():
         backbone = load(model, device())
     subject = Subject(backbone, settings, device(), lambda: _data(model, **named))
-    for name in (name for name in evals if name not in BENCHMARKS):
+    of_images = [name for name in evals if name not in BENCHMARKS]
+    for name in of_images:
         rehearse(name, settings, lambda: subject.sources)
+    if of_images:
+        subject.settings = replace(settings, value_range=_range_for(backbone, subject))
     results: dict[str, Any] = {}
     try:
         for name in tqdm(evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
@@ -89,6 +95,17 @@ def run(
             for note in subject.notes:
                 print(note, file=sys.stderr)
             _show(results, subject, backbone, time.monotonic() - began, json)
+
+
+def _range_for(backbone: Backbone, subject: Subject) -> ValueRange | None:
+    """The model's range for images deeper than 8 bits, else one for these images, which is said; all ranks call it."""
+    sources, found = subject.sources, (backbone.value_range, "")
+    with distributed.together():
+        if distributed.rank() == 0 and backbone.value_range is None:
+            found = look_at_values([source for source in sources if source is not None]).decide()
+    value_range, words = distributed.gather_objects(found)[0]
+    subject.note([f"{words}: the model knows no range of its own"] if words else [])
+    return value_range
 
 
 def _timed(name: str, subject: Subject, about: dict[str, Any], data: str | None) -> dict[str, Any]:

@@ -10,8 +10,12 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
-from dino_ds.weights.export import FORMATS
-from dino_ds.weights.load import load
+
+
+def check(*, model: str, format: str, out: str | None, **_: object) -> None:
+    """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
+    if out is not None:
+        _check_place(Path(model), format, Path(out).expanduser())
 
 
 def run(*, model: str, format: str, out: str | None, heads: int | None, json: bool) -> None:
@@ -19,26 +23,36 @@ def run(*, model: str, format: str, out: str | None, heads: int | None, json: bo
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
     """
+    from dino_ds.weights.export import FORMATS
+    from dino_ds.weights.load import load
+
     write, ending = FORMATS[format]
     source = Path(model)
     default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(out).expanduser() if out else default
+    _check_place(source, format, place)
+    backbone = load(model, heads=heads)
+    backbone.about |= _results(source)
+    how, notes = write(backbone, place), [*backbone.notes]
+    eps = backbone.vit.arch.norm_eps
+    if eps != 1e-6 and format in ("safetensors", "timm", "dino"):
+        notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm and DINO")
+    if json:
+        print(jsons.dumps({"format": format, "out": str(place), "load": how, "notes": notes}))
+    else:
+        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
+
+
+def _check_place(source: Path, format: str, place: Path) -> None:
     if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
-    if format == "safetensors" and place.suffix != ending:
-        raise ConfigError(f"--out {place} does not end in {ending}, by which such a file is known: name it so")
+    if format == "safetensors" and place.suffix != ".safetensors":
+        raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
     for made in (place, place.with_suffix(".json")) if format == "safetensors" else (place,):
         if made.exists():
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):
         raise ConfigError(f"{place} can't be written: {reason}; fix --out")
-    backbone = load(model, heads=heads)
-    backbone.about |= _results(source)
-    how = write(backbone, place)
-    if json:
-        print(jsons.dumps({"format": format, "out": str(place), "load": how, "notes": list(backbone.notes)}))
-    else:
-        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in backbone.notes)]))
 
 
 def _results(run: Path) -> dict[str, Any]:

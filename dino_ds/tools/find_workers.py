@@ -13,6 +13,7 @@ from tqdm import tqdm
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import batch_bytes
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source, build_source
@@ -59,9 +60,13 @@ def run(
     share = max(host["cores"] // ranks, 1)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
+    recipe, _ = with_value_range(recipe, source)
+    data = recipe.data
     counts = _counts(max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    batch = batch_bytes(MultiCrop(**recipe.crops.model_dump()), _MICRO_BATCH, recipe.model.in_chans, data.augment)
+    batch = batch_bytes(
+        MultiCrop(**recipe.crops.model_dump()), _MICRO_BATCH, recipe.model.in_chans, data.augment, data.is_deep
+    )
     check_shared_memory(batch, counts[-1])
     stages = measure_stages(source, recipe, device, _MICRO_BATCH, seconds)
     rates = _measure(source, recipe, device, counts, seconds)

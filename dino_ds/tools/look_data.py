@@ -16,9 +16,11 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import MultiCropDataset, augmented_views
 from dino_ds.data.decode import pixels
+from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
@@ -44,8 +46,9 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
     png = _check(images, sample, out)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
+    recipe, words = _with_some_range(recipe, source)
     facts = _look(source, sample, recipe)
-    found = _describe(facts, source, recipe)
+    found = _describe(facts, source, recipe) | {"value_range": words}
     rows = list(islice(_seen(source, recipe), images))
     if not rows:
         raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
@@ -58,6 +61,19 @@ def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> No
     replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
     print(json_module.dumps(found) if json else report(found))
+
+
+def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
+    """`recipe` with a range for images deeper than 8 bits, if need be what was measured, and a line about it."""
+    try:
+        recipe, words = with_value_range(recipe, source)
+        return recipe, words or f"data.value_range {show_value(recipe.data.value_range)}"
+    except ConfigError as error:
+        sample = look_at_values([source])
+        if not sample.deep:
+            raise
+        data = recipe.data.model_copy(update={"value_range": sample.measured})
+        return recipe.model_copy(update={"data": data}), str(error)
 
 
 def _modes(found: dict[str, Any]) -> str:
@@ -126,18 +142,19 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         max_pixels=data.max_pixels,
         channels=channels,
         device=torch.device("cpu"),
+        value_range=data.known_range,
     )
     for keys in islice(ResumableSampler(len(source), recipe.seed, 1, 1, 0, 1, Position()), len(source)):
         [(epoch, index)] = keys
         try:
-            array = pixels(source, index, data.max_pixels)
+            array = pixels(source, index, data.max_pixels, data.known_range)
         except UnreadableImage:
             continue
         if array.shape[2] != channels:
             continue
         batch = dataset.__getitems__(keys)
         assert not isinstance(batch, DataError)
-        original = _picture(array)
+        original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
         views = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
         crops = [_picture(_levels(view[0]).numpy()) for view in augmented_views(batch)]
         yield Seen(batch.names[0], original, views, crops, NUM_GLOBAL)

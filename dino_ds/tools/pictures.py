@@ -143,7 +143,7 @@ def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, 
 
 def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, wishes.size))
-    cuts = list(read_cuts(picked, crop, "images"))
+    cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
     if not cuts:
         raise DataError(f"none of {len(picked)} images can be read")
     grid = crop.size // backbone.patch_size
@@ -193,7 +193,7 @@ class _Described:
 
 def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list[_Described]:
     found = []
-    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option)
+    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option, backbone.value_range)
     while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
         pixels = torch.stack([cut.pixels for cut in batch])
         features, small = in_parts(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
@@ -207,14 +207,19 @@ def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Fi
     asked, there = (torch.stack([image.features for image in images]) for images in (queries, bank))
     # One more than is shown: the query itself may be among them.
     similarity, index = nearest(asked, there, min(_NEIGHBOURS + 1, len(bank)))
-    found, captions = [], []
+    found, captions, same_class = [], [], []
     for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
         own = os.path.realpath(query.name)
         pairs = [(bank[i], cosine) for i, cosine in zip(row, cosines, strict=True)]
         others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBOURS]
         found.append([image.thumbnail for image, _ in others])
         captions.append([query.group or "", *[f"{cosine:.2f} {image.group or ''}" for image, cosine in others]])
-    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions)
+        same_class.append([_same(query.group, image.group) for image, _ in others])
+    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions, same_class)
+
+
+def _same(one: str | None, other: str | None) -> bool | None:
+    return None if one is None or other is None else one == other
 
 
 def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
+from dino_ds.data.images import FORMATS, UnreadableImage, is_deep, to_rgb
 from dino_ds.data.sources import Source
 from dino_ds.errors import DataError
 
@@ -77,8 +77,9 @@ def repack(source: Source, index: int, shrink: Shrink) -> tuple[str, bytes]:
 
 def _as_png(image: Image.Image | Any, name: str) -> bytes:
     if isinstance(image, np.ndarray):
-        if image.ndim != 3 or image.shape[2] != 3:
-            raise DataError(f"{name} is an array of shape {image.shape}; only RGB images can be put into shards")
+        if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+            what = f"{image.dtype} of shape {image.shape}"
+            raise DataError(f"{name} is an array of {what}; only RGB images of 8 bits can be put into shards")
         image = Image.fromarray(image)
     stream = io.BytesIO()
     image.save(stream, "PNG")
@@ -93,7 +94,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
             if width * height > _MAX_PIXELS:
                 raise UnreadableImage(name, f"{width} x {height} pixels are more than {_MAX_PIXELS}")
             factor = side / min(width, height)
-            if factor >= 1:
+            if factor >= 1 or is_deep(image, data):  # a JPEG has 8 bits
                 return data, False
             # At least twice the pixels wanted, so that the resampling decides what is seen.
             image.draft(None, (2 * round(width * factor), 2 * round(height * factor)))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views
-from dino_ds.data.decode import decode_rgb, pixels
+from dino_ds.data.decode import EncodedImage, pixels
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
@@ -118,15 +118,15 @@ class _Stages:
         return arrays
 
     def _decode(self, index: int) -> tuple[dict[str, float], np.ndarray]:
-        limit = self._recipe.data.max_pixels
+        limit, value_range = self._recipe.data.max_pixels, self._recipe.data.known_range
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         begin = time.perf_counter()
         if read is None:
-            array = pixels(self._source, index, limit)
+            array = pixels(self._source, index, limit, value_range)
             return {"load": time.perf_counter() - begin}, array
         data = read(index)
         middle = time.perf_counter()
-        array = decode_rgb(data, self._source.name(index), limit)
+        array = EncodedImage(data, self._source.name(index), limit, value_range).decode()
         return {"read": middle - begin, "decode": time.perf_counter() - middle}, array
 
     def _dataset(self, source: Source) -> MultiCropDataset:
@@ -139,6 +139,7 @@ class _Stages:
             max_pixels=data.max_pixels,
             channels=self._recipe.model.in_chans,
             device=self._device,
+            value_range=data.known_range,
         )
 
     def _note(self, stage: str, seconds: float, images: int) -> None:

@@ -13,7 +13,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import Place, draw_in_pieces
 from dino_ds.schedules import Schedules
 from dino_ds.weights.initial import InitialWeights
-from dino_ds.weights.read import find_weights
+from dino_ds.weights.start import find_start
 
 
 def build_network(recipe: Recipe, levers: Levers, place: Place = lambda module: None) -> DinoNetwork:
@@ -25,7 +25,7 @@ def build_network(recipe: Recipe, levers: Levers, place: Place = lambda module: 
     """
     network = _build_meta(recipe, levers)
     if recipe.model.init_from is not None:
-        place = InitialWeights(network, find_weights(recipe.model.init_from), recipe.model.init_from, place)
+        place = InitialWeights(network, find_start(recipe.model), recipe.model.init_from, place)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
     draw_in_pieces(network.backbone, place)
@@ -43,7 +43,7 @@ def build_zeros(recipe: Recipe, levers: Levers, device: torch.device) -> DinoNet
 
 
 def _build_meta(recipe: Recipe, levers: Levers) -> DinoNetwork:
-    if levers.compile and recipe.model.stochastic_depth == "batched":
+    if levers.compile != "off" and recipe.model.stochastic_depth == "batched":
         raise ConfigError(
             "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
             "and would be compiled anew; remove one of the two"

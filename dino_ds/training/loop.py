@@ -17,6 +17,7 @@ from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.training.bad_steps import BadSteps
+from dino_ds.training.constant_images import constant_images
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.reports import Reports
 from dino_ds.training.run import Run
@@ -41,7 +42,7 @@ class Loop:
             run.epoch_steps,
             run.recipe.expected_hours_between_failures,
         )
-        self._window: list[tuple[MicroStep, list[str]]] = []
+        self._window: list[tuple[MicroStep, list[str], Tensor]] = []
         self._window_start = run.position
         self._saved_step = run.step.applied_steps
         self._gave_up_waiting = False
@@ -67,7 +68,7 @@ class Loop:
     def _micro_batch(self, feed: Feed) -> None:
         batch = self._next(feed)
         self._beat.enter("step", self._run.step.applied_steps)
-        out = self._train(batch) if batch else self._spoil_window()
+        out = self._train(batch, feed) if batch else self._spoil_window()
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
@@ -88,10 +89,12 @@ class Loop:
         self._reports.loaded(batch.bad, feed.take_notes())
         return batch
 
-    def _train(self, batch: Views) -> MicroStep:
+    def _train(self, batch: Views, feed: Feed) -> MicroStep:
         run = self._run
-        out = run.step.micro_batch(batch.views, sample_keys(run.recipe.seed, batch.epoch, batch.indices))
-        self._window.append((out, batch.names))
+        constant = constant_images(batch.views)
+        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
+        out = run.step.micro_batch(batch.views, keys, feed.prefetch)
+        self._window.append((out, batch.names, constant))
         run.advance()
         return out
 
@@ -109,8 +112,8 @@ class Loop:
 
     def _after_step(self, out: MicroStep, batch: Views) -> None:
         run, done = self._run, self._run.step.applied_steps
-        for micro, _ in self._window:
-            self._reports.meter.add(micro.loss, micro.teacher_entropy)
+        for micro, names, constant in self._window:
+            self._reports.trained(micro, names, constant)
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
@@ -145,8 +148,9 @@ class Loop:
         if any(gave_up):
             run.step.engine.forget_skip()
         else:
-            self._bad_steps.report(window)
+            self._bad_steps.report([(out, names) for out, names, _ in window])
         if any(stops):
+            run.folder.check_there()
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
             else:
@@ -169,6 +173,7 @@ class Loop:
 
     def _save(self, wait: bool) -> None:
         self._beat.enter("save", self._run.step.applied_steps)
+        self._run.folder.check_there()
         with self._clock.paused():
             self._reports.collect_bad_images()
             self._say_save(self._run.save(wait))
@@ -176,7 +181,7 @@ class Loop:
 
     def _settle_interval(self) -> None:
         cost = self._run.save_cost()
-        if cost is not None and (line := self._saves.settle(cost.stall_seconds, distributed.gather_objects)):
+        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.say(f"saves    {line}")
 
     def _say_save(self, lines: str | None) -> None:
@@ -187,6 +192,7 @@ class Loop:
         """Raises SystemExit(75)."""
         done, said = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)
+        self._run.folder.check_there()
         self._stop.finish()
         _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(said) if why)
         if by.startswith("SIG") and said.count(by) < len(said):
@@ -242,3 +248,5 @@ class Loop:
         self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
             self._log.say(f"k-NN     {run.watch.verdict()}")
+            if warning := run.watch.warning():
+                self._log.say(f"warning  {warning}")

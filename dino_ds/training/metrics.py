@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.durable import replace_file
+from dino_ds.durable import append_whole, replace_file
 from dino_ds.health.files import stamped
+from dino_ds.text_file import read_lines
 
 
 class Meter:
@@ -96,6 +99,7 @@ class RunLog:
         _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
         self._file = path.open("ab", buffering=0)
         self._text = (run_dir / "log.txt").open("ab", buffering=0)
+        _silence_tensorboards_thread()
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
         self._bar = tqdm(
             total=total_steps,
@@ -129,8 +133,7 @@ class RunLog:
     def _append(self, file: FileIO, line: str) -> None:
         """A full disk costs lines, not the run."""
         try:
-            # After a line that was cut off, this one begins anew.
-            file.write(f"{'' if file.name not in self._lost else chr(10)}{line}\n".encode())
+            append_whole(file.fileno(), f"{line}\n".encode())
             self._lost.discard(file.name)
         except OSError as error:
             if file.name not in self._lost:
@@ -170,6 +173,18 @@ class RunLog:
                     thing.close()
 
 
+@cache
+def _silence_tensorboards_thread() -> None:
+    """A file that it can't write to is told to the next call, too: no traceback besides."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            before(args)
+
+    threading.excepthook = hook
+
+
 def _rounded(value: Any) -> Any:
     """Floats with the nine digits that tell FP32 values apart; NaN and infinity, which JSON lacks, as text."""
     if not isinstance(value, float):
@@ -181,7 +196,8 @@ def _keep_lines_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(errors="replace").splitlines():
+    for raw in read_lines(path):
+        line = raw.decode(errors="replace").rstrip("\n")
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from dino_ds import distributed
 from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.engine.device import memory_gib
+from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.watch import Results
 from dino_ds.health.collapse import CollapseAlarm
+from dino_ds.training.constant_images import MOST_NAMES, ConstantImages
 from dino_ds.training.metrics import Clock, Meter, RunLog
 from dino_ds.training.run import Run
 from dino_ds.training.step import MicroStep
@@ -18,14 +22,18 @@ from dino_ds.training.throughput import HostReader, ThroughputWatch
 
 
 class Reports:
-    """`meter` and `clock` are fed by the loop; every rank calls everything."""
+    """`clock` is fed by the loop; every rank calls everything."""
 
     def __init__(self, run: Run, log: RunLog, last_step: int, predicted_gib: float) -> None:
         self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
-        self.meter = Meter(("loss", "teacher_entropy"), run.step.engine.device)
+        self._meter = Meter(("loss", "teacher_entropy", "constant_images"), run.step.engine.device)
         self.clock = Clock(run.recipe.data.global_batch)
         self._throughput = ThroughputWatch(HostReader())
+        self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
+        self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
+        self._constant = ConstantImages()
+        self._constant_names: set[str] = set()
         self._bad_images: set[str] = set()
         self._notes: list[str] = []
 
@@ -34,12 +42,21 @@ class Reports:
         self._bad_images.update(unreadable)
         self._notes += notes
 
+    def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
+        """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
+        self._meter.add(micro.loss, micro.teacher_entropy, constant.float().mean())
+        self._constant.add(constant, names)
+
     def write(self, out: MicroStep) -> None:
         """The line of metrics of a step, and the alarms that follow from it."""
         run, knobs = self._run, out.knobs
-        means, speed = self.meter.read(), self.clock.read()
-        rolling, warning = self._throughput.look(**speed)
+        if self._sensors is not None:
+            self._sensors.start()  # while this thread waits for the device
+        means, speed = self._meter.read(), self.clock.read()
+        gpu, hardware = self._read_gpu()
+        rolling, warning = self._throughput.look(**speed, gpu=gpu)
         self.collect_bad_images()
+        self._name_constant_images(means["constant_images"])
         kl = means["loss"] - means["teacher_entropy"]
         record = {
             "step": run.step.applied_steps,
@@ -56,18 +73,31 @@ class Reports:
             "loss_scale": run.step.engine.loss_scale,
             "skipped_steps": run.skipped_steps,
             "bad_images": len(run.bad_images),
+            "constant_images": means["constant_images"],
             **speed,
             **rolling,
+            **hardware,
             **run.save_figures(),
             "memory_gib": memory_gib(),
             "memory_predicted_gib": self._predicted_gib,
         }
-        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl)
+        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl, means["constant_images"])
         self._log.write({**record, "collapsed": int(self._collapse.on)})
         self._say(record)
         for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
             if line:
                 self._log.say(line)
+
+    def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
+        """What rank 0's GPU says, and as metrics; energy since the last reading, evaluations and saves with it."""
+        gpu = self._sensors.finish() if self._sensors is not None else None
+        if gpu is None:
+            return None, {}
+        before, step = self._last_gpu
+        steps = self._run.step.applied_steps - step
+        self._last_gpu = gpu, self._run.step.applied_steps
+        images = steps * self._run.recipe.data.global_batch // distributed.world_size()
+        return gpu, gpu.metrics(before, images)
 
     def evaluated(self, results: Results) -> None:
         """What the evaluation has found: metrics, lines, and RUN/evaluations.json."""
@@ -104,6 +134,20 @@ class Reports:
                 f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
                 f"{limit}; their names are in {run.folder.path / 'log.txt'}: fix or remove them, or raise the fraction"
             )
+
+    def _name_constant_images(self, fraction: float) -> None:
+        """Each once, the first few of them; `fraction` of the images since the last line, over all ranks."""
+        if not fraction:
+            self._constant.forget()
+            return
+        found = {name for names in distributed.gather_objects(self._constant.take_names()) for name in names}
+        new = sorted(found - self._constant_names)
+        room = max(0, MOST_NAMES - len(self._constant_names))
+        self._constant_names.update(new)
+        for name in new[:room]:
+            self._log.say(f"warning  image of one colour: {name}")
+        if new[room:] and room:
+            self._log.say("warning  and more images of one colour: metrics.jsonl has their part as constant_images")
 
     def _say(self, record: dict[str, Any]) -> None:
         watch, rate = self._run.watch, record["images_per_second"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints, Choice
-from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import SaveCost, Saving
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.loading import change_recipe
@@ -25,17 +25,17 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.durable import replace_file, replacing
-from dino_ds.engine.device import DTYPES, device
+from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
-from dino_ds.errors import CheckpointError, DataError, StorageError
+from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.evals.album import Album
-from dino_ds.evals.features import spread_indices
 from dino_ds.evals.watch import Watch
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
 from dino_ds.training.build import build_network, build_schedules, build_zeros
+from dino_ds.training.other_images import OtherImages, describe_images, same_images
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.step import DinoStep
 
@@ -55,9 +55,10 @@ class Run:
         keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
         self.album = Album.build(recipe, source, self.epoch_steps, folder.path / "pictures")
         self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
-        choice = self._choose()
+        self._images = describe_images(source, recipe.data.root)
+        images = OtherImages(recipe, self._images, folder.allows_other_images)
+        choice = self._choose(images)
         folder.take_id(choice.saved.manifest if choice.saved else None)
-        _check_same_images(source)
         self.crops = MultiCrop(**recipe.crops.model_dump())
         # Weights of a checkpoint take the place of others, whose file may be gone.
         begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
@@ -66,26 +67,38 @@ class Run:
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
-        self.notes = choice.notes
+        self.notes = choice.notes + same_images(source, self._images)
         if self.step.engine.started_from:
             self.notes.append(f"started from {self.step.engine.started_from}")
         if choice.saved is not None:
             self._load(choice.saved)
-            self.notes += folder.notes_on(choice.saved.manifest)
+            self.notes += [*folder.notes_on(choice.saved.manifest), *images.notes(choice.saved.manifest)]
 
-    def _choose(self) -> Choice:
+    def _choose(self, images: OtherImages) -> Choice:
         folder = self.folder
         if not folder.resume:
             return Choice(None, [])
-        choice = self._checkpoints.choose(folder.wanted_step, folder.run_id, folder.check_settings)
+
+        def accept(manifest: Manifest) -> None:
+            folder.check_settings(manifest)
+            images.check(manifest)
+
+        choice = self._checkpoints.choose(folder.wanted_step, folder.run_id, accept)
         if choice.saved is None and not folder.may_start_anew:
             raise CheckpointError(
                 f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
             )
         return choice
 
-    def open_folder(self) -> None:
-        """The run folder is this run's from now on; every rank calls it. Raises ConfigError or StorageError."""
+    def open_folder(self, last_step: int) -> None:
+        """The run folder is this run's from now on; every rank calls it.
+
+        Raises ConfigError, or StorageError where there is no room for one checkpoint: then nothing is written.
+        """
+        if self.step.applied_steps < last_step:
+            backbone = self.step.teacher.network.backbone
+            teacher = sum(4 * p.numel() for p in backbone.parameters())
+            self._saving.check_space(self.step.engine.state().tensors, self._whole(), teacher)
         self.folder.write()
         with distributed.together():
             try:
@@ -135,16 +148,24 @@ class Run:
         """
         step = self.step
         part = step.engine.state()
-        whole = {f"teacher.{name}": p.detach() for name, p in step.teacher.network.named_parameters()}
-        whole["center"] = step.objective.center.value
         state = {
             "position": dataclasses.asdict(self.position),
             "skipped_steps": self.skipped_steps,
             "bad_images": sorted(self.bad_images),
             "knn": self.watch.state_dict() if self.watch else {},
         }
-        manifest = {**self.folder.description(), "step": step.applied_steps, "state": state}
-        return _text(self._saving.save(part.tensors, part.layout, whole, manifest, wait))
+        manifest = {
+            **self.folder.description(),
+            "step": step.applied_steps,
+            "state": state,
+            "images": self._images.to_json(),
+        }
+        return _text(self._saving.save(part.tensors, part.layout, self._whole(), manifest, wait))
+
+    def _whole(self) -> dict[str, Tensor]:
+        """What all ranks hold."""
+        teacher = {f"teacher.{name}": p.detach() for name, p in self.step.teacher.network.named_parameters()}
+        return {**teacher, "center": self.step.objective.center.value}
 
     def look_at_save(self) -> str | None:
         """After each applied step, on all ranks: commits a save that all have written; lines to say.
@@ -212,7 +233,7 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
     """
     data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
     with distributed.together():
-        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment), data.workers)
+        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment, data.is_deep), data.workers)
     loader = build_loader(
         source,
         crops,
@@ -227,6 +248,7 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         max_pixels=data.max_pixels,
         channels=channels,
         device=where,
+        value_range=data.known_range,
         # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
         patience=recipe.hang_seconds / 3 or None,
     )
@@ -236,34 +258,21 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
+    if config.levers.deterministic:
+        use_deterministic_kernels()
     network = build_network(recipe, config.levers, Placement(config))
-    if config.levers.compile:
+    if config.levers.compile != "off":
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
-        network.backbone.compile_blocks()
+        network.backbone.compile_blocks(config.levers.compile)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
     teacher = Teacher(
         build_zeros(recipe, config.levers, device()),
         engine.masters(),
         DTYPES[config.precision],
-        keep_copy=config.levers.teacher_copy,
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda"),
         compiled=config.levers.compile,
     )
     objective = DinoLoss(
         recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
     )
     return DinoStep(engine, teacher, objective, build_schedules(recipe, epoch_steps))
-
-
-def _check_same_images(source: Source) -> None:
-    """Ranks that count other images would train apart and wait for each other for ever.
-
-    Raises DataError on all ranks. Looks at the number of images and at some of their names.
-    """
-    names = "".join(Path(source.name(i)).name for i in spread_indices(len(source), 1000))
-    found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
-    for other, images in enumerate(found):
-        if images != found[0]:
-            raise DataError(
-                f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
-                "data.root must hold the same files on all machines"
-            )

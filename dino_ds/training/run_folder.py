@@ -8,7 +8,6 @@ import json
 import platform
 import re
 import secrets
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,11 +18,14 @@ from dino_ds.architectures import Architecture
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
-from dino_ds.config.loading import dump_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, why_not_writable
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
+from dino_ds.training.other_images import IMAGES
+from dino_ds.training.own_files import check_kinds, clear_leftovers
+from dino_ds.training.starts import describe_start, read_starts
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -69,6 +71,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
+        check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
             raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
@@ -77,13 +80,24 @@ class RunFolder:
             return set()
         if resume is False:
             raise ConfigError(f"--allow_change {keys} acts only with --resume: there is nothing to change yet")
-        known = self._learned()
+        known = {*self._learned(), IMAGES}
         allowed = {key.strip() for key in keys.split(",")}
-        for key in sorted(allowed - known.keys()):
+        for key in sorted(allowed - known):
             free = _is_free(key) and key in flat_values(self.recipe)
             what = "it may change freely, leave it out" if free else "it is no key of the recipe"
             raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
+
+    def earlier_value_range(self) -> tuple[float, float] | None:
+        """The data.value_range that the run to be resumed has found at its start."""
+        try:
+            return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
+        except ConfigError:
+            return None
+
+    @property
+    def allows_other_images(self) -> bool:
+        return IMAGES in self._allowed
 
     def agree(self) -> None:
         """All ranks take the folder as rank 0 has found it; every rank must call it."""
@@ -97,22 +111,36 @@ class RunFolder:
     def write(self) -> None:
         """Rank 0 writes what the run is made of; all ranks wait for it.
 
-        Raises ConfigError on all ranks if one of them does not see the folder.
+        Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
         """
-        distributed.barrier()
-        if distributed.rank() == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
-            about = {"run_id": self.run_id, **_environment()}
-            replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
-            replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
-            replace_file(self.path / "config.yaml", dump_recipe(self.recipe))  # last: it says that here is a run
-        distributed.barrier()
+        with distributed.together():
+            if distributed.rank() == 0:
+                self._write_files()
         with distributed.together():
             if not _comes_to_be_seen(self.path / "config.yaml"):
                 raise ConfigError(
                     f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
                     "put --run_dir on a disk that all machines share"
                 )
+
+    def check_there(self) -> None:
+        """Raises CheckpointError, on all ranks, where the folder was removed or renamed while the run was at work."""
+        with distributed.together():
+            if distributed.rank() == 0 and not (self.path / "config.yaml").exists():
+                raise CheckpointError(
+                    f"{self.path} is gone, removed or renamed while the run was at work: training ends, and nothing "
+                    "more is saved. If it was renamed, give --run_dir its new path, and --resume"
+                )
+
+    def _write_files(self) -> None:
+        about = {"run_id": self.run_id, **_environment(), "starts": [*read_starts(self.path), describe_start()]}
+        clear_leftovers(self.path)
+        try:
+            replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
+            replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
+            replace_file(self.path / "config.yaml", dump_recipe(self.recipe))  # last: it says that here is a run
+        except OSError as error:
+            raise unwritable(f"run folder {self.path}", error) from None
 
     def description(self) -> dict[str, Any]:
         """What a checkpoint says of the run it belongs to: fields of Manifest."""
@@ -148,7 +176,9 @@ class RunFolder:
             )
 
     def _changed(self, saved: Manifest) -> dict[str, str]:
-        old, new = _learned(saved.recipe, saved.gradient_clipping), self._learned()
+        # A run from before this option has taken images as auto does where they are of 8 bits.
+        old = {"data.value_range": "auto", **_learned(saved.recipe, saved.gradient_clipping)}
+        new = self._learned()
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
 
@@ -166,7 +196,9 @@ class RunFolder:
         name, arguments = arch.timm_model(self.recipe.model.backbone)
         arguments |= {"img_size": self.recipe.crops.global_size, "num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        known = self.recipe.data.known_range
         return {
+            **({"value_range": list(known)} if known else {}),
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
             "timm_name": name,
@@ -239,5 +271,4 @@ def _environment() -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "devices": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

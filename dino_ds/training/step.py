@@ -6,6 +6,7 @@ right by construction.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +49,16 @@ class DinoStep:
         self.votes = Votes(VOTES, engine.device)
         self._set_knobs()
 
-    def micro_batch(self, views: list[Tensor], drop_keys: Tensor | None) -> MicroStep:
-        """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth."""
+    def micro_batch(
+        self, views: list[Tensor], drop_keys: Tensor | None, after_backward: Callable[[], None] | None = None
+    ) -> MicroStep:
+        """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth.
+
+        after_backward: what the host does while the device works, before the optimizer's results are read.
+        """
         knobs = self.knobs
+        if self.engine.config.levers.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
             teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
         with named_range("student"):
@@ -59,6 +67,8 @@ class DinoStep:
             loss, entropy = self.objective(student_logits, teacher_logits, knobs.teacher_temp)
         with named_range("backward"):
             self.engine.backward(loss)
+        if after_backward:
+            after_backward()
         with named_range("optimizer"):
             progress = self.engine.step()
         if progress is Progress.STEPPED:

@@ -10,6 +10,7 @@ import yaml
 from dino_ds import __version__
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.data.multicrop import channel_statistics
+from dino_ds.data.value_range import range_text
 from dino_ds.weights.load import Backbone
 
 _USE = {
@@ -51,6 +52,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
             f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
             "their own way, so features at other sizes may differ a little.",
+            *_deep(model),
             "",
             *_table(about),
             f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
@@ -65,6 +67,13 @@ def _name(model: Backbone) -> str:
     if name is not None and ARCHITECTURES.get(name) == arch:
         return str(name)
     return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
+
+
+def _deep(model: Backbone) -> list[str]:
+    if model.value_range is None:
+        return []
+    text = range_text(model.value_range).replace(",", " is black and ")
+    return ["", f"Of training images deeper than 8 bits {text} is white: scale such images by it, not by 255."]
 
 
 def _metadata(model: Backbone, library: str) -> dict[str, Any]:

@@ -6,9 +6,11 @@ import contextlib
 import dataclasses
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import safetensors.torch
 import torch
@@ -175,8 +177,16 @@ def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None else like
-    name, arguments = arch.timm_model(model.about.get("timm_name") or usual)
+    said = model.about.get("timm_name")
+    name, arguments = arch.timm_model(said if _is_timm_s(said) else usual)
     return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
+
+
+def _is_timm_s(name: object) -> TypeGuard[str]:
+    """Whether timm itself has a model of this name: a run folder's JSON may say anything, such as a place on a hub."""
+    import timm
+
+    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
 
 
 def _example(model: Backbone) -> Tensor:

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import CheckpointError
-from dino_ds.models.vit import VisionTransformer, resize_positions
+from dino_ds.models.positions import resize_positions
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.reference import few
+
+_NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
     """The architecture that the tensors are of, and the pixels of its native image.
 
-    `heads` can't be seen in them: None takes those of the backbone we know of that width and depth, else width / 64.
-    Raises CheckpointError where tensors of a ViT are missing, for heads that can't be, and where none can be guessed.
+    `heads` can't be seen in them: None takes those of the backbone we know of that width and depth.
+    Raises CheckpointError where tensors of a ViT are missing, for heads that can't be, and where there is none to know.
     """
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
@@ -50,14 +53,18 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
 
 def _usual_heads(width: int, depth: int) -> int:
     known = (arch.heads for arch in ARCHITECTURES.values() if (arch.width, arch.depth) == (width, depth))
-    return next(known, width // 64 if width % 64 == 0 else 0)
+    heads = next(known, None)
+    if heads is None:
+        usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
+        raise CheckpointError(
+            f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
+        )
+    return heads
 
 
 def _checked_heads(heads: object, width: int) -> int:
-    if heads == 0:
-        raise CheckpointError(f"no file says how many attention heads a width of {width} has: name them with --heads")
     if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: fix --heads")
+        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: {_NAME_THEM}")
     return heads
 
 
@@ -77,13 +84,16 @@ def take_weights(network: VisionTransformer, tensors: dict[str, Tensor]) -> None
 def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
-    """Those of `tensors` that `shapes` names, in these shapes; a position embedding of another size is resized.
+    """`tensors`, one of each name and shape of `shapes`; a position embedding of another size is resized.
 
-    Raises CheckpointError, which begins with `lack` where a tensor is not there, with `are` where shapes are others.
+    Raises CheckpointError, which begins with `lack` where a tensor is not there, with `are` where there is one that
+    `shapes` has no name for, and where shapes are others.
     """
-    missing = sorted(shapes.keys() - tensors.keys())
+    missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
         raise CheckpointError(f"{lack} {len(missing)} of {len(shapes)} tensors: {few(missing)}")
+    if surplus:
+        raise CheckpointError(f"{are} of another architecture: {len(surplus)} tensors too many, {few(surplus)}")
     fitting = {
         name: fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
         for name, shape in shapes.items()

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from dino_ds.names import hub_id
+
 _SECONDS = 5.0
+
+
+def on_a_hub(name: str) -> str | None:
+    """What to do with the name that another hub has for weights; None if it looks like none."""
+    torch_hub = re.fullmatch(r"(dinov2)_vit([sblg])14(_reg)?(_lc)?|dino_vit([sb])(8|16)", name)
+    if torch_hub:
+        size = {"s": "small", "b": "base", "l": "large", "g": "giant"}[torch_hub[2] or torch_hub[5]]
+        old = f"vit_{size}_patch{torch_hub[6]}_224.dino"
+        timm = f"vit_{size}_patch14_{'reg4_' if torch_hub[3] else ''}dinov2.lvd142m" if torch_hub[1] else old
+        return f"that is torch.hub's name: timm has these weights as {timm}"
+    found = hub_id(name)
+    if found is None:
+        return None
+    return f"if {found} is on the Hugging Face Hub: hf download {found} --local-dir DIR, then give DIR"
 
 
 @contextmanager

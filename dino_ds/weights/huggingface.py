@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_ds.architectures import Architecture
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.weights.reference import unused
 
 _VIT = {
     "norm1": "layernorm_before",
@@ -51,7 +52,7 @@ def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
         "hidden_act": "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": 1e-6,
+        "layer_norm_eps": arch.norm_eps,
         "image_size": image_size,
         "patch_size": arch.patch_size,
         "num_channels": arch.in_chans,
@@ -62,7 +63,9 @@ def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
     if arch.layer_scale is None:
         if arch.swiglu:
             raise ConfigError("Hugging Face has no ViT with SwiGLU and without LayerScale: export to timm or onnx")
-        return {"architectures": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common}
+        # The pooler that AutoModel adds to a ViT: `to_huggingface` gives it weights that hand on the CLS token.
+        pooler = {"pooler_act": "linear", "pooler_output_size": arch.width}
+        return {"architectures": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common, **pooler}
     kind = "dinov2_with_registers" if arch.registers else "dinov2"
     config = {
         "architectures": ["Dinov2WithRegistersModel" if arch.registers else "Dinov2Model"],
@@ -88,7 +91,7 @@ def _mlp_ratio(arch: Architecture) -> int:
 
 
 def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
-    """Our tensors under their names; the values are the same."""
+    """Our tensors under their names; the values are the same. With a pooler of a ViT, which is the identity."""
     names = _names_of(arch)
     out: dict[str, Tensor] = {}
     for name, tensor in backbone.items():
@@ -103,6 +106,8 @@ def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str,
                 out[f"{prefix}attention.attention.{part}.{kind}"] = piece.contiguous()
         else:
             out[prefix + _rename(rest, names)] = tensor
+    if arch.layer_scale is None:
+        out |= {"pooler.dense.weight": torch.eye(arch.width), "pooler.dense.bias": torch.zeros(arch.width)}
     if arch.registers:
         # Theirs has a position for the CLS token, ours is in the token itself; and a mask token, which is not used.
         positions = out["embeddings.position_embeddings"]
@@ -137,6 +142,12 @@ def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
         elif not rest.startswith("attention.attention."):
             out[prefix + _rename(rest, names)] = tensor
     return out
+
+
+def left_out(theirs: dict[str, Tensor]) -> list[str]:
+    """What `from_huggingface` leaves out, in words."""
+    dropped = re.compile(r"(^|\.)(pooler\.|classifier\.|embeddings\.mask_token$)")
+    return unused([name for name in theirs if dropped.search(name)])
 
 
 def _names_of(arch: Architecture) -> dict[str, str]:

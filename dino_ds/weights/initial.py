@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.weights import Place
@@ -14,20 +14,20 @@ from dino_ds.weights.read import Weights
 class InitialWeights:
     """A `Place` that puts the tensors of `weights` over what was drawn, then hands the module on to `place`.
 
-    The backbone must be there whole, in its shapes; a position embedding of another size is resized as the network
-    does. The head is taken where there is one of the same shapes, and stays as drawn where not.
+    The backbone must be there whole, in its shapes, and nothing more of one; a position embedding of another size is
+    resized as the network does. The head is taken where there is one of the same shapes, and stays as drawn where not.
     """
 
     def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Place) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
-        self._tensors = {f"backbone.{name}": t for name, t in weights.backbone.items()}
         self._resized: list[str] = []
         own = {name: tuple(p.shape) for name, p in network.named_parameters()}
         self._head = {f"head.{name}": t for name, t in weights.head.items()}
         self._head_note = self._fit_head(own)
-        self._tensors |= self._head
-        self._fit_backbone(own, network.backbone.pos_embed_interpolation)
+        backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
+        self._backbone = self._fit_backbone(backbone, own, network.backbone.pos_embed_interpolation)
+        self._tensors = self._backbone | self._head
 
     def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
         wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
@@ -40,14 +40,16 @@ class InitialWeights:
         self._head = {}
         return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): the head starts anew"
 
-    def _fit_backbone(self, own: dict[str, tuple[int, ...]], interpolation: str) -> None:
+    def _fit_backbone(
+        self, theirs: dict[str, Tensor], own: dict[str, tuple[int, ...]], interpolation: str
+    ) -> dict[str, Tensor]:
         shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
         start = f"model.init_from {self._source}"
-        fitting = fit_tensors(self._tensors, shapes, interpolation, f"{start} lacks", f"{start} is")
+        fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
         place = "backbone.pos_embed"
-        if fitting[place].shape != self._tensors[place].shape:
+        if fitting[place].shape != theirs[place].shape:
             self._resized.append(f"position embedding resized to {shapes[place][1]} places")
-        self._tensors |= fitting
+        return fitting
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
@@ -60,6 +62,5 @@ class InitialWeights:
 
     def __str__(self) -> str:
         """What was taken and what not, for people."""
-        backbone = sum(name.startswith("backbone.") for name in self._tensors)
-        what = f"{self._source} ({self._kind}): {backbone} tensors of the backbone"
+        what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([what, *self._resized, self._head_note, *self._notes])

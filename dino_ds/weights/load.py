@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.architectures import Architecture
+from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.value_range import ValueRange, prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.fit import architecture_of, take_weights
-from dino_ds.weights.read import Weights, find_weights
+from dino_ds.weights.describe import describe
+from dino_ds.weights.fit import take_weights
+from dino_ds.weights.read import find_weights
 
 
 class Backbone(nn.Module):
@@ -28,7 +31,8 @@ class Backbone(nn.Module):
     `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
-    tensors under our names, empty where there is none; `notes` what of the source was not taken, for people.
+    tensors under our names, empty where there is none; `notes` what of the source was not taken or not stated;
+    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none.
     """
 
     def __init__(
@@ -44,14 +48,24 @@ class Backbone(nn.Module):
         self.vit = vit.eval().requires_grad_(False)
         self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
+        self.value_range = _range_of(about)
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
-        """An image, or uint8 (h, w, c) of other channels than RGB -> (c, image_size, image_size).
+        """An image, or (h, w, c) of other channels than RGB -> (c, image_size, image_size).
 
-        Resized, cut to its centre and normalised, as for k-NN.
+        Resized, cut to its centre and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
+        limits they must not exceed. Raises ConfigError where the model knows no range.
         """
-        return self._crop(image.convert("RGB") if isinstance(image, Image.Image) else image)
+        try:
+            ready = prepared(image, self.value_range, "this image")
+        except UnreadableImage as error:
+            known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
+            raise ConfigError(f"{error}{known}") from None
+        if isinstance(ready, Image.Image):
+            return self._crop(ready.convert("RGB"))
+        grey = isinstance(image, Image.Image) and ready.shape[2] == 1
+        return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:
         """As `features`."""
@@ -105,50 +119,34 @@ class Backbone(nn.Module):
 def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None = None) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
-    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: of a file that does not
-    say it, where it is not width / 64. A timm name downloads the weights if they are not in the cache.
-    Raises CheckpointError for what is no such thing.
+    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: attention
+    heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
+    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for what is no such
+    thing, and where heads must be named.
     """
     weights = find_weights(path)
     try:
-        arch, size, interpolation = _described(weights, heads)
-        vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
+        found = describe(weights, heads)
+        if heads not in (None, found.arch.heads):
+            raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
+        vit = VisionTransformer(found.arch, found.image_size, pos_embed_interpolation=found.interpolation)
         take_weights(vit, weights.backbone)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    return Backbone(vit, size, str(path), weights.about, weights.head, weights.notes).to(device)
+    notes = [*weights.notes, *found.notes]
+    return Backbone(vit, found.image_size, str(path), weights.about, weights.head, notes).to(device)
 
 
-def _described(weights: Weights, heads: int | None) -> tuple[Architecture, int, str]:
-    """Architecture, native pixels and the way to resize the position embedding: as the file says, else as is usual."""
-    if weights.kind == "dino_ds":
-        described = _described_by_us(weights)
-    else:
-        said = weights.about.get("num_attention_heads")
-        arch, size = architecture_of(weights.backbone, said or heads)
-        described = arch, size, "antialias" if arch.registers or weights.kind == "timm" else "dino"
-    if heads not in (None, described[0].heads):
-        raise CheckpointError(f"--heads {heads}, and the file says {described[0].heads}: leave it out")
-    return described
-
-
-def _described_by_us(weights: Weights) -> tuple[Architecture, int, str]:
-    """What the JSON says, where the tensors bear it out: a network is built from it before they are looked at."""
-    about = weights.about
+def _range_of(about: dict[str, Any]) -> ValueRange | None:
+    """Raises CheckpointError for what is no range."""
+    if "value_range" not in about:
+        return None
     try:
-        arch = Architecture(**about["architecture"])
-        size, resizing = int(about["timm_arguments"]["img_size"]), about["pos_embed_interpolation"]
-        seen, seen_size = architecture_of(weights.backbone, arch.heads)
-        agree = _visible(arch) == _visible(seen) and size == seen_size and resizing in ("dino", "antialias")
-        agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
-    if not agree:
-        raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or fix it")
-    return arch, size, resizing
-
-
-def _visible(arch: Architecture) -> tuple[object, ...]:
-    """What the shapes of the tensors tell of an architecture."""
-    hidden = int(arch.width * arch.mlp_ratio)
-    return (arch.patch_size, arch.width, arch.depth, arch.in_chans, arch.registers, arch.swiglu, hidden)
+        low, high = (float(value) for value in about["value_range"])
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has a value_range that is no range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -20,19 +19,20 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError
 from dino_ds.names import MODEL_FORMS, did_you_mean
-from dino_ds.weights.hub import hub_or_cache
-from dino_ds.weights.huggingface import from_huggingface
+from dino_ds.weights.hub import hub_or_cache, on_a_hub
+from dino_ds.weights.huggingface import from_huggingface, left_out
 from dino_ds.weights.reference import about_dinov3, few, split_network
+from dino_ds.weights.torch_file import read_torch
 
 _BACKBONE = re.compile(
     r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
 )
 _HEAD = "teacher.head."
-_TORCH_STARTS = (b"PK\x03\x04", b"\x80")
-"""A zip archive, or a bare pickle as torch wrote them before 1.6."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Of a Hugging Face folder."""
+Content = tuple[dict[str, Tensor], dict[str, Any]]
+"""The tensors of a file, and what else in it tells of their architecture."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def find_weights(place: str | Path) -> Weights:
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
-        raise CheckpointError(f"{place} does not exist; give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}")
+        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}"
+        raise CheckpointError(f"{place} does not exist; {near}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
@@ -115,8 +116,8 @@ def _from_timm(name: str) -> Weights:
         backbone = _checked(network.backbone)
     except CheckpointError as error:
         raise CheckpointError(f"timm's {name}: {error}") from None
-    heads = model.get_submodule("blocks.0.attn").num_heads
-    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads}
+    heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
+    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads, "layer_norm_eps": eps}
     return Weights("timm", backbone, {}, about, network.notes)
 
 
@@ -125,14 +126,13 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
 
     Pickles are read as data only (`weights_only`). Raises CheckpointError for what is no ViT's weights.
     """
-    tensors = _read_folder(path) if path.is_dir() else _read_file(path, network)
-    about = {}
+    tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
-            weights = Weights("huggingface", _checked(from_huggingface(tensors)), {}, about)
+            weights = Weights("huggingface", _checked(from_huggingface(tensors)), {}, about, left_out(tensors))
         else:
             found = split_network(tensors, network)
             kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
@@ -158,7 +158,7 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
 
 
-def _read_folder(folder: Path) -> dict[str, Tensor]:
+def _read_folder(folder: Path) -> Content:
     found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if found is None:
         raise CheckpointError(
@@ -171,13 +171,16 @@ def _read_folder(folder: Path) -> dict[str, Tensor]:
     names = set(parts.values()) if isinstance(parts, dict) else set()
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise CheckpointError(f"{found} names no files of weights beside it")
-    return {name: tensor for part in sorted(names) for name, tensor in _read_file(folder / part, "teacher").items()}
+    tensors: dict[str, Tensor] = {}
+    for part in sorted(names):
+        tensors |= _read_file(folder / part, "teacher")[0]
+    return tensors, {}
 
 
-def _read_file(path: Path, network: str) -> dict[str, Tensor]:
+def _read_file(path: Path, network: str) -> Content:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
-    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
+    return (_read_safetensors(path), {}) if path.suffix == ".safetensors" else read_torch(path, network)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -185,31 +188,6 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
-
-
-def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
-    try:
-        with path.open("rb") as file:
-            is_torch = file.read(4).startswith(_TORCH_STARTS)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
-    if not is_torch:
-        raise CheckpointError(f"{path} is no file of weights: not safetensors (.safetensors), nor torch (.pth, .pt)")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = textwrap.shorten(str(error), 200, placeholder=" ...")
-        raise CheckpointError(f"{path} is refused: it holds more than tensors and plain values ({reason})") from None
-    except Exception as error:  # torch raises whatever its reader meets
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-        raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
-    for key in (network, "model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
-        keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} holds no weights of a {network}: it is {keys}")
-    return {str(name): tensor for name, tensor in content.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

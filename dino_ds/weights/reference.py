@@ -43,8 +43,7 @@ def split_network(tensors: dict[str, Tensor], network: str) -> Network:
             backbone[inside] = tensor
         else:
             others.append(name)
-    notes = [f"{len(others)} tensors not used ({few(sorted(others))})"] if others else []
-    return Network(_backbone(backbone), _head(head), notes + _lengths(head))
+    return Network(_backbone(backbone), _head(head), unused(others) + _lengths(head))
 
 
 def _prefix(tensors: dict[str, Tensor], network: str) -> str:
@@ -126,6 +125,11 @@ def about_dinov3(names: list[str]) -> str:
     """What to add where a network of these tensors is refused."""
     theirs = any("rope" in n or "storage_tokens" in n or ".attention.q_proj." in n for n in names)
     return " (DINOv3's rotary positions are not supported)" if theirs else ""
+
+
+def unused(names: list[str]) -> list[str]:
+    """What to say of tensors that are left out."""
+    return [f"{len(names)} tensors not used ({few(sorted(names))})"] if names else []
 
 
 def few(names: list[str]) -> str:

@@ -90,7 +90,7 @@ def test_step_compares_two_settings(capsys, no_children, compare):
 def test_step_with_real_data_waits_for_it(capsys, no_children):
     _bench_step(recipe=tiny_recipe(data__source="photos", data__workers="0"), data=True)
     (setting,) = _result(capsys)["settings"]
-    assert setting["parts"]["data"] > 0
+    assert setting["parts"]["data"] > setting["augmentation_share"] > 0
     assert setting["clock"] == "wall", "waiting takes no CPU time"
 
 
@@ -115,6 +115,7 @@ def test_step_on_a_gpu_holds_one_setting_at_a_time(capsys, monkeypatch):
 def test_step_prints_a_table(capsys, no_children):
     _bench_step(json=False, compare="ds.dino_ds.packed=false,true")
     out = capsys.readouterr().out
+    assert "augmentation" not in out
     assert "| images/s " in out and "part: backward" in out and "ratio of images/s" in out and "torch" in out
 
 

@@ -57,6 +57,7 @@ class SmallRun:
         numel: int = 5000,
         finish: Callable[[Path], None] = lambda folder: None,
     ) -> None:
+        run_dir.mkdir(exist_ok=True)
         self.checkpoints = Checkpoints(run_dir, keep, keep_every)
         self.votes = Votes(("stop", "saved", "save_failed"), torch.device("cpu"))
         self.saving = Saving(self.checkpoints, self.votes, background, finish)

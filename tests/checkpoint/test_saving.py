@@ -64,6 +64,24 @@ def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_p
     assert run.saving.copies.bytes > 2 * 5000 * 4
 
 
+def test_taking_host_memory_is_no_part_of_what_later_saves_cost(tmp_path, monkeypatch):
+    """Page-locking takes seconds, once; the first save's cost sets how often to save."""
+    reserve = checkpoint_writing.HostCopies.reserve
+    taken = []
+
+    def slow(copies, files):
+        taken.append(reserve(copies, files) + (30.0 if not taken else 0.0))
+        return taken[-1]
+
+    monkeypatch.setattr(checkpoint_writing.HostCopies, "reserve", slow)
+    run = SmallRun(tmp_path).train(1).save()
+    _train_until_said(run, "step 1:")
+    assert run.saving.cost.later_stall_seconds == pytest.approx(run.saving.cost.stall_seconds - taken[0])
+    seen = {id(tensor) for tensor in run.saving.copies._host.values()}
+    run.save()
+    assert seen == {id(tensor) for tensor in run.saving.copies._host.values()}  # nothing is taken again
+
+
 def test_waiting_copies_nothing_either(tmp_path):
     run = SmallRun(tmp_path).train(3).save(wait=True)
     assert is_that_of(run.choose().saved, 3) and not run.saving.copies.bytes

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 
 import dino_ds.cli as cli
+from dino_ds import __version__
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.loading import recipe_options
+from dino_ds.config.flat import lengths_without_unit
+from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
 from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.options.help_text import configs_markdown, help_text
+from dino_ds.options.help_text import GROUPS, configs_markdown, help_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +85,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
     assert ds["gradient_clipping"] == 0.5
     assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
+    assert options.pop("ds_overrides") == {"gradient_clipping": "0.5"} and not options.pop("allow_oversize")
     assert options == {"run_dir": "1e3", "max_steps": 7, "resume": True, "allow_change": None}
 
 
@@ -91,7 +94,7 @@ def test_defaults_and_aliases(calls: list[Any]):
         [
             "train",
             "--data.root",
-            "/x",
+            "tests",
             "--deepspeed_config",
             "ds_configs/zero2_fp16.json",
             "--data.download=false",
@@ -99,7 +102,8 @@ def test_defaults_and_aliases(calls: list[Any]):
         ]
     )
     ((recipe, ds, path, options),) = calls
-    assert ds["fp16"]["enabled"] and Path(path).name == "zero2_fp16.json" and recipe.data.root == "/x"
+    assert ds["fp16"]["enabled"] and Path(path).name == "zero2_fp16.json" and recipe.data.root == "tests"
+    assert options.pop("ds_overrides") is None and not options.pop("allow_oversize")
     assert options == {"run_dir": "runs/vits16", "max_steps": None, "resume": False, "allow_change": None}
 
 
@@ -155,7 +159,13 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--epoch", "5"], "--epoch: unknown option. Did you mean --length?"),
+        (["--epoch", "5"], '--epoch: unknown option: write --length "5 epochs"'),
+        (["--iters=5"], '--iters: unknown option: write --length "5 steps"'),
+        (["--gpus", "4"], "--gpus: unknown option: the launcher starts the processes: deepspeed --num_gpus 4"),
+        (["--method", "mae"], "--method: unknown option: the objective is DINO's; its knobs are --objective.KEY"),
+        (["--logger", "wandb"], "--logger: unknown option: metrics are written to RUN/metrics.jsonl"),
+        (["--crops.color_jitter", "1"], "--crops.color_jitter: unknown option: colour, blur and flips are those of"),
+        (["--model.backbone", "resnet50"], "--model.backbone: 'resnet50' is not a Vision Transformer: only these are"),
         (["--modle", "x"], "--modle: unknown option. Did you mean --model?"),
         (["--lr=3"], "--lr: unknown option. Did you mean --optimizer.lr?"),
         (["--max_step", "3"], "--max_step: unknown option. Did you mean --max_steps?"),
@@ -174,9 +184,17 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             "crops.local_size, ...",
         ),
         (["--resum"], "--resum: unknown option. Did you mean --resume?"),
-        (["foo"], "unexpected word 'foo': options are written --key value"),
+        (["foo"], "unexpected word 'foo': options are written --key value, images --data.root foo"),
+        (["tests"], "unexpected word 'tests': images are given with --data.root tests"),
+        (["my.yaml"], "unexpected word 'my.yaml': a recipe is given with --config my.yaml"),
+        (["--length", "3", "epochs"], """unexpected word 'epochs': quote it: --length "3 epochs\""""),
+        (
+            ["--crops.global_scale", "0.4", "1.0"],
+            "unexpected word '1.0': two numbers have a comma between: ",
+        ),
+        (["--run_dir", "my", "runs"], "unexpected word 'runs': options are written --key value, a value with spaces"),
         (["--"], "--: unknown option."),
-        (["--resume", "foo"], "unexpected word 'foo': options are written --key value"),
+        (["--resume", "last.ckpt"], "unexpected word 'last.ckpt': --resume takes no file: it continues the run in"),
         (["-c", "quickstart"], "-c: one-letter options are not accepted; write --config"),
         (["-x"], "-x: one-letter options are not accepted"),
         (["--config"], "--config has no value: write --config VALUE"),
@@ -209,17 +227,30 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
 def test_wrong_flags_stop_before_anything_starts(argv: list[str], says: str | None, errors: Callable[..., list[str]]):
     given = argv if not argv or argv[0] == "--config" else [*argv, "--data.root", "/x"]
     lines = errors("train", *given)
-    assert lines == [says or "ds_configs/zero2_fp61.json does not exist. Did you mean ds_configs/zero2_fp16.json?"]
+    says = says or "ds_configs/zero2_fp61.json does not exist. Did you mean ds_configs/zero2_fp16.json?"
+    assert len(lines) == 1 and lines[0].startswith(says)
 
 
 def test_wrong_commands(errors: Callable[..., list[str]]):
-    assert errors() == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
-    assert errors("trian") == [f"'trian' is not a command: there is {', '.join(COMMANDS)}. Did you mean train?"]
+    assert errors() == ["no command is given: dino-ds train, for example; dino-ds --help lists all"]
+    assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
+    assert errors("embed", "x")[0].startswith(
+        "'embed' is not a command: features of images are for Python: dino_ds.load"
+    )
     (line,) = errors("bench", "stp")
     assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
     assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
-    assert errors("--config", "x") == [f"no command is given: there is {', '.join(COMMANDS)} (dino-ds --help)"]
+    assert errors("--config", "x")[0].startswith("no command is given")
+    assert errors("export", "x", "--format", "tensorrt")[0].endswith("--format onnx, and trtexec builds the engine")
+
+
+def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, errors: Callable[..., list[str]]):
+    monkeypatch.setattr(cli, "check_torchvision", lambda: pytest.fail("torch was loaded"))
+    (line,) = errors("export", "a", "--format", "safetensors", "--out", "b")
+    assert line == "--out b does not end in .safetensors, by which such a file is known: name it so"
+    (line,) = errors("export", "a", "--format", "dino", "--out", str(ROOT))
+    assert line == f"{ROOT} is there already: remove it, or name another with --out"
 
 
 @pytest.mark.parametrize(
@@ -279,7 +310,9 @@ def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[
 def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(
     errors: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    told = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     (line,) = errors("train", "--data.root", "/x")
     assert line.startswith("global batch 512 is not a multiple of ranks 3 x accumulation 1 = 3;")
 
@@ -381,6 +414,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
     files += ["train_words", "train"] if command.takes_train else []
+    files += ["ds_overrides"] if command.ds_shown else []
     assert set(parameters) == {*(flag.name for flag in command.flags), *files}
 
 
@@ -422,3 +456,51 @@ def test_a_reader_that_leaves_ends_a_command_in_silence():
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+
+
+def test_values_that_a_shell_has_split(tmp_path: Path, errors: Callable[..., list[str]]):
+    (tmp_path / "my images").mkdir()
+    lines = errors("train", "--data.root", f"{tmp_path}/my", "images")
+    assert lines == [f"unexpected word 'images': quote it: --data.root \"{tmp_path}/my images\""]
+
+
+@pytest.mark.parametrize(
+    ("root", "says"),
+    [
+        ("imagse", "{}/imagse does not exist. Did you mean {}/images?"),
+        ("s3://bucket/images", "data.root s3://bucket/images is no local path: mount or copy it, then give"),
+        (
+            "ILSVRC/imagenet-1k",
+            "data.root ILSVRC/imagenet-1k does not exist; if ILSVRC/imagenet-1k is a data",
+        ),
+    ],
+)
+def test_a_wrong_root_is_said_before_the_slow_imports(
+    root: str, says: str, tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "images").mkdir()
+    given = root if "/" in root else str(tmp_path / root)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--data.root", given])
+    assert stop.value.code == 2 and not calls
+    assert says.format(tmp_path, tmp_path) in capsys.readouterr().err
+
+
+def test_the_overview_has_every_command_once():
+    listed = [name for names in GROUPS.values() for name in names]
+    assert sorted(listed) == sorted(COMMANDS)
+
+
+def test_help_and_version_are_words_too(capsys: pytest.CaptureFixture[str]):
+    cli.main(["help"])
+    overview = capsys.readouterr().out
+    cli.main(["--help"])
+    assert capsys.readouterr().out == overview
+    cli.main(["version"])
+    assert capsys.readouterr().out == f"dino_ds {__version__}\n"
+
+
+def test_lengths_without_a_unit_are_named():
+    recipe = load_recipe("quickstart", {"length": "1000", "optimizer.warmup": "10 steps", "eval.every": "5"})
+    assert lengths_without_unit(recipe) == ["length", "eval.every"]
+    assert lengths_without_unit(load_recipe(None, {})) == []

@@ -85,13 +85,34 @@ def test_input_is_left_alone():
     assert resolved.raw["zero_optimization"]["reduce_bucket_size"] == 50_000_000
 
 
-@pytest.mark.parametrize(("parameters", "elements"), [(43_952_256, 43_952_256), (326_898_944, 50_000_000)])
-def test_buckets_are_not_larger_than_the_network(parameters: int, elements: int):
+@pytest.mark.parametrize(
+    ("parameters", "reduced", "gathered"),
+    [(43_952_256, 5_494_032, 43_952_256), (326_898_944, 40_862_368, 50_000_000), (10**9, 50_000_000, 50_000_000)],
+)
+def test_buckets_follow_the_network(parameters: int, reduced: int, gathered: int):
+    """A small network's gradients come in eight: while one is reduced the backward pass goes on."""
     zero = {"stage": 2, "reduce_bucket_size": "auto"}
     filled = _resolve({"zero_optimization": zero}, parameters=parameters).raw["zero_optimization"]
-    assert filled["reduce_bucket_size"] == filled["allgather_bucket_size"] == elements
+    assert (filled["reduce_bucket_size"], filled["allgather_bucket_size"]) == (reduced, gathered)
+    alone = _resolve({"zero_optimization": zero, "bf16": {"enabled": True}}, ranks=1, parameters=parameters)
+    assert alone.raw["zero_optimization"]["reduce_bucket_size"] == gathered  # nothing to overlap
     given = {"zero_optimization": zero | {"reduce_bucket_size": 7}}
     assert _resolve(given, parameters=parameters).raw["zero_optimization"]["reduce_bucket_size"] == 7
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero", "overlaps"),
+    [
+        (1, {"stage": 2, "overlap_comm": True}, False),
+        (1, {"stage": 3}, False),
+        (1, {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}, True),
+        (4, {"stage": 2, "overlap_comm": True}, True),
+        (4, {"stage": 1}, None),
+    ],
+)
+def test_one_process_overlaps_nothing_but_copies_to_the_host(ranks: int, zero: dict[str, Any], overlaps: bool | None):
+    config = _resolve({"zero_optimization": zero, "bf16": {"enabled": True}}, ranks=ranks)
+    assert config.raw["zero_optimization"].get("overlap_comm") == overlaps
 
 
 @pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*.json")), ids=lambda path: path.stem)

@@ -12,6 +12,7 @@ import pytest
 
 import dino_ds.preflight as preflight
 from dino_ds.errors import ConfigError
+from dino_ds.launching import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,16 +92,16 @@ def test_a_hostile_hostfile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_ranks_of_mpirun_and_srun(given: dict[str, str], found: tuple[str | None, ...]):
-    environment = {"MASTER_ADDR": "n1", **given}
-    preflight.adopt_ranks(environment)
-    assert tuple(environment.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) == found
-    assert environment.get("MASTER_PORT") == (None if found[0] is None else "29500")
+    variables = {"MASTER_ADDR": "n1", **given}
+    preflight.adopt_ranks(variables)
+    assert tuple(variables.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) == found
+    assert variables.get("MASTER_PORT") == (None if found[0] is None else "29500")
 
 
 def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
     inside = {"RANK": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    preflight.adopt_ranks(environment := dict(inside))
-    assert environment == inside
+    preflight.adopt_ranks(variables := dict(inside))
+    assert variables == inside
     with pytest.raises(ConfigError, match="mpirun has started 2 processes, and MASTER_ADDR is not set"):
         preflight.adopt_ranks({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
 
@@ -139,3 +140,50 @@ def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str | N
     assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and says in run.stderr
     if body.startswith("raise"):
         assert run.stderr.startswith("dino_ds: error: torch 2.15.0+cpu with torchvision 0.29.2 does not load")
+
+
+_RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        (dict.fromkeys(_RANK), None),
+        (dict.fromkeys(_RANK) | {"WORLD_SIZE": "1"}, None),
+        ({"RANK": "3"}, "RANK is '3', and must be a whole number, 0 to 1 of WORLD_SIZE 2"),
+        ({"RANK": "-1"}, "RANK is '-1', and must be a whole number, 0 to 1"),
+        ({"RANK": "abc"}, "RANK is 'abc', and must be a whole number"),
+        ({"RANK": None}, "WORLD_SIZE is '2', and RANK is not set"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and must be a whole number, at least 1"),
+        ({"LOCAL_RANK": None}, "RANK is '1', and LOCAL_RANK is not set"),
+        ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "LOCAL_RANK and MASTER_ADDR are not set"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2', and must be a whole number, 0 to 1"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number, 1 to 65535"),
+        ({"MASTER_PORT": "1" * 5000}, "MASTER_PORT is '111"),
+        ({"MASTER_ADDR": "no.such.machine.invalid"}, "MASTER_ADDR 'no.such.machine.invalid' is not a machine known to"),
+        ({"MASTER_ADDR": "a" * 70 + ".b"}, "is not a machine known to"),
+    ],
+)
+def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatch):
+    monkeypatch.setattr(environment, "_RESOLVE_SECONDS", 0.0)
+    given = {name: value for name, value in (_RANK | changes).items() if value is not None}
+    if says is None:
+        environment.check_ranks(given)
+        return
+    with pytest.raises(ConfigError) as caught:
+        environment.check_ranks(given)
+    assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_rank_out_of_range_ends_with_code_2_and_one_line():
+    """And says so itself: rank 0 knows nothing of it."""
+    run = subprocess.run(
+        [sys.executable, "-m", "dino_ds", "train", "--config", "quickstart"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | _RANK | {"RANK": "abc"},
+    )
+    assert run.returncode == 2 and run.stderr.startswith("dino_ds: error: RANK is 'abc'"), run.stderr
+    assert len(run.stderr.splitlines()) == 1

@@ -267,3 +267,40 @@ def test_a_recipe_can_be_changed_like_a_new_one():
         change_recipe(recipe, {"crops.num_locl": "6"})
     with pytest.raises(ConfigError, match=r"crops.local_size 95 is not a multiple"):
         change_recipe(recipe, {"crops.local_size": "95"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("seed", 10**30, "must be < 4294967296"),
+        ("hang_seconds", 10**30, "must be <= 31536000"),
+        ("log_every", 10**400, "is more than can be counted here"),
+        ("length", "1e300 epochs", "is longer than can be counted here"),
+        ("data.global_batch", 10**9, "must be <= 1048576"),
+        ("data.root", "a/" * 2500, "is too long: 5000 bytes"),
+        ("data.root", "a" * 300, "is too long: 300 bytes"),
+        ("eval.root", "a\0b", "holds a NUL character"),
+        ("model.init_from", "a\udcff", "holds bytes that are not UTF-8"),
+        ("model.depth", 100000, "must be <= 1024"),
+        ("model.in_chans", 10**9, "must be <= 1024"),
+        ("head.hidden", 10**12, "must be <= 131072"),
+        ("head.prototypes", 10**12, "must be <= 16777216"),
+        ("crops.global_size", 10**8, "must be <= 16384"),
+        ("crops.num_local", 100000, "must be <= 1024"),
+        ("objective.teacher_temp", 1e308, "must be <= 100"),
+        ("eval.temperature", 1e308, "must be <= 100"),
+        ("optimizer.eps", 1e308, "must be <= 1"),
+    ],
+)
+def test_absurd_values_are_refused_in_one_line(name, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, {name: str(value)})
+    text = str(caught.value)
+    assert text.startswith(f"--{name}: ") and allowed in text and len(text.splitlines()) == 1
+
+
+def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_trained():
+    load_recipe(None, {"optimizer.min_lr": "1e-3"}).check_learning_rates()  # the peak at a batch of 512
+    for changes in ({"optimizer.min_lr": "1.1e-3"}, {"optimizer.min_lr": "1e-3", "data.global_batch": "256"}):
+        with pytest.raises(ConfigError, match=r"optimizer\.min_lr .* is more than the peak learning rate"):
+            load_recipe(None, changes).check_learning_rates()

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from dino_ds.config.recipe import DataSection
+from dino_ds.data import decode
 from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
 from dino_ds.data.images import FORMATS, UnreadableImage
@@ -181,3 +182,18 @@ def test_the_evaluation_reads_what_training_reads():
 def test_a_box_never_vanishes():
     assert shrunk_box((10, 20, 30, 60), 0.5, 0.25) == (5, 5, 15, 15)
     assert shrunk_box((8, 8, 9, 9), 0.125, 0.125) == (1, 1, 2, 2)
+
+
+def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_any_is_not(monkeypatch):
+    """A damaged file may claim any size; where even 64 MiB are not there, it is not the file's doing."""
+
+    def fail(*args):
+        raise MemoryError
+
+    data = encoded(photo(8, 8), "PNG")
+    monkeypatch.setattr(decode, "to_rgb", fail)
+    with pytest.raises(UnreadableImage, match="too large for the memory"):
+        decode_rgb(data, "file", LIMIT)
+    monkeypatch.setattr(decode, "_LITTLE", 2**62)
+    with pytest.raises(MemoryError):
+        decode_rgb(data, "file", LIMIT)

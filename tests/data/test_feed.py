@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dino_ds.data import feed as feed_module
 from dino_ds.data.batches import augmented_views
 from dino_ds.data.feed import Feed
+from dino_ds.data.loader import NoBatchYet
+from dino_ds.errors import DataError
 from tests.data.test_loader import BOTH, CROPS, GLOBAL, START, Noise, batches, build_loader
 
 
@@ -27,6 +32,98 @@ def test_views_are_those_of_the_batches(augment):
     fed.close()
 
 
+class Recorder:
+    """A loader, a device and its streams that only write down what the host does, in order."""
+
+    def __init__(self, monkeypatch, ready):
+        self.did, self.ready, self.notes = [], ready, []
+        self.batches = (SimpleNamespace(number=number, plans=None) for number in itertools.count(1))
+        self.streams = ["step"]
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(feed_module, "to_device", self.to_device)
+        self.feed = Feed(self, torch.device("cuda", 0))
+
+    def next_unless(self, give_up):
+        if give_up():
+            raise NoBatchYet
+        self.did.append("wait")
+        return next(self.batches)
+
+    def next_if_ready(self):
+        if isinstance(self.ready, DataError):
+            raise self.ready
+        return next(self.batches) if self.ready else None
+
+    @contextmanager
+    def stream(self, stream):
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
+
+    def wait_stream(self, stream):
+        self.did.append(f"step waits for {stream}")
+
+    def to_device(self, batch, device):
+        number = batch.number
+        self.did.append(f"augment {number} on {self.streams[-1]}")
+        tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
+        return SimpleNamespace(views=[tensor], indices=tensor, number=number)
+
+    def step(self):
+        """What the host does in one step; the batch it got."""
+        self.did.clear()
+        got = next(self.feed).number
+        self.did.append("backward")
+        self.feed.prefetch()
+        self.did.append("optimizer")
+        return got, self.did
+
+
+def test_the_next_batch_is_launched_behind_the_backward_pass(monkeypatch):
+    """Once there is a first one, nothing stands between two steps but the streams' order."""
+    recorder = Recorder(monkeypatch, ready=True)
+    handed_over = ["step waits for side", "keep {0} for the step", "keep {0} for the step"]
+    expected = ["backward", "augment 2 on side", "optimizer"]
+    assert recorder.step() == (1, ["wait", "augment 1 on side", *[x.format(1) for x in handed_over], *expected])
+    expected[1] = "augment 3 on side"
+    assert recorder.step() == (2, [*[x.format(2) for x in handed_over], *expected])
+    recorder.feed.prefetch()  # one batch ahead, no more
+    assert recorder.step()[0] == 3
+
+
+def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypatch):
+    recorder = Recorder(monkeypatch, ready=False)
+    for number in (1, 2):
+        got, did = recorder.step()
+        assert (
+            got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
+        )
+    with pytest.raises(NoBatchYet):
+        recorder.feed.next_unless(lambda: True)
+    assert recorder.step()[0] == 3
+    recorder.ready = True
+    recorder.step()
+    assert recorder.feed.next_unless(lambda: True).number == 5  # it is there: nothing to give up
+
+
+def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
+    recorder = Recorder(monkeypatch, ready=DataError("100 images in a row"))
+    assert recorder.step()[1][-1] == "optimizer"
+    with pytest.raises(DataError, match="in a row"):
+        next(recorder.feed)
+
+
+def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
+    monkeypatch.setattr(feed_module, "find_kernels", lambda device, dtype, shape: (None, "no C compiler"))
+    fed = feed("cpu", "device")
+    next(fed), next(fed)
+    [note] = fed.take_notes()
+    assert "(no C compiler)" in note and fed.take_notes() == []
+    fed.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 @BOTH
@@ -34,6 +131,7 @@ def test_a_gpu_is_fed_the_same_views(augment, workers):
     """Also when the step writes over its memory: nothing of the next batch may lie there yet."""
     fed = feed("cuda", augment, workers)
     for views, batch in zip(itertools.islice(fed, 12), batches(12, 4, augment=augment), strict=True):
+        fed.prefetch()
         assert views.indices.is_cuda and torch.equal(views.indices.cpu(), batch.indices)
         for a, b in zip(views.views, augmented_views(batch), strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1 / 58)

@@ -28,7 +28,7 @@ from dino_ds.data.loader import (
 )
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.workers import automatic_workers
-from dino_ds.errors import DataError
+from dino_ds.errors import DataError, is_out_of_memory
 
 IMAGES, GLOBAL = 21, 8
 START = Position()
@@ -54,6 +54,15 @@ class Noise:
 
     def name(self, index: int) -> str:
         return f"noise/{index}"
+
+
+class Exhausting(Noise):
+    """Where the memory for image 5 is not there."""
+
+    def load(self, index: int) -> Image.Image:
+        if index == 5:
+            bytearray(2**62)
+        return super().load(index)
 
 
 CROPS = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
@@ -319,7 +328,10 @@ def _workers_of_this_process():
 
 
 def test_a_killed_worker_is_named_and_started_again_once():
-    """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error."""
+    """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error.
+
+    Also where batches are taken only if they are there.
+    """
     import psutil
 
     undisturbed = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 0, START)
@@ -328,7 +340,7 @@ def test_a_killed_worker_is_named_and_started_again_once():
     seen = [next(loader).indices.tolist()]
     first = _workers_of_this_process()
     os.kill(first[0].pid, signal.SIGKILL)
-    seen += [next(loader).indices.tolist() for _ in range(39)]
+    seen += [(loader.next_if_ready() or next(loader)).indices.tolist() for _ in range(39)]
     assert seen == everything
     assert len(loader.notes) == 1
     assert f"loader process {first[0].pid} was killed by SIGKILL" in loader.notes[0]
@@ -357,6 +369,7 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
 
     monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.2)
     loader = build_loader(Stuck(8), CROPS, 0, 8, 8, 0, 1, 1, START, patience=2.0)
+    assert loader.next_if_ready() is None
     with pytest.raises(NoBatchYet):
         loader.next_unless(lambda: True)
     first = _workers_of_this_process()
@@ -481,3 +494,11 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         _, alive = psutil.wait_procs(family, timeout=60)
     assert len(family) >= 2
     assert alive == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_that_runs_out_in_a_loader_is_no_unreadable_image(workers):
+    """It comes as what it is from a loader process too: another image would not fit either."""
+    with pytest.raises(MemoryError) as raised:
+        batches(3, workers=workers, source=Exhausting())
+    assert is_out_of_memory(raised.value)

@@ -11,8 +11,22 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image
 
+from dino_ds.data import photometric
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, MultiCrop, ViewParameters, apply_view, to_tensor
-from dino_ds.data.photometric import Plan, augment, blend, gaussian_blur, shift_hue, solarize
+from dino_ds.data.photometric import (
+    FLIP,
+    GRAY,
+    SIGMA,
+    SLOTS,
+    SOLARIZE,
+    Plan,
+    augment,
+    blend,
+    find_kernels,
+    gaussian_blur,
+    shift_hue,
+    solarize,
+)
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
 pytestmark = pytest.mark.numerical
@@ -130,6 +144,15 @@ def test_crops_are_not_written_to():
     assert torch.equal(some, before)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
+    """Images of more than 8 bits come as numbers in [0, 1]."""
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, "dino")
+    views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
+    some = crops(len(views), channels=channels)
+    torch.testing.assert_close(augmented(some / 255, views), augmented(some, views), rtol=0, atol=1e-5)
+
+
 def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
     views = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
@@ -139,10 +162,14 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for():
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch):
     views = MultiCrop(64, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
     some, plan = crops(len(views), 64), Plan.build(views, 3)
     there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
+    assert find_kernels(there.device, there.dtype, there.shape[1:])[1] == ""
+    if not fused:
+        monkeypatch.setattr(photometric, "find_kernels", lambda *_: (None, ""))
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = augment(there, [moved])
@@ -182,23 +209,22 @@ def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
     multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 2, "dino")
     views = [multicrop.draw(100, 80, seed) for seed in range(2000)]
     for kind, blur in ((0, 1.0), (1, 0.1), (2, 0.5)):
-        plan = Plan.build([view[kind] for view in views], 3)
-        flips, *hues, grays, blurs, solarized = plan.counts
-        for hits, rate in ((flips, 0.5), (sum(hues), 0.8), (grays, 0.2), (blurs, blur), (solarized, 0.2 * (kind == 1))):
-            assert_rate(hits, 2000, rate)
-        for hits in hues:
-            assert_rate(hits, 2000, 0.2)
-        blends = plan.values[: 4 * 3 * 2000].view(4, 3, 2000)
-        assert 0.6 <= blends[:, 0].min() < 0.61 and 1.39 < blends[:, 0].max() <= 1.4
-        saturation, contrast = (blends[:, i].flatten() for i in (1, 2))
+        table = Plan.build([view[kind] for view in views], 3).table
+        jitter = table[:, : 4 * SLOTS].view(-1, SLOTS, 4)
+        hues, sigmas = jitter[..., 3], table[:, SIGMA]
+        rates = ((FLIP, 0.5), (GRAY, 0.2), (SIGMA, blur), (SOLARIZE, 0.2 * (kind == 1)))
+        for column, rate in rates:
+            assert_rate(int((table[:, column] != 0).sum()), 2000, rate)
+        for slot in range(SLOTS):
+            assert_rate(int((hues[:, slot] != 0).sum()), 2000, 0.2)
+        assert 0.6 <= jitter[..., 0].min() < 0.61 and 1.39 < jitter[..., 0].max() <= 1.4
+        saturation, contrast = jitter[..., 1], jitter[..., 2]
         assert -0.2 <= saturation.min() < -0.19 and 0.19 < saturation.max() <= 0.2
         assert -0.4 <= contrast.min() < -0.39 and 0.39 < contrast.max() <= 0.4
-        for drawn in (saturation, contrast):
+        for drawn in (saturation, contrast, hues):
             assert_rate(int((drawn != 0).sum()), 2000, 0.8)
-        turns = plan.values[4 * 3 * 2000 :][: sum(hues)]
-        assert -0.1 <= turns.min() < -0.099 and 0.099 < turns.max() <= 0.1
-        sigmas = plan.values[4 * 3 * 2000 + sum(hues) :][:blurs]
-        assert 0.1 <= sigmas.min() < 0.2 and 1.9 < sigmas.max() <= 2.0
+        assert -0.1 <= hues.min() < -0.099 and 0.099 < hues.max() <= 0.1
+        assert 0.1 <= sigmas[sigmas != 0].min() < 0.2 and 1.9 < sigmas.max() <= 2.0
 
 
 def test_the_worker_sees_nearly_the_same():
@@ -218,5 +244,4 @@ def test_the_worker_sees_nearly_the_same():
 def test_a_plan_travels_between_processes_as_plain_bytes():
     plan = Plan.build([replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)], 3)
     other = pickle.loads(pickle.dumps(plan))
-    assert torch.equal(other.rows, plan.rows) and torch.equal(other.values, plan.values)
-    assert (other.crops, other.counts) == (plan.crops, plan.counts)
+    assert torch.equal(other.table, plan.table) and torch.equal(other.there, plan.table)

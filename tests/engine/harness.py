@@ -84,7 +84,9 @@ def build_step(
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
     engine = Engine(network, config, betas=(0.9, 0.999), eps=eps)
-    teacher = Teacher(copied, engine.masters(), DTYPES[config.precision], keep_copy=config.levers.teacher_copy)
+    teacher = Teacher(
+        copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False)
+    )
     objective = DinoLoss(prototypes, student_temp=0.1, center_momentum=0.9)
     return DinoStep(engine, teacher, objective, schedules or tiny_schedules())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -10,13 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.engine.engine import Progress
-from tests.engine.harness import build_step, crops, ds_config, run_windows
+from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
 
 _CASES = [(0, "fp32")] + [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
 
 
-class _Reads(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Counts what makes the host wait for a device: `.item()`, `float()`, `bool()`, `.tolist()`, `nonzero`."""
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     counts = []
     cpu = get_accelerator()
     for _ in range(2):
-        with _Reads() as reads, mock.patch.object(cpu, "synchronize", wraps=cpu.synchronize) as waits:
+        with HostReads() as reads, mock.patch.object(cpu, "synchronize", wraps=cpu.synchronize) as waits:
             out = step.micro_batch(views, keys)
         counts.append(reads.count + waits.call_count)
     assert out.progress is Progress.STEPPED
@@ -131,3 +132,46 @@ def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: dict[str, 
     (plain,), (other,) = run_on_ranks(_losses, stage, world=1), run_on_ranks(_losses, stage, world=1, **lever)
     assert other[0] == pytest.approx(plain[0], rel=1e-6)
     assert other == pytest.approx(plain, rel=1e-5)
+
+
+def _norms(stage: int, precision: str, poison: bool) -> list[tuple[float, float]]:
+    """(ours, DeepSpeed's own) of two windows; with frozen prototypes, and the gradients of several groups."""
+    settings = {"fp16_settings": {"initial_scale_power": 4}} if precision == "fp16" else {}
+    config = ds_config(stage, precision, 8, gradient_clipping=1.0, **settings)
+    step = build_step(config, schedules=tiny_schedules(freeze_steps=1))
+    optimizer, found = step.engine._optimizer, []
+    name = "scaled_global_norm" if stage < 3 else "_get_norm_groups"
+    ours = getattr(optimizer, name)
+
+    def both() -> Any:
+        if poison:
+            next(iter(optimizer.averaged_gradients.values()))[0].view(-1)[0] = torch.nan
+        theirs, mine = getattr(type(optimizer), name)(optimizer), ours()
+        if stage == 3:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            theirs, (total,) = combine_grad_norm_groups(theirs), mine
+        else:
+            total = mine
+        found.append((float(total), float(theirs)))
+        return mine
+
+    setattr(optimizer, name, both)
+    run_windows(step, 0, 2)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32")])
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_norm_of_one_pass_is_deepspeed_s(stage: int, precision: str, world: int):
+    """Both sum in FP64."""
+    results = run_on_ranks(_norms, stage, precision, False, world=world)
+    assert all(result == results[0] and len(result) == 2 for result in results)
+    for ours, theirs in results[0]:
+        assert ours > 0 and ours == pytest.approx(theirs, rel=2e-7)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_norm_of_a_gradient_with_a_nan_is_infinite(stage: int):
+    for found in run_on_ranks(_norms, stage, "bf16", True, world=2):
+        assert found == [(math.inf, math.inf)] * 2

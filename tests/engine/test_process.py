@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 
+from dino_ds import distributed
 from dino_ds.engine.process import _join, _quiet_deepspeed
 from dino_ds.errors import ConfigError
 
@@ -30,3 +32,25 @@ def test_deepspeed_warns_elsewhere_than_on_standard_output(capsys):
     _quiet_deepspeed()
     logger.warning("pytorch allocator cache flushes")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [("1", 11), ("3", 4), ("64", 1)])
+def test_ranks_with_gpus_share_the_cores_of_their_host(monkeypatch, ranks, threads):
+    """An offloaded optimizer steps there; each rank with threads for all cores would be slower than one alone."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator, found = get_accelerator(), []
+    for name, value in (("device_name", "cuda"), ("device_count", 64), ("set_device", None)):
+        monkeypatch.setattr(accelerator, name, lambda *_, value=value: value)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(distributed, "usable_cores", lambda: [*range(12)])
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    for name, value in (("LOCAL_RANK", "0"), ("LOCAL_SIZE", ranks)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _join(timedelta(minutes=1))
+    assert (found or [11]) == [threads]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    _join(timedelta(minutes=1))
+    assert len(found) <= 1

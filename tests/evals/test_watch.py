@@ -119,6 +119,18 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     assert "untrained" not in other.verdict() and "untrained" in same.verdict()
 
 
+def test_a_teacher_below_raw_pixels_is_warned_of(sources):
+    """With what to try; none where nothing was evaluated."""
+    watch = _watch(sources)
+    assert watch.warning() is None
+    watch.raw, watch.latest = 24.0, 24.0
+    assert watch.warning() is None
+    watch.latest = 20.4
+    line = watch.warning()
+    assert line.startswith("the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %)")
+    assert "--length" in line and "--model.patch_size" in line and "\n" not in line
+
+
 def test_chance_is_that_of_all_classes_that_are_answers(sources):
     """As `dino-ds eval` has it: who guesses does not know that the test images lack one."""
     test = copy.copy(sources[1])

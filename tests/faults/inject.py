@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import importlib
 import os
 import signal
 import sys
@@ -132,6 +133,27 @@ def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank:
         DinoStep.micro_batch, DinoLoss.__call__ = micro_batch, call
 
 
+def at_call(method: str, number: int, on: tuple[int, ...], do: Act) -> Fault:
+    """`do` before call `number` of a method ("module:Class.name"; the first is 1) and those that follow."""
+    return functools.partial(_at_call, method, number, on, do)
+
+
+def _at_call(method: str, number: int, on: tuple[int, ...], do: Act, rank: int) -> None:
+    module, _, name = method.partition(":")
+    owner, name = getattr(importlib.import_module(module), name.split(".")[0]), name.split(".")[1]
+    original, calls = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(True)
+        if len(calls) >= number:
+            mark()
+            do()
+        return original(*args, **kwargs)
+
+    if rank in on:
+        setattr(owner, name, call)
+
+
 def both(*faults: Fault) -> Fault:
     return functools.partial(_both, faults)
 
@@ -193,6 +215,26 @@ crash = send(signal.SIGSEGV)
 
 def fail() -> None:
     raise RuntimeError("planted by a test")
+
+
+def allocate() -> None:
+    """More than any machine has, of torch's allocator."""
+    import torch
+
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def allocate_in_python() -> None:
+    bytearray(2**62)
+
+
+def told(**variables: str) -> Act:
+    """The launcher has told this rank something else."""
+    return functools.partial(_told, variables)
+
+
+def _told(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 def leave(code: int = 0) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import psutil
+
+from tests.disks import fill
 from tests.faults import inject, scene
-from tests.faults.inject import act, at_once, at_step, in_save, loss_times
+from tests.faults.inject import act, at_call, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
 from tests.faults.scene import Prepare, Scene
 
@@ -70,11 +75,43 @@ def _stop_file(job: Job, place: Scene) -> None:
     (place.run / "stop").touch()
 
 
+def _fifo_at_latest(job: Job, place: Scene) -> None:
+    """Whoever opens it waits for ever."""
+    job.wait_for_steps(place.run, 7)
+    (place.run / "checkpoints/latest").unlink()
+    os.mkfifo(place.run / "checkpoints/latest")
+
+
+def _freeze_disk(job: Job, place: Scene) -> None:
+    """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
+    job.wait_for_steps(place.run, 7)
+    scene.freeze(place)
+    job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
+    scene.thaw(place)
+
+
 def _empty_images(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
     job.mark()
     for path in place.images.iterdir():
         path.unlink()
+
+
+def _fill_disk(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 2)
+    job.mark()
+    fill(place.run)
+
+
+def _rename_run(job: Job, place: Scene) -> None:
+    job.wait_for_steps(place.run, 4)
+    job.mark()
+    place.run.rename(place.run.with_name("renamed"))
+
+
+def _remove_run(job: Job, place: Scene) -> None:
+    _rename_run(job, place)
+    shutil.rmtree(place.run.with_name("renamed"))
 
 
 def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
@@ -85,6 +122,10 @@ def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
 
 def _hangs(name: str, how: str, rank: int, do: inject.Act) -> Kind:
     return Kind(name, how, (6, 6), "no progress", at_step(8, (rank,), do), changes=QUICK)
+
+
+def _exhausts(name: str, how: str, codes: tuple[int, ...], fault: inject.Fault, part: str) -> Kind:
+    return Kind(name, how, codes, f"out of memory in {part} after step 7", fault)
 
 
 def _asked(name: str, how: str, by_hand: Callable[[Job, Scene], None]) -> Kind:
@@ -105,11 +146,27 @@ PROCESSES = [
         "rank 1 never arrives", "it ends before it joins the others", (6, 7), "no progress",
         at_once((1,), act(inject.leave, 7)), changes=QUICK, goes_on=False,
     ),
+    Kind(
+        "rank 1 is told a number out of range", "RANK=3 of WORLD_SIZE=2", (6, 2), "0 to 1 of WORLD_SIZE 2",
+        at_once((1,), inject.told(RANK="3")), changes=QUICK, goes_on=False,
+    ),
+    Kind(
+        "ranks disagree on how many they are", "WORLD_SIZE 2 and 4", (2, 2), "give all of them the same WORLD_SIZE",
+        at_once((1,), inject.told(WORLD_SIZE="4")), goes_on=False,
+    ),
     _hangs("rank 0 hangs", "it sleeps for ever in step 8", 0, inject.sleep),
     _hangs("rank 1 hangs", "it sleeps for ever in step 8", 1, inject.sleep),
     _hangs("rank 1 frozen", "SIGSTOP in step 8", 1, inject.freeze),
     _hangs("rank 1 holds Python's lock", "a call into C that never returns", 1, inject.hold_gil),
     _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
+    Kind(
+        "rank 1 frozen, `latest` never answers", "SIGSTOP in step 8; `latest` is a FIFO", (6, 6), "does not answer",
+        at_step(8, (1,), inject.freeze), _fifo_at_latest, scene.latest_back, changes=QUICK,
+    ),
+    Kind(
+        "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
+        at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
+    ),
     Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
     Kind(
         "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
@@ -149,6 +206,14 @@ SAVING = [
         "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
         in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
     ),
+    Kind(
+        "disk full at the start", "16 KiB are free", (5, 5), "a checkpoint and the teacher need",
+        before=scene.full_disk, goes_on=False,
+    ),
+    Kind(
+        "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, _fill_disk,
+        before=scene.small_disk, changes={"save_every": "1 steps"}, goes_on=False,
+    ),
     Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training goes on", before=scene.log_full),
 ]  # fmt: skip
 
@@ -171,6 +236,8 @@ LOADING = [
     _loads("one bit flipped", "in rank 0's file, step 6", scene.flip("rank_00000.safetensors"), "is damaged"),
     _loads("one bit of the teacher flipped", "step 6", scene.flip("whole_00000.safetensors"), "is damaged"),
     _loads("manifest damaged", "one bit, step 6", scene.flip("manifest.json"), "damaged manifest.json"),
+    _loads("`latest` is a folder", "mkdir", scene.folder_as("checkpoints/latest"), "latest was a folder"),
+    _loads("checkpoint is a link to itself", "step 6", scene.link_to_itself, "using step 3"),
     _loads("files of two steps", "rank 1's of step 3 in step 6", scene.mix, "files of step 6 and step 3 are mixed"),
     _loads("files of two ranks swapped", "step 6", scene.swap, "using step 3"),
     _refused("all checkpoints gone", "rm -r checkpoints", scene.remove(""), "--resume auto starts from"),
@@ -179,8 +246,10 @@ LOADING = [
         scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)), "no older checkpoint exists",
     ),
     _refused("pickles in place of tensors", "with good checksums", scene.pickles, "safetensors: "),
-    _refused("settings changed", "optimizer.lr", scene.nothing, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
-    _refused("model changed", "model.width", scene.nothing, "model.width", changes={"model.width": "64"}),
+    _refused("settings changed", "optimizer.lr", scene.no_trace, "optimizer.lr", changes={"optimizer.lr": "0.001"}),
+    _refused("more images", "20, then 120: 1 epochs is 15 steps", scene.more_images, "and lengths in epochs with them"),
+    _loads("other images", "all black", scene.black_images, "0 added, 0 removed, 20 of another size", goes_on=False),
+    _refused("model changed", "model.width", scene.no_trace, "model.width", changes={"model.width": "64"}),
     Kind("fewer ranks", "2, then 1", (0,), "done ", before=scene.nothing, old=True, exact=False),
     Kind("more ranks", "2, then 4", (0, 0, 0, 0), "done ", before=scene.nothing, old=True, exact=False),
     _loads("another ZeRO stage", "1, then 3", scene.nothing, "done ", ds="zero3_fp32.json", exact=False),
@@ -199,6 +268,24 @@ NUMBERS = [
     _bad("fp16 overflow", "loss times 1e30", "loss scale", loss_times(1e30, 8, (0,)), "zero2_fp16.json", *_SCALE),
     Kind("NaN twice", "loss of rank 1", (0, 0), "nothing moved (2 in", loss_times(NAN, 8, (1,), 2), goes_on=False),
 ]  # fmt: skip
+MEMORY = [
+    _exhausts(
+        "rank 1 out of memory", "2^60 bytes before step 8", (7, 7), at_step(8, (1,), inject.allocate),
+        "the forward pass",
+    ),
+    _exhausts(
+        "all out of memory", "2^60 bytes in the backward pass of step 8", (7, 7),
+        at_call("dino_ds.engine.engine:Engine.backward", 8, (0, 1), inject.allocate), "the backward pass",
+    ),
+    Kind(
+        "out of memory in a save", "Python's MemoryError on rank 0, step 6", (7, 7), "out of memory in saving after",
+        at_call("dino_ds.training.run:Run.save", 2, (0,), inject.allocate_in_python),
+    ),
+    Kind(
+        "more predicted than there is", "2^24 prototypes for 4096 images", (2, 2), "of host memory by prediction",
+        changes={"head.prototypes": "16777216", "data.global_batch": "4096"}, goes_on=False,
+    ),
+]  # fmt: skip
 _LOADER = {"data.workers": "1"}
 DATA = [
     Kind(
@@ -209,6 +296,10 @@ DATA = [
         "loader process killed twice", "SIGKILL in steps 5 and 8", (2, 2), "after a restart",
         inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
     ),
+    Kind(
+        "images of one colour", "all black", (0, 0), "100% of the images are of one colour", before=scene.black_images,
+        goes_on=False,
+    ),
     Kind("half of the images empty", "0 bytes", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
     Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, _empty_images, goes_on=False),
     Kind(
@@ -217,11 +308,37 @@ DATA = [
     ),
 ]  # fmt: skip
 FOLDERS = [
+    Kind(
+        "absurd values", "--hang_seconds of 10^30, 10^5 blocks", (2, 2), "must be <= 1024", goes_on=False,
+        changes={"hang_seconds": str(10**30), "model.depth": "100000"},
+    ),
+    Kind(
+        "path that no file can have", "--data.root of 5000 characters", (2, 2), "is too long", goes_on=False,
+        changes={"data.root": "a/" * 2500},
+    ),
     Kind("run folder in use", "a second job", (2, 2), "is in use by pid", before=scene.other_job, goes_on=False),
     _loads("lock of a dead run", "RUN/lock, its process gone", scene.dead_lock, "was taken over"),
     Kind(
-        "folder holds a run", "no --resume", (2, 2), "already holds a run", old=True, resume=False, goes_on=False
+        "folder holds a run", "no --resume", (2, 2), "already holds a run", before=scene.no_trace, old=True,
+        resume=False, goes_on=False,
     ),
+    Kind(
+        "run folder renamed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _rename_run,
+        before=scene.gone, goes_on=False,
+    ),
+    Kind(
+        "run folder removed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _remove_run,
+        before=scene.gone, goes_on=False,
+    ),
+    Kind(
+        "metrics.jsonl is a folder", "mkdir", (2, 2), "is a folder where a run has a file",
+        before=scene.folder_as("metrics.jsonl"), old=True, goes_on=False,
+    ),
+    Kind(
+        "RUN/lock is a folder", "mkdir", (2, 2), "is not the lock of a run", before=scene.folder_as("lock"), old=True,
+        goes_on=False,
+    ),
+    _loads("leftovers are folders", "config.yaml.tmp", scene.folder_as("config.yaml.tmp"), "done "),
     Kind("nothing to resume", "--resume, no folder", (3, 3), "nothing to resume", resume=True, goes_on=False),
     Kind("run folder below a file", "FILE/run", (2, 2), "--run_dir", before=scene.below_a_file, goes_on=False),
     Kind(
@@ -236,6 +353,7 @@ GROUPS = {
     "Saving": SAVING,
     "Loading": LOADING,
     "Numbers": NUMBERS,
+    "Memory": MEMORY,
     "Data": DATA,
     "Folders and ports": FOLDERS,
 }

@@ -10,10 +10,16 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+from PIL import Image
+
+from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
+from tests.training.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
 Prepare = Callable[["Scene"], Callable[[], None] | None]
@@ -22,11 +28,13 @@ Prepare = Callable[["Scene"], Callable[[], None] | None]
 
 @dataclass
 class Scene:
-    """`run` may be a copy of a run that has saved steps 3 and 6; `images` are a copy; port: the job's, None = free."""
+    """`run` may be a copy of a run that has saved steps 3 and 6; `images` are a copy; port: the job's, None = free;
+    later: what is undone at the end, also of a test that fails."""
 
     run: Path
     images: Path
     port: int | None = None
+    later: ExitStack = field(default_factory=ExitStack)
 
     @property
     def newest(self) -> Path:
@@ -146,6 +154,117 @@ def log_full(scene: Scene) -> None:
     (scene.run / "log.txt").symlink_to("/dev/full")
 
 
+def no_trace(scene: Scene) -> Callable[[], None]:
+    """The run must be the same afterwards, to the byte."""
+
+    def contents() -> dict[Path, bytes | None]:
+        return {path: path.read_bytes() if path.is_file() else None for path in scene.run.rglob("*")}
+
+    before = contents()
+
+    def check() -> None:
+        assert contents() == before
+
+    return check
+
+
+def more_images(scene: Scene) -> None:
+    """Six times as many."""
+    image_folder(scene.images / "more", 100, seed=1)
+
+
+def black_images(scene: Scene) -> None:
+    for path in scene.images.iterdir():
+        Image.new("RGB", (48, 40)).save(path)
+
+
+def link_to_itself(scene: Scene) -> None:
+    shutil.rmtree(scene.newest)
+    scene.newest.symlink_to(scene.newest.name)
+
+
+def folder_as(name: str) -> Prepare:
+    """A folder with something in it, in place of a file of the run."""
+
+    def act(scene: Scene) -> None:
+        path = scene.run / name
+        path.unlink(missing_ok=True)
+        (path / "inner").mkdir(parents=True)
+
+    return act
+
+
+def small_disk(scene: Scene) -> Callable[[], None]:
+    """The run folder is a disk of 4 MiB; whatever happens, it holds no half line."""
+    mount_disk(scene.run)
+
+    def check() -> None:
+        lines = [scene.run / name for name in ("metrics.jsonl", "log.txt") if (scene.run / name).exists()]
+        whole = all(path.read_bytes().endswith(b"\n") for path in lines)
+        left = [str(path) for path in scene.run.rglob("*") if path.name.endswith(".tmp") or path.name.startswith(".")]
+        unmount(scene.run)
+        assert whole and not left
+
+    return check
+
+
+def full_disk(scene: Scene) -> Callable[[], None]:
+    """As `small_disk`, with 16 KiB free from the start: nothing is left there."""
+    check = small_disk(scene)
+    fill(scene.run, 16)
+
+    def check_empty() -> None:
+        names = os.listdir(scene.run)
+        check()
+        assert names == ["FILLER"]
+
+    return check_empty
+
+
+def gone(scene: Scene) -> Callable[[], None]:
+    """The run folder must not come back."""
+
+    def check() -> None:
+        assert not scene.run.exists()
+
+    return check
+
+
 def below_a_file(scene: Scene) -> None:
     scene.run.parent.joinpath("file").touch()
     scene.run = scene.run.parent / "file" / "run"
+
+
+def latest_back(scene: Scene) -> Callable[[], None]:
+    """Afterwards `latest` is a file again, whatever the test has put there."""
+
+    def restore() -> None:
+        (scene.run / "checkpoints/latest").unlink()
+        latest(NEWEST)(scene)
+
+    return restore
+
+
+def own_disk(scene: Scene) -> None:
+    """The run folder is on a file system of its own, which can be frozen; skips where that is not permitted."""
+    disk, image = scene.run.parent / "disk", scene.run.parent / "disk.img"
+    disk.mkdir()
+    image.touch()
+    os.truncate(image, 64 << 20)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(disk)]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system can be mounted here: {error}")
+    scene.later.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+    scene.later.callback(thaw, scene)
+    scene.run = disk / "run"
+
+
+def freeze(scene: Scene) -> None:
+    """Every write to the scene's own disk waits in the kernel."""
+    subprocess.run(["fsfreeze", "--freeze", str(scene.run.parent)], check=True)
+
+
+def thaw(scene: Scene) -> None:
+    subprocess.run(["fsfreeze", "--unfreeze", str(scene.run.parent)], check=False, stderr=subprocess.DEVNULL)

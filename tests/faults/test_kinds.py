@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.faults import jobs
 from tests.faults.kinds import KINDS, Kind
 from tests.faults.scene import Scene
-from tests.training.harness import image_folder, losses_of
+from tests.training.harness import REPOSITORY, image_folder, losses_of
 
 pytestmark = pytest.mark.faults
 
@@ -51,8 +51,9 @@ def straight(images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_fault(kind, images, old_run, straight, tmp_path, record_property):
+def test_fault(kind, images, old_run, straight, tmp_path, record_property, request):
     place = Scene(tmp_path / "run", tmp_path / "images")
+    request.addfinalizer(place.later.close)
     shutil.copytree(images, place.images)
     if kind.old:
         shutil.copytree(old_run, place.run)
@@ -94,4 +95,5 @@ def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, st
 
 def _plain(line: str, folder: Path) -> str:
     """Without what differs from machine to machine."""
+    line = line.replace(f"{REPOSITORY}/", "")
     return line.replace(str(folder / "run"), "RUN").replace(str(folder), "").removeprefix("dino_ds: error: ")

@@ -56,7 +56,7 @@ def _accepted(given):
         train = parse_flags(TRAIN, words[words.index("dino_ds/train.py") + 1 :])
     assert train is not None
     load_recipe(train.fixed["config"], train.recipe)
-    load_ds_config(str(REPOSITORY / train.fixed["ds_config"]), train.ds)
+    load_ds_config(str(REPOSITORY / train.fixed.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)
     return train
 
 

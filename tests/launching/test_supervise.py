@@ -126,7 +126,7 @@ def test_a_rank_that_ends_well_without_having_finished_is_a_failure(tmp_path):
     assert code == 6 and "rank 1 has ended without having finished" in line
 
 
-@pytest.mark.parametrize(("code", "starts"), [(1, 3), (5, 3), (6, 3), (2, 1), (3, 1), (4, 1), (75, 1)])
+@pytest.mark.parametrize(("code", "starts"), [(1, 3), (5, 3), (6, 3), (2, 1), (3, 1), (4, 1), (7, 1), (75, 1)])
 def test_what_is_started_again(tmp_path, code, starts):
     job = Job(tmp_path / "run", [[[f"exit {code}"]]], 2, "--resume", "--lr", "1")
     found, lines = job.end()

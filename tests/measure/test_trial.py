@@ -113,6 +113,9 @@ def test_named_ranges_cover_the_step_in_order():
         trial.run()
     trial.run()
     assert tuple(seen) == PARTS[1:]
+    with listen(Listener):  # the host fetches the next batch before it waits for the gradient's norm
+        trial.step.micro_batch(trial.views, trial.keys, lambda: seen.append("next batch"))
+    assert seen[-5:] == ["backward", "next batch", *PARTS[-3:]]
 
 
 def _shapes_and_crops(stage):

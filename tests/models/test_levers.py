@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor
 from torch._dynamo.utils import counters
 
 import dino_ds.models.attention as attention
@@ -44,6 +45,22 @@ def test_kernels_of_sdpa_give_the_same(backend):
         rtol=1e-5,
         atol=2e-5,
     )
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_gradients_of_queries_keys_and_values_are_put_together_exactly(parts):
+    """They are only moved: equal to the bit to what autograd makes of slices."""
+    groups, heads, width = ((2, 5), (3, 4)), 2, 6
+    x = torch.randn(22, parts * heads * width, requires_grad=True)
+    theirs = []
+    for start, (sequences, tokens) in ((0, groups[0]), (10, groups[1])):
+        rows = x[start : start + sequences * tokens].view(sequences, tokens, parts, heads, width)
+        theirs += [rows[:, :, part].transpose(1, 2) for part in range(parts)]
+    ours = attention._PerSize.apply(x, groups, parts, heads)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    grads = [torch.randn_like(piece) for piece in theirs]
+    (a,), (b,) = (torch.autograd.grad(pieces, x, grads) for pieces in (ours, theirs))
+    assert torch.equal(a, b)
 
 
 def test_the_kernel_that_runs_has_a_name():
@@ -126,6 +143,18 @@ class TestBatchedStochasticDepth:
 
     def test_is_not_used_in_evaluation(self):
         torch.testing.assert_close(_model(drop_path=0.6, stochastic_depth="batched")(_views()), _model()(_views()))
+
+
+@pytest.mark.parametrize(
+    "mode, theirs",
+    [("default", None), ("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead", "reduce-overhead")],
+)
+def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    _model().compile_blocks(mode)
+    assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
+    assert theirs is None or torch._inductor.list_mode_options(theirs)
 
 
 def test_twelve_blocks_compile_to_four_programs():

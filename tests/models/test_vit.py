@@ -7,9 +7,12 @@ import dataclasses
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 
 from dino_ds.architectures import ARCHITECTURES
+from dino_ds.models.blocks import PatchEmbed
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
+from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
 
 pytestmark = pytest.mark.numerical
@@ -115,6 +118,38 @@ def test_position_interpolation_is_a_choice():
     dino, antialias = _model(), _model(pos_embed_interpolation="antialias")
     torch.testing.assert_close(dino(views[:1]), antialias(views[:1]))
     assert (dino(views[2:3]) - antialias(views[2:3])).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("side, height, width", [(14, 6, 6), (37, 16, 24), (4, 7, 2)])
+@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
+def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height, width):
+    """And their gradients. Standard normal entries in FP32, sums in another order: 1e-6 of the largest."""
+    patches = torch.randn(1, side**2, 8, requires_grad=True)
+    grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+    if interpolation == "dino":
+        scale = ((height + 0.1) / side, (width + 0.1) / side)
+        theirs = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+    else:
+        theirs = F.interpolate(grid, size=(height, width), mode="bicubic", antialias=True)
+    theirs = theirs.flatten(2).transpose(1, 2)
+    ours = resize_positions(patches, height, width, interpolation)
+    weights = torch.randn_like(ours)
+    gradients = [torch.autograd.grad((out * weights).sum(), patches)[0] for out in (ours, theirs)]
+    for a, b in ((ours, theirs), gradients):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("channels, side, size", [(3, 16, (96, 80)), (5, 14, (70, 60))])
+def test_patches_are_embedded_as_by_a_convolution(channels, side, size):
+    """In double precision, gradients too; 60 pixels are 4 patches of 14, and the rest is left out."""
+    torch.manual_seed(0)
+    embed, images = PatchEmbed(channels, side, 32).double(), torch.randn(2, channels, *size, dtype=torch.float64)
+    conv = embed.proj
+    theirs = F.conv2d(images, conv.weight, conv.bias, stride=side).flatten(2).transpose(1, 2)
+    ours = embed(images)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad(out.square().sum(), tuple(conv.parameters())) for out in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
 
 
 def _scales(keys, views, blocks, last_rate):

@@ -56,8 +56,16 @@ def test_figures_show_everything(pictures):
     cross = figure.axes[0].lines[-1]
     assert cross.get_color() == "red"
     shown = pictures.numpy()
-    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]])
-    assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"]
+    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]], [[None, None]])
+    assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"] and not figure.axes[0].patches
+
+
+def test_the_frame_of_a_neighbour_says_whether_it_is_of_the_class(pictures):
+    picture = pictures[0].numpy()
+    figure = draw_neighbours([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
+    colours = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
+    assert len(colours) == 2 and colours[0][2] > colours[0][0] and colours[1][0] > colours[1][2]
+    assert _shown(figure)[1][0] == "query (blue: its class)"
 
 
 def test_each_picture_is_what_its_title_says(pictures):
@@ -150,7 +158,7 @@ def test_names_of_classes_are_no_formulas(recwarn):
     """Nor do they run into each other, nor does a script that the font lacks leave warnings."""
     names, picture = ["$\\frac$", "犬", "a very long name of a class that nobody can read"], np.zeros((8, 8, 3))
     shown = ["$\\frac$", "犬", "a very long name of a cl…"]
-    figure = draw_neighbours([picture] * 3, [[picture]] * 3, [[name, ""] for name in names])
+    figure = draw_neighbours([picture] * 3, [[picture]] * 3, [[name, ""] for name in names], [[None]] * 3)
     assert _shown(figure)[1][2:] == shown
     figure_pixels(figure)
     points, thumbnails = np.random.default_rng(0).normal(size=(3, 2)), [picture.astype(np.uint8)] * 3
@@ -242,7 +250,10 @@ def test_curves_with_and_without_evaluations(tmp_path):
     early = {"step": 0, "knn_top1": 40.0, "knn_raw_pixels": 31.0, "knn_chance": 9.0}
     panel = _curves(tmp_path, early, *records, knn).axes[1]
     assert "50.0 at the end" in panel.get_title()
-    assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0"]
+    assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0", "untrained 40.0"]
+    below = _curves(tmp_path, *records, knn | {"knn_raw_pixels": 80.0}).axes[1]
+    assert [text.get_text() for text in below.texts] == ["raw pixels 80.0", "chance 10.0"]
+    assert below.get_ylim()[1] > 80
     figure_pixels(_curves(tmp_path), dpi=50)
 
 

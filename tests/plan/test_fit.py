@@ -13,7 +13,7 @@ from dino_ds.plan.gpus import GPUS
 from dino_ds.plan.habits import find_bad_habits
 from dino_ds.plan.host import batch_bytes, checkpoint_bytes, host_bytes
 from dino_ds.plan.recommend import SHAPES, ds_of, recommend, write_ds
-from dino_ds.plan.speed import Cluster, estimate_step
+from dino_ds.plan.speed import Cluster, elementwise_bytes, estimate_step, launches
 
 GIANT = {"model.backbone": "vit_giant_patch14_dinov2", "crops.local_size": "98"}
 
@@ -116,6 +116,15 @@ def test_a_node_holds_what_is_offloaded_and_saved():
     assert parts["offloaded weights"] == 2 * (weights // 2)
     assert parts["loaded batches"] == 8 * 7 * batch_bytes(recipe, found.config.micro_batch)
     assert checkpoint_bytes(recipe) == 16 * weights + 4 * 65536
+
+
+@pytest.mark.parametrize(("images", "gigabytes"), [(64, 43.7), (256, 170.0)])
+def test_bytes_and_launches_are_those_that_were_counted(images, gigabytes):
+    """ViT-S/16 in bf16, eager: operators of the real step on fake CUDA tensors, and DeepSpeed's. To 5 %."""
+    recipe = load_recipe("vits16", {"data.global_batch": str(images), "model.drop_path": "0"})
+    config = fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config
+    assert elementwise_bytes(recipe, config) == pytest.approx(1e9 * gigabytes, rel=0.05)
+    assert launches(recipe, config) == (pytest.approx(1242 + 313, rel=0.01), pytest.approx(409, rel=0.01))
 
 
 def test_recomputation_and_offloading_cost_time():

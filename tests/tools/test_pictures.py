@@ -126,7 +126,7 @@ def test_a_patch_is_the_one_under_the_pixel(place, tmp_path, shown):
     picture[y - 1 : y + 2, x - 1 : x + 2] = 255
     Image.fromarray(picture).save(tmp_path / "dot.png")
     crop = EvalCrop(64)
-    cuts = list(read_cuts(choose(str(tmp_path / "dot.png"), "images", lambda: None), crop, "images"))
+    cuts = list(read_cuts(choose(str(tmp_path / "dot.png"), "images", lambda: None), crop, "images", None))
     (image, row, column) = find_patches(f"{x},{y}", cuts, crop, 8)[0]
     brightest = int(cuts[0].pixels.sum(dim=0).argmax())
     assert (image, row, column) == (0, brightest // 64 // 8, brightest % 64 // 8)

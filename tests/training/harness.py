@@ -64,6 +64,7 @@ def train_tiny(
     changes: dict[str, str] | None = None,
     ds_changes: dict[str, str] | None = None,
     allow_change: str | None = None,
+    **more: Any,
 ) -> str | None:
     """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
     from dino_ds.train import train
@@ -80,6 +81,7 @@ def train_tiny(
                 max_steps=max_steps,
                 resume=resume,
                 allow_change=allow_change,
+                **more,
             )
         except UserError as error:
             return str(error)

@@ -35,9 +35,9 @@ def _train_with_bad_numbers(root, run, ds, kind):
     has moved since."""
     original, before, bad = DinoStep.micro_batch, {}, []
 
-    def micro_batch(step, views, keys):
+    def micro_batch(step, views, *others):
         if step.applied_steps < GOOD_STEPS:
-            return original(step, views, keys)
+            return original(step, views, *others)
         if not before:
             before.update({name: tensor.clone() for name, tensor in _moving(step).items()})
         bad.append(step)
@@ -47,10 +47,10 @@ def _train_with_bad_numbers(root, run, ds, kind):
             backward = step.engine.backward
             step.engine.backward = lambda loss: backward(loss * 1e30)
             try:
-                return original(step, views, keys)
+                return original(step, views, *others)
             finally:
                 step.engine.backward = backward
-        return original(step, views, keys)
+        return original(step, views, *others)
 
     DinoStep.micro_batch = micro_batch
     try:

@@ -48,10 +48,10 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
     loaded: dict[str, int] = {}
     micro_batch, restore = DinoStep.micro_batch, DinoStep.restore
 
-    def watched(step, views, keys):
+    def watched(step, views, keys, *others):
         begun.extend(keys.tolist())
         before = step.applied_steps
-        out = micro_batch(step, views, keys)
+        out = micro_batch(step, views, keys, *others)
         if out.progress is not Progress.ACCUMULATING:
             seen.append((before, begun.copy()))
             begun.clear()

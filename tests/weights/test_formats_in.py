@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 import safetensors.torch
@@ -44,7 +45,7 @@ class TestFacebook:
         original = Original(**(SMALL | changes))
         torch.save(original.state_dict(), tmp_path / "dino.pth")
         (tmp_path / "dino.json").write_text('{"num_attention_heads": 1}')  # of another file: dino.safetensors, say
-        ours = load(tmp_path / "dino.pth")
+        ours = load(tmp_path / "dino.pth", heads=changes.get("heads", 1))
         for size in ((32, 32), (40, 24), (64, 64)):
             _same(ours.features(_images(*size)), original(_images(*size)))
 
@@ -54,14 +55,14 @@ class TestFacebook:
         """LayerScale, mask token, SwiGLU, registers with a position of the class token; two ways to resize."""
         original = Original(**SMALL, v2=True, registers=registers, swiglu=swiglu)
         torch.save(original.state_dict(), tmp_path / "dinov2.pth")
-        ours = load(tmp_path / "dinov2.pth")
+        ours = load(tmp_path / "dinov2.pth", heads=1)
         for size in ((32, 32), (40, 24), (16, 16)):
             _same(ours.features(_images(*size)), original(_images(*size)))
         assert "mask_token" in str(ours.notes)
 
     @pytest.mark.parametrize("network", ["teacher", "student"])
     def test_checkpoints_of_dino_s_training(self, tmp_path, network):
-        """{"student", "teacher", "optimizer", ...}, the student inside DDP, the head beside the backbone."""
+        """{"student", "teacher", "optimizer", "args", ...} as main_dino.py saves it, the student inside DDP."""
         backbones = {name: Original(**SMALL) for name in ("student", "teacher")}
         heads = {name: OriginalHead(64, 40, hidden=48, bottleneck=16) for name in backbones}
         content = {}
@@ -70,6 +71,7 @@ class TestFacebook:
             ddp = "module." if name == "student" else ""
             content[name] = {f"{ddp}{key}": t for key, t in wrapped.state_dict().items()}
         content |= {"optimizer": {"state": {}}, "epoch": 3, "dino_loss": {"center": torch.zeros(1, 40)}}
+        content |= {"args": Namespace(arch="vit_small", output_dir=tmp_path), "fp16_scaler": {"scale": 65536.0}}
         torch.save(content, tmp_path / "checkpoint.pth")
         read = read_weights(tmp_path / "checkpoint.pth", network)
         head = DinoHead(64, 48, 16, 40, 3)
@@ -78,7 +80,26 @@ class TestFacebook:
         features = backbones[network](_images())
         _same(head(features).detach(), heads[network](features))
         if network == "teacher":
-            _same(load(tmp_path / "checkpoint.pth").features(_images()), features)
+            _same(load(tmp_path / "checkpoint.pth", heads=1).features(_images()), features)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_attention_heads_by_the_arguments_of_dino_s_training(self, tmp_path, zipped):
+        """Depth 2 is no known network's: --arch alone says how many heads a width of 192 has."""
+        original = Original(**(SMALL | {"width": 192, "heads": 3}))
+        content = {"teacher": {f"module.backbone.{n}": t for n, t in original.state_dict().items()}}
+        content["args"] = Namespace(arch="vit_tiny", patch_size=8)
+        torch.save(content, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped)
+        ours = load(tmp_path / "a.pth")
+        _same(ours.features(_images()), original(_images()))
+        assert ours.notes == []
+        with pytest.raises(CheckpointError, match="--heads 6, and the file says 3"):
+            load(tmp_path / "a.pth", heads=6)
+
+    def test_attention_heads_that_no_file_states_are_noted(self, tmp_path):
+        torch.save(Original(16, 8, 192, 12, 3).state_dict(), tmp_path / "a.pth")
+        assert load(tmp_path / "a.pth").notes == [
+            "no file says its attention heads: taken for 3, usual for this width and depth"
+        ]
 
     def test_a_head_of_one_layer_and_one_with_lengths(self, tmp_path):
         wrapped = nn.ModuleDict({"backbone": Original(**SMALL), "head": OriginalHead(64, 40, 1, bottleneck=16)})
@@ -98,7 +119,7 @@ class TestFacebook:
         parts = {"backbone": teacher, "dino_head": OriginalHead(64, 40), "ibot_head": OriginalHead(64, 40)}
         whole = nn.ModuleDict({"teacher": nn.ModuleDict(parts), "student": nn.ModuleDict({"backbone": student})})
         torch.save({"model": whole.state_dict(), "iteration": 3}, tmp_path / "model_0000003.rank_0.pth")
-        ours = load(tmp_path / "model_0000003.rank_0.pth")
+        ours = load(tmp_path / "model_0000003.rank_0.pth", heads=1)
         _same(ours.features(_images()), teacher(_images()))
         assert ours.head["prototypes.weight"].equal(parts["dino_head"].last_layer.weight_v)
 
@@ -118,7 +139,7 @@ class TestFacebook:
     def test_wrapped(self, tmp_path, wrap):
         original = Original(**SMALL)
         torch.save(wrap(original.half().float().state_dict()), tmp_path / "a.pth")
-        ours = load(tmp_path / "a.pth")
+        ours = load(tmp_path / "a.pth", heads=1)
         _same(ours.features(_images()), original(_images()))
         assert not ours.head
 
@@ -139,7 +160,7 @@ def test_timm(tmp_path, name, size):
     pool = {"global_pool": "token", "num_classes": 7, "img_size": size, "patch_size": 8, "depth": 2}
     theirs = _random(timm.create_model(name, **(TIMM[name] | pool)))
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
-    ours = load(tmp_path / "model.safetensors")
+    ours = load(tmp_path / "model.safetensors", heads=TIMM[name]["num_heads"])
     images = _images(size, size)
     with torch.no_grad():
         _same(ours.features(images), theirs.forward_head(theirs.forward_features(images), pre_logits=True))
@@ -159,6 +180,7 @@ def test_huggingface(tmp_path, kind, changes, form):
     """Their own model, saved by `save_pretrained`; heads of 48 only config.json tells. In one file or several."""
     transformers = pytest.importorskip("transformers")
     numbers = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    numbers |= {"layer_norm_eps": 0.3}  # theirs are 1e-12 and 1e-6: this one is seen
     config = getattr(transformers, f"{kind}Config")(**numbers, **changes)
     theirs = _random(getattr(transformers, f"{kind}ForImageClassification")(config))
     theirs.save_pretrained(tmp_path, max_shard_size="200KB" if form == "index" else "1GB")
@@ -171,10 +193,15 @@ def test_huggingface(tmp_path, kind, changes, form):
     with torch.no_grad():
         tokens = theirs.base_model(pixel_values=_images()).last_hidden_state
     _same(ours.features(_images()), tokens[:, 0])
+    assert "tensors not used (" in str(ours.notes)  # its classifier and mask token
     if kind == "Dinov2WithRegisters":  # the one whose way to resize positions is ours
         with torch.no_grad():
             tokens = theirs.base_model(pixel_values=_images(40, 24)).last_hidden_state
         _same(ours.features(_images(40, 24)), tokens[:, 0])
+
+
+class FractionalSeconds:
+    """Something of a program's own in its checkpoint."""
 
 
 class TestRefused:
@@ -236,13 +263,21 @@ class TestRefused:
         path = self._saved(tmp_path)
         assert "5 attention heads do not divide the width 64" in self._line(path, heads=5)
         assert load(path, heads=2).vit.arch.heads == 2
+        assert "a width of 64 in 2 blocks has (usual: 1): name them" in self._line(path)
         torch.save(Original(**(SMALL | {"width": 96, "heads": 3})).state_dict(), path)
-        assert "name them with --heads" in self._line(path)
+        assert "a width of 96 in 2 blocks has: name them with heads= in Python" in self._line(path)
         (tmp_path / "model.safetensors").write_bytes(safetensors.torch.save(load(path, heads=3).vit.state_dict()))
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 3}))
         assert "--heads 2, and the file says 3" in self._line(tmp_path, heads=2)
         (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": "many"}))
         assert "many attention heads do not divide" in self._line(tmp_path)
+
+    def test_an_object_in_a_torch_file(self, tmp_path):
+        """torch's own answer is a page with escape codes, which advises to run it."""
+        torch.save({"teacher": {}, "scaler": FractionalSeconds()}, tmp_path / "a.pth")
+        line = self._line(tmp_path / "a.pth")
+        assert "(an object of tests.weights.test_formats_in.FractionalSeconds); save the tensors alone" in line
+        assert "\x1b" not in line and len(line) < 300
 
     def test_two_networks_without_a_teacher(self, tmp_path):
         state = Original(**SMALL).state_dict()

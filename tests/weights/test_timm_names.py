@@ -82,3 +82,16 @@ def test_other_networks_of_timm(monkeypatch):
         load("vit_tiny_r_s16_p8_224")
     with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
         load("vit_smal_patch16_224")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("dinov2_vitl14_reg", "torch.hub's name: timm has these weights as vit_large_patch14_reg4_dinov2.lvd142m"),
+        ("dino_vits8", "timm has these weights as vit_small_patch8_224.dino"),
+        ("facebook/dinov2-small", "hf download facebook/dinov2-small --local-dir DIR, then give DIR"),
+    ],
+)
+def test_names_of_other_hubs_are_answered(name: str, says: str):
+    with pytest.raises(CheckpointError, match=says):
+        load(name)

@@ -33,6 +33,8 @@ class Files(NamedFiles):
 
     def load(self, index: int) -> Image.Image:
         image = super().load(index)
+        if not isinstance(image, Image.Image):
+            raise UnreadableImage(self.name(index), "deeper than 8 bits")
         return image if self._boxes is None else image.crop(self._boxes[index])
 
 

@@ -1,0 +1,115 @@
+"""The types of the recipe's fields: text from the command line or YAML -> checked values."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
+
+from dino_ds.config.lengths import Length
+from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
+from dino_ds.text_file import unusable_text
+
+
+def _parse_length(value: object) -> Length:
+    try:
+        length = Length.parse(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
+    if length.value > _MOST_COUNT:
+        raise ValueError(f"{str(value)[:40]!r} is longer than can be counted here: at most {_MOST_COUNT:.0e}")
+    return length
+
+
+def positive(length: Length) -> Length:
+    if length.value <= 0:
+        raise ValueError(f"'{length}' must be more than 0")
+    return length
+
+
+def _split_range(value: object) -> object:
+    """The command line gives "0.4,1" where YAML gives [0.4, 1]."""
+    return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
+
+
+def check_range(value: tuple[float, float]) -> tuple[float, float]:
+    if not 0 < value[0] <= value[1] <= 1:
+        raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
+    return value
+
+
+def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
+    """ "auto", or two numbers in a list or with a comma between them."""
+    if value == "auto":
+        return "auto"
+    parts = _split_range(value)
+    try:
+        low, high = map(float, parts)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not auto, nor two numbers such as 0,4095") from None
+    if not (-_MOST_VALUE <= low < high <= _MOST_VALUE and high - low >= 1 / _MOST_VALUE):
+        raise ValueError(f"{low:g},{high:g} is not a range: low < high, no more than {_MOST_VALUE:g}")
+    return low, high
+
+
+_MOST_COUNT = 10**12
+"""Sums and products of counts, and nanoseconds, are far from the limits of 64 bits."""
+_MOST_VALUE = 1e18
+"""Of a pixel: differences and their inverses are far from the limits of FP32."""
+
+
+BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
+EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
+
+
+def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
+    """ "auto", or names in a list or with commas between them."""
+    if value == "auto":
+        return "auto"
+    words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value
+    if not isinstance(words, (list, tuple)) or not words:
+        raise ValueError(f"{value!r} is not auto, nor names of evaluations such as knn,statistics")
+    for name in words:
+        if name not in EVALUATIONS:
+            near = did_you_mean(str(name), EVALUATIONS)
+            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
+    return tuple(dict.fromkeys(words))
+
+
+Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
+LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+SaveEvery = Annotated[
+    Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
+]
+ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
+ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
+
+
+def _countable(value: int) -> int:
+    if value > _MOST_COUNT:
+        raise ValueError(f"{str(value)[:24]} is more than can be counted here: at most {_MOST_COUNT:.0e}")
+    return value
+
+
+def _usable(path: str) -> str:
+    if problem := unusable_text(path):
+        raise ValueError(problem)
+    return path
+
+
+Count = Annotated[int, Field(ge=1), AfterValidator(_countable)]
+Few = Annotated[int, Field(ge=0, le=1024)]
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+Seconds = Annotated[int, Field(ge=0, le=31_536_000)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Side = Annotated[int, Field(ge=1, le=16384)]
+Width = Annotated[int, Field(ge=1, le=131072)]
+Depth = Annotated[int, Field(ge=1, le=1024)]
+PathText = Annotated[str, AfterValidator(_usable)]
+Positive = Annotated[float, Field(gt=0)]
+Temperature = Annotated[float, Field(gt=0, le=100)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction01 = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]

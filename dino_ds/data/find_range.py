@@ -1,0 +1,133 @@
+"""Looks at a few images before a run: their channels, and the values of those that are deeper than 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dino_ds import distributed
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.decode import MAX_PIXELS, is_deep_file, open_image
+from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange, extremes, range_text
+from dino_ds.errors import ConfigError
+
+_FULL_SCALES = (255, 1023, 4095, 16383, 65535)
+"""Of unsigned integers of 8, 10, 12, 14 and 16 bits."""
+_SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
+
+
+@dataclass
+class Sample:
+    """Of the images that could be read: how many, their channels; of the deep ones how many, types, extreme values."""
+
+    images: int = 0
+    channels: set[int] = field(default_factory=set)
+    deep: int = 0
+    types: set[str] = field(default_factory=set)
+    low: float = math.inf
+    high: float = -math.inf
+
+    def add(self, source: Source, indices: Iterable[int]) -> None:
+        for index in indices:
+            try:
+                if hasattr(source, "read") and not is_deep_file(source.read(index)):
+                    self.images += 1
+                    continue
+                image = open_image(source, index, MAX_PIXELS)
+                values = image.values() if image.deep else None
+                low, high = (math.inf, -math.inf) if values is None else extremes(values, "")
+            except Exception:  # a source of the user's may raise anything: training says what and of which image
+                continue
+            self.images += 1
+            self.channels.add(image.channels)
+            if values is not None:
+                self.deep += 1
+                self.types.add(values.dtype.name)
+                self.low, self.high = min(self.low, low), max(self.high, high)
+
+    def decide(self) -> tuple[ValueRange | None, str]:
+        """The range, and what was found in words; None and "" where all are of 8 bits. Raises ConfigError."""
+        if not self.deep:
+            return None, ""
+        chosen = self._choose()
+        return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
+
+    def _choose(self) -> ValueRange:
+        """Raises ConfigError where nothing says which values are black and white."""
+        kinds = {name.rstrip("0123456789") for name in self.types}
+        if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
+            return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
+        if kinds == {"float"} and self.low >= 0 and self.high <= 1:
+            return 0.0, 1.0
+        if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
+            return 0.0, 255.0
+        raise ConfigError(
+            f"{self}; which of them are black and white is not known: give --data.value_range "
+            f"{range_text(self.measured)}, or wider where other images go beyond"
+        )
+
+    @property
+    def measured(self) -> ValueRange:
+        """Lowest and highest, of fractions rounded to 3 digits, outwards."""
+        low, high = self.low, self.high
+        if low == int(low) and high == int(high):
+            return low, high if high > low else low + 1
+        step = 10.0 ** (math.floor(math.log10(max(abs(low), abs(high)))) - 2)
+        return math.floor(low / step) * step, math.ceil(high / step) * step
+
+    def __str__(self) -> str:
+        types, values = " and ".join(sorted(self.types)), f"{self.low:.10g} to {self.high:.10g}"
+        return f"{self.deep} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
+
+
+def look_at_values(sources: Sequence[Source]) -> Sample:
+    """At most 64 images of each source, evenly spread. Of files JPEGs are left out, and pixels read only where deep."""
+    sample = Sample()
+    for source in sources:
+        if hasattr(source, "read"):
+            names = ((index, source.name(index).lower()) for index in _spread(range(len(source)), _NAMES))
+            sample.add(source, _spread([i for i, name in names if not name.endswith((".jpg", ".jpeg"))], _SAMPLE))
+            continue
+        sample.add(source, _spread(range(len(source)), _FIRST))
+        if sample.deep:
+            sample.add(source, _spread(range(len(source)), _SAMPLE))
+    return sample
+
+
+def with_value_range(
+    recipe: Recipe, source: Source, earlier: Callable[[], ValueRange | None] = lambda: None
+) -> tuple[Recipe, str]:
+    """`recipe` with numbers for data.value_range where it is auto and images are deep; and in words what was found.
+
+    The numbers are those of `earlier` where it has any. Rank 0 looks at the images; all ranks call it. Raises
+    ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels.
+    """
+    found: Any = None
+    with distributed.together():
+        if distributed.rank() == 0:
+            known, is_files = recipe.data.known_range or earlier(), hasattr(source, "read")
+            sample = Sample() if known and is_files else look_at_values([source])
+            _check_channels(recipe, {3} if is_files else sample.channels, is_files)
+            found = (known, "") if known else sample.decide()
+    chosen, words = distributed.gather_objects(found)[0]
+    data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
+    return recipe.model_copy(update={"data": data}), words
+
+
+def _check_channels(recipe: Recipe, channels: set[int], is_files: bool) -> None:
+    wanted = recipe.model.in_chans
+    if channels and wanted not in channels:
+        there = " or ".join(map(str, sorted(channels)))
+        raise ConfigError(
+            f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
+            f"{': files are read as RGB' if is_files else ''}; set --model.in_chans {min(channels)}"
+            f"{f', or write a data.source module:Class whose images have {wanted}' if is_files else ''}"
+        )
+
+
+def _spread(items: Sequence[int], count: int) -> list[int]:
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]

@@ -1,0 +1,213 @@
+"""The augmentation of `photometric` as Triton kernels: four launches for each crop size, whatever was drawn.
+
+The crops are read once for the mean that contrast needs and once to be written; the blur's two passes move only what is
+blurred. `photometric` compares the results with its own before it trusts these kernels on a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dino_ds.data.multicrop import channel_statistics
+from dino_ds.data.photometric import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
+
+_COLUMNS, _SLOTS = tl.constexpr(COLUMNS), tl.constexpr(SLOTS)
+_FLIP, _GRAY, _SIGMA, _SOLARIZE = (tl.constexpr(column) for column in (FLIP, GRAY, SIGMA, SOLARIZE))
+_RED, _GREEN, _BLUE = (tl.constexpr(weight) for weight in LUMA)
+_REACH = tl.constexpr(BLUR_REACH)
+_BLOCK = 1024
+"""Pixels of one crop that one program works on."""
+
+
+def augment(crops: Tensor, table: Tensor, scale: float, out: Tensor) -> None:
+    """Crops (n, h, w, c) times `scale`, their plan's table (n, COLUMNS), both on the device -> out (n, c, h, w)."""
+    n, height, width, channels = crops.shape
+    pixels = height * width
+    chunks = triton.cdiv(pixels, _BLOCK)
+    mean, std = channel_statistics(channels)
+    # Other channels than RGB all have the same statistics.
+    normalise = [1 / std[i % channels] for i in range(3)] + [-mean[i % channels] / std[i % channels] for i in range(3)]
+    sums, between = torch.empty(n, chunks, device=crops.device), torch.empty_like(out)
+    constants = {"CHANNELS": channels, "BLOCK": _BLOCK}
+    launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
+    constants["CHUNKS"] = triton.next_power_of_2(chunks)
+    launch(colour, (n, chunks), crops, table, sums, out, height, width, chunks, scale, *normalise, **constants)
+    planes = (n, chunks, channels)
+    launch(blur, planes, table, out, between, height, width, *normalise, DOWN=False, BLOCK=_BLOCK)
+    launch(blur, planes, table, between, out, height, width, *normalise, DOWN=True, BLOCK=_BLOCK)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """One launch on the current stream. Products and sums round one by one, as in torch's operators."""
+    kernel[grid](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
+
+
+@triton.jit
+def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of grey before contrast, of each chunk; 0 of crops without contrast."""
+    crop, chunk = tl.program_id(0), tl.program_id(1)
+    row = table + crop * _COLUMNS
+    contrast, total = 0.0, 0.0
+    for slot in tl.static_range(_SLOTS):
+        contrast += tl.abs(tl.load(row + 4 * slot + 2))
+    if contrast != 0:
+        place = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = place < pixels
+        source = crops + (crop.to(tl.int64) * pixels + place) * CHANNELS
+        if CHANNELS == 3:
+            r, g, b = _load_rgb(source, inside, scale)
+            r, g, b = _jitter_rgb(r, g, b, row, 0.0, True)
+            grey = _grey(r, g, b)
+        else:
+            grey = tl.full((BLOCK,), 0.0, tl.float32)
+            for channel in range(CHANNELS):
+                x = tl.load(source + channel, mask=inside, other=0).to(tl.float32) * scale
+                grey += _jitter_plane(x, row, 0.0, True)
+            grey = grey / CHANNELS
+        total = tl.sum(tl.where(inside, grey, 0.0), 0)
+    tl.store(sums + crop * chunks + chunk, total)
+
+
+@triton.jit
+def colour(  # type: ignore[no-untyped-def]
+    crops, table, sums, out, height, width, chunks, scale, s0, s1, s2, o0, o1, o2,
+    CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """All but the blur; what will be blurred is not yet solarized and normalised."""
+    crop, chunk = tl.program_id(0), tl.program_id(1)
+    row, pixels = table + crop * _COLUMNS, height * width
+    parts = tl.arange(0, CHUNKS)
+    mean = tl.sum(tl.load(sums + crop * chunks + parts, mask=parts < chunks, other=0.0), 0) / pixels
+    place = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = place < pixels
+    x = place % width
+    from_x = tl.where(tl.load(row + _FLIP) != 0, width - 1 - x, x)
+    first = crop.to(tl.int64) * pixels * CHANNELS
+    source = crops + first + (place - x + from_x) * CHANNELS
+    target = out + first + place
+    if CHANNELS == 3:
+        r, g, b = _load_rgb(source, inside, scale)
+        r, g, b = _jitter_rgb(r, g, b, row, mean, False)
+        if tl.load(row + _GRAY) != 0:
+            grey = _grey(r, g, b)
+            r, g, b = grey, grey, grey
+        if tl.load(row + _SIGMA) == 0:
+            r, g, b = _finish(r, row, s0, o0), _finish(g, row, s1, o1), _finish(b, row, s2, o2)
+        tl.store(target, r, mask=inside)
+        tl.store(target + pixels, g, mask=inside)
+        tl.store(target + 2 * pixels, b, mask=inside)
+    else:
+        for channel in range(CHANNELS):
+            value = tl.load(source + channel, mask=inside, other=0).to(tl.float32) * scale
+            value = _jitter_plane(value, row, mean, False)
+            if tl.load(row + _SIGMA) == 0:
+                value = _finish(value, row, s0, o0)
+            tl.store(target + channel * pixels, value, mask=inside)
+
+
+@triton.jit
+def blur(  # type: ignore[no-untyped-def]
+    table, source, target, height, width, s0, s1, s2, o0, o1, o2, DOWN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One pass of the Gaussian, across or down, over the crops that have one; after the second one all is done."""
+    crop, chunk, channel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, pixels = table + crop * _COLUMNS, height * width
+    sigma = tl.load(row + _SIGMA)
+    if sigma != 0:
+        place = chunk * BLOCK + tl.arange(0, BLOCK)
+        inside = place < pixels
+        first = (crop.to(tl.int64) * tl.num_programs(2) + channel) * pixels
+        x = place % width
+        if DOWN:
+            at, size, stride = place // width, height, width
+        else:
+            at, size, stride = x, width, 1
+        value, weights = tl.full((BLOCK,), 0.0, tl.float32), 0.0
+        for step in tl.static_range(2 * _REACH + 1):
+            offset = step - _REACH
+            reaches = (offset < size) & (-offset < size)
+            ratio = offset / sigma
+            weight = tl.where(reaches, tl.exp(-0.5 * ratio * ratio), 0.0)
+            other = tl.abs(at + offset)
+            other = tl.where(reaches, tl.where(other < size, other, 2 * (size - 1) - other), at)
+            there = source + first + place + (other - at) * stride
+            value += weight * tl.load(there, mask=inside, other=0.0)
+            weights += weight
+        value = value / weights
+        if DOWN:
+            scale = tl.where(channel == 0, s0, tl.where(channel == 1, s1, s2))
+            shift = tl.where(channel == 0, o0, tl.where(channel == 1, o1, o2))
+            value = _finish(value, row, scale, shift)
+        tl.store(target + first + place, value, mask=inside)
+
+
+@triton.jit
+def _load_rgb(source, inside, scale):  # type: ignore[no-untyped-def]
+    r = tl.load(source, mask=inside, other=0).to(tl.float32) * scale
+    g = tl.load(source + 1, mask=inside, other=0).to(tl.float32) * scale
+    b = tl.load(source + 2, mask=inside, other=0).to(tl.float32) * scale
+    return r, g, b
+
+
+@triton.jit
+def _jitter_rgb(r, g, b, row, mean, BEFORE_CONTRAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    goes_on = 1.0
+    for slot in tl.static_range(_SLOTS):
+        pixel, own_grey = tl.load(row + 4 * slot), tl.load(row + 4 * slot + 1)
+        towards_mean, turns = tl.load(row + 4 * slot + 2), tl.load(row + 4 * slot + 3)
+        if BEFORE_CONTRAST:
+            goes_on = tl.where(towards_mean == 0, goes_on, 0.0)
+            pixel = tl.where(goes_on != 0, pixel, 1.0)
+            own_grey, towards_mean, turns = own_grey * goes_on, 0.0, turns * goes_on
+        shade = _grey(r, g, b) * own_grey + mean * towards_mean
+        r, g, b = _clamp(shade + r * pixel), _clamp(shade + g * pixel), _clamp(shade + b * pixel)
+        if turns != 0:
+            r, g, b = _shift_hue(r, g, b, turns)
+    return r, g, b
+
+
+@triton.jit
+def _jitter_plane(x, row, mean, BEFORE_CONTRAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    goes_on = 1.0
+    for slot in tl.static_range(_SLOTS):
+        pixel, towards_mean = tl.load(row + 4 * slot), tl.load(row + 4 * slot + 2)
+        if BEFORE_CONTRAST:
+            goes_on = tl.where(towards_mean == 0, goes_on, 0.0)
+            pixel, towards_mean = tl.where(goes_on != 0, pixel, 1.0), 0.0
+        x = _clamp(mean * towards_mean + x * pixel)
+    return x
+
+
+@triton.jit
+def _shift_hue(r, g, b, turns):  # type: ignore[no-untyped-def]
+    high, low = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
+    chroma = high - low
+    per_chroma = 1 / tl.maximum(chroma, 1e-6)
+    of_others = tl.where(high == g, (b - r) * per_chroma + 2, (r - g) * per_chroma + 4)
+    hue = tl.where(high == r, (g - b) * per_chroma, of_others) + 6 * turns
+    hue = hue - tl.floor(hue / 6) * 6
+    red = low + chroma * _clamp(tl.abs(hue - 3) - 1)
+    green = low + chroma * _clamp(2 - tl.abs(hue - 2))
+    blue = low + chroma * _clamp(2 - tl.abs(hue - 4))
+    return red, green, blue
+
+
+@triton.jit
+def _finish(x, row, scale, offset):  # type: ignore[no-untyped-def]
+    x = tl.where(tl.load(row + _SOLARIZE) != 0, tl.minimum(x, 1 - x), x)
+    return x * scale + offset
+
+
+@triton.jit
+def _grey(r, g, b):  # type: ignore[no-untyped-def]
+    return r * _RED + g * _GREEN + b * _BLUE
+
+
+@triton.jit
+def _clamp(x):  # type: ignore[no-untyped-def]
+    return tl.minimum(tl.maximum(x, 0.0), 1.0)

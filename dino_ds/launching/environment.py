@@ -1,0 +1,70 @@
+"""Checks what a launcher tells a rank in its environment, before torch and DeepSpeed wait half an hour for it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+
+from dino_ds.errors import ConfigError
+
+_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_LAST_PORT = 65535
+_RESOLVE_SECONDS = 20.0
+"""For a name that a cluster makes known while its first machine starts."""
+
+
+def check_ranks(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
+
+    Without RANK there is one process, which needs none of them.
+    """
+    given = {name: environment[name] for name in _NEEDED if environment.get(name)}
+    if "RANK" not in given:
+        if given.get("WORLD_SIZE", "1") != "1":
+            raise _wrong(f"WORLD_SIZE is {given['WORLD_SIZE']!r}, and RANK is not set")
+        return
+    if missing := [name for name in _NEEDED if name not in given]:
+        raise _wrong(f"RANK is {given['RANK']!r}, and {' and '.join(missing)} {_are(missing)} not set")
+    ranks = _number("WORLD_SIZE", given, 1)
+    _number("RANK", given, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
+    _number("LOCAL_RANK", given, 0, ranks - 1)
+    _number("MASTER_PORT", given, 1, _LAST_PORT)
+    _resolve(given["MASTER_ADDR"])
+
+
+def _are(names: list[str]) -> str:
+    return "are" if len(names) > 1 else "is"
+
+
+def _wrong(problem: str) -> ConfigError:
+    error = ConfigError(
+        f"{problem}: start the ranks with deepspeed, torchrun or dino-ds launch, which set {', '.join(_NEEDED)}"
+    )
+    error.said_by_me = True  # of the other ranks none may know
+    return error
+
+
+def _number(name: str, given: Mapping[str, str], low: int, high: int | None = None, of: str = "") -> int:
+    text = given[name]
+    number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
+    if number is not None and low <= number and (high is None or number <= high):
+        return number
+    allowed = f"at least {low}" if high is None else f"{low} to {high}"
+    raise _wrong(f"{name} is {text!r}, and must be a whole number, {allowed}{of}")
+
+
+def _resolve(host: str) -> None:
+    until = time.monotonic() + _RESOLVE_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= until:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(
+                    f"MASTER_ADDR {host!r} is not a machine known to {socket.gethostname()} ({reason}): give the name "
+                    "or address of the machine of rank 0 (deepspeed and torchrun: --master_addr)"
+                ) from None
+        time.sleep(1.0)

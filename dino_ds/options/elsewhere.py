@@ -1,0 +1,88 @@
+"""Answers to words that mean something in other programs, or that a shell has split."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from dino_ds.config.lengths import UNITS
+
+_LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
+_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"
+_STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
+_METHOD = "the objective is DINO's; its knobs are --objective.KEY (docs/configs.md)"
+_OPTIONS = {
+    **dict.fromkeys(("epochs", "epoch", "max_epochs", "num_train_epochs"), 'write --length "{value} epochs"'),
+    **dict.fromkeys(("steps", "iterations", "iters", "num_steps"), 'write --length "{value} steps"'),
+    **dict.fromkeys(("gpus", "num_gpus", "devices", "nproc_per_node", "num_nodes", "ranks"), _LAUNCHER),
+    **dict.fromkeys(("logger", "loggers", "wandb", "tensorboard", "mlflow", "log_dir"), _METRICS),
+    **dict.fromkeys(("color_jitter", "jitter", "blur", "grayscale", "flip", "hflip", "solarize"), _STRENGTHS),
+    **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
+}
+"""What other programs call an option (its last part) -> what to do here."""
+_EMBED = "features of images are for Python: dino_ds.load(MODEL).features (docs/models.md); dino-ds eval measures them"
+_COMMANDS = {
+    "embed": _EMBED,
+    "predict": _EMBED,
+    "finetune": "fine-tuning is for other programs: dino-ds export MODEL --format timm (docs/models.md)",
+    "test": "dino-ds eval evaluates a model; make test runs this project's tests",
+}
+_CHOICES = {
+    "tensorrt": "for TensorRT: --format onnx, and trtexec builds the engine",
+    "trt": "for TensorRT: --format onnx, and trtexec builds the engine",
+    "openvino": "for OpenVINO: --format onnx, which it reads",
+    "coreml": "for Core ML: --format torchscript, which coremltools reads",
+    "huggingface": "write hf",
+    "transformers": "write hf",
+}
+_NOTHING_MEANT = "options are written --key value"
+
+
+def option_elsewhere(name: str, value: str) -> str | None:
+    """What stands here in the place of an option of other programs; None if we know none such."""
+    answer = _OPTIONS.get(name.rsplit(".", 1)[-1].replace("-", "_").lower())
+    return answer and answer.format(value=value or "N")
+
+
+def command_elsewhere(word: str) -> str | None:
+    """As `option_elsewhere`, of a command."""
+    return _COMMANDS.get(word)
+
+
+def choice_elsewhere(word: str) -> str | None:
+    """As `option_elsewhere`, of one of an option's choices."""
+    return _CHOICES.get(word.lower())
+
+
+def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
+    """What a word without an option's name was meant as.
+
+    before: the option (without dashes) that was read before it and its value. trains: the command takes a recipe.
+    """
+    name, value = before or ("", "")
+    if name == "resume" and value == "true":
+        return (
+            "--resume takes no file: it continues the run in --run_dir from its newest checkpoint, --resume N from the "
+            "one of step N; weights alone start a new run: --model.init_from FILE"
+        )
+    if value and word.rstrip("s") in [unit[:-1] for unit in UNITS]:
+        return f'quote it: --{name} "{value} {word}"'
+    if _is_number(value) and _is_number(word):
+        return f"two numbers have a comma between: --{name} {value},{word}"
+    if value and os.path.exists(f"{value} {word}"):
+        return f'quote it: --{name} "{value} {word}"'
+    if not trains:
+        return _NOTHING_MEANT
+    if word.endswith((".yaml", ".yml")):
+        return f"a recipe is given with --config {word}"
+    if word.endswith((".json", ".hjson")):
+        return f"a ds JSON is given with --ds_config {word}"
+    if os.path.exists(word) or "/" in word:
+        return f"images are given with --data.root {word}"
+    if before is None:
+        return f"{_NOTHING_MEANT}, images --data.root {word}"
+    return f'{_NOTHING_MEANT}, a value with spaces in quotes: --{name} "{value} {word}"'
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", text) is not None

@@ -1,0 +1,187 @@
+"""What a run starts with: the ds config that was named, that of the run it continues, or the planner's; and its fit.
+
+No torch here: what the machine has is the caller's to find.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
+from dino_ds.errors import ConfigError
+from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
+from dino_ds.plan.gpus import similar_gpu
+from dino_ds.plan.host import needed_bytes
+from dino_ds.plan.recommend import recommend
+from dino_ds.plan.speed import Cluster
+
+_MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the smallest of all ranks has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
+    `ranks_per_node` share; libraries: bytes of a process before it builds anything."""
+
+    ranks: int
+    ranks_per_node: int
+    host_gib: float
+    card_gib: float | None = None
+    bf16: bool = True
+    fp16: bool = True
+    libraries: int = 0
+
+    def in_common(self, other: Machine) -> Machine:
+        """What both have: every rank trains with the same config."""
+        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
+        return Machine(
+            self.ranks,
+            max(self.ranks_per_node, other.ranks_per_node),
+            min(self.host_gib, other.host_gib),
+            min(cards, default=None),
+            self.bf16 and other.bf16,
+            self.fp16 and other.fp16,
+            max(self.libraries, other.libraries),
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """A ds JSON, where it is from, and the sentence that says so; resolved: for the machine's ranks."""
+
+    ds: Mapping[str, Any]
+    path: str
+    why: str
+    config: DsConfig
+
+    def __str__(self) -> str:
+        config = self.config
+        batch = f"micro-batch {config.micro_batch} x accumulation {config.accumulation}"
+        return f"{self.why}: {config.precision}, ZeRO {config.stage}, {batch}"
+
+
+def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
+    """The one that was named, or the default of a machine without GPUs. Raises ConfigError."""
+    return Start(ds, path, path, _resolve(recipe, ds, path, machine))
+
+
+def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
+    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also where nothing fits."""
+    assert machine.card_gib is not None
+    card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
+    cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
+    best = recommend(recipe, cluster, FILLED * machine.card_gib)
+    ds = _changed(best.ds, path, overrides)
+    why = f"by the planner for {machine.ranks} x {machine.card_gib:.1f} GiB (--ds_config FILE takes another)"
+    return Start(ds, path, why, _resolve(recipe, ds, path, machine))
+
+
+def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine) -> Start:
+    """That of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as far as
+    other ranks or another global batch allow. Raises ConfigError."""
+    ds = copy.deepcopy(saved)
+    images, rest = divmod(recipe.data.global_batch, machine.ranks)
+    before = int(ds.get(_MICRO, images))
+    size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
+    if not rest:
+        ds = with_batch(ds, size, images // size)
+        first = saved.get(_ACCUMULATION, 1) == 1
+        zero = ds.get("zero_optimization", {})
+        if saved.get("train_batch_size", 0) != before * saved.get(_ACCUMULATION, 1) * machine.ranks:
+            _follow_ranks(zero)
+        if first and images > size and zero.get("stage") == 1:
+            zero["stage"] = 2  # stage 1 would accumulate in low precision
+    ds = _changed(ds, path, overrides)
+    return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))
+
+
+def _follow_ranks(zero: dict[str, Any]) -> None:
+    """Decide anew what was decided for another number of ranks: buckets, and whether anything overlaps."""
+    if zero.get("stage", 0) > 0:
+        zero["reduce_bucket_size"] = "auto"
+    if zero.get("stage", 0) > 1:
+        zero["overlap_comm"] = True
+
+
+def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """With `overrides`; where one of them is a batch size, the other follows from it."""
+    batches = {_MICRO, _ACCUMULATION} & overrides.keys()
+    kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)
+    kept.pop("train_batch_size", None)
+    return change_ds_config(kept, path, overrides)
+
+
+def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
+    batch, parameters = recipe.data.global_batch, count_parameters(recipe)
+    return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, parameters)
+
+
+def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory:
+    """Of each rank, without the planner's margins: what is measured while it runs."""
+    return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
+
+
+def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
+    """Raises ConfigError, with the flags that fit, where more is predicted than a GPU or the host has."""
+    problem = _problem(recipe, start.config, machine)
+    if not problem:
+        return
+    for flags in _smaller(recipe, start, machine):
+        ds = change_ds_config(dict(start.ds), start.path, flags)
+        try:
+            smaller = _resolve(recipe, ds, start.path, machine)
+        except ConfigError:
+            continue
+        if not _problem(recipe, smaller, machine):
+            cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
+            break
+    else:
+        cure = _other(recipe, start, machine)
+    raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+
+
+def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
+    """What is too small, in words that follow the config's name; "" where all is large enough."""
+    memory, here = predict(recipe, config, machine), machine.ranks_per_node
+    if machine.card_gib is None:
+        host, ranks = memory.gib * here, f" for {here} ranks" if here > 1 else ""
+    else:
+        gib = with_margins(memory, machine.ranks).gib
+        if gib > machine.card_gib:
+            return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
+        host, ranks = needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
+    if host > machine.host_gib:
+        return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {machine.host_gib:.1f}"
+    return ""
+
+
+def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[str, str]]:
+    """Overrides to try: smaller micro-batches, then recomputed blocks too."""
+    config = start.config
+    images = recipe.data.global_batch // machine.ranks
+    stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
+    recompute = {"activation_checkpointing.number_checkpoints": "auto"}
+    for more in ({}, recompute) if not config.checkpoint_blocks else ({},):
+        for size in micro_batches(recipe.data.global_batch, machine.ranks):
+            if size < config.micro_batch or (more and size == config.micro_batch):
+                accumulated = stage if size < images else {}
+                yield {_MICRO: str(size), _ACCUMULATION: str(images // size), **accumulated, **more}
+
+
+def _other(recipe: Recipe, start: Start, machine: Machine) -> str:
+    """What to do where no batch size helps."""
+    smaller = "take a smaller model, smaller crops or fewer prototypes"
+    if machine.card_gib is None:
+        return smaller
+    try:
+        other = chosen(recipe, {}, machine)
+    except ConfigError as error:
+        return str(error)
+    if _problem(recipe, other.config, machine):
+        return smaller
+    return f"leave --ds_config out, the planner has one that fits ({other.config.precision}, ZeRO {other.config.stage})"

@@ -1,0 +1,85 @@
+"""Out of memory, anywhere in a run: one line with the part, what was predicted, what is free and what to change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import free_memory
+from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory
+from dino_ds.health.beat import Beat
+
+_PARTS = {
+    "teacher": "the forward pass",
+    "student": "the forward pass",
+    "loss": "the forward pass",
+    "step": "the forward pass",
+    "backward": "the backward pass",
+    "optimizer": "the optimizer",
+    "center": "the optimizer",
+    "ema": "the optimizer",
+    "evaluate": "evaluation",
+    "save": "saving",
+    "data": "loading",
+    "start": "building the model",
+    "end": "the end",
+}
+"""Of `Beat.where`."""
+
+
+class MemoryGuard:
+    """Of one rank; `settle` tells it what the run is, once that is known."""
+
+    def __init__(self, beat: Beat) -> None:
+        self._beat = beat
+        self._run: tuple[Recipe, DsConfig, float] | None = None
+
+    def settle(self, recipe: Recipe, config: DsConfig, predicted_gib: float) -> None:
+        self._run = recipe, config, predicted_gib
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Raises OutOfMemory instead of what an allocator raises."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(self._text(error)) from error
+
+    def _text(self, error: Exception) -> str:
+        part = _PARTS.get(self._beat.where, self._beat.where)
+        predicted, cure = "", "take a smaller model, or one more GPU"
+        if self._run is not None:
+            recipe, config, gib = self._run
+            predicted = f"{gib:.2f} GiB were predicted, "
+            cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
+        found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        asked = f" ({found[1]} more)" if found else ""
+        where = f"out of memory in {part} after step {self._beat.step}{asked}"
+        return f"{where}: {predicted}{free_memory()}. To go on with --resume: {cure}"
+
+
+def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
+    """The setting to change."""
+    if part == "saving" and recipe.save_in_background:
+        return "--save_in_background false, which needs no second copy of a checkpoint in host memory"
+    if part == "evaluation":
+        return f'--eval.bank_images {max(1, recipe.eval.bank_images // 2)}, or --eval.every "0 steps" for none'
+    if part == "loading" and not on_gpu:
+        return "fewer --data.workers, or a smaller micro-batch"
+    if part in ("the optimizer", "building the model", "saving", "the end"):
+        return "shard or offload more, such as --ds_config ds_configs/zero2_bf16_offload.json, or take a smaller model"
+    images = config.micro_batch * config.accumulation
+    size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
+    if size:
+        return (
+            f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}, "
+            "the same global batch in smaller parts"
+        )
+    return "--ds.activation_checkpointing.number_checkpoints auto, or a smaller model"

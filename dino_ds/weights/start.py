@@ -1,0 +1,125 @@
+"""The weights that a run starts from: whether they are of the recipe's network, and which recipe builds theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.recipe import ModelSection, Recipe
+from dino_ds.errors import CheckpointError
+from dino_ds.weights.describe import Description, describe, kind_of
+from dino_ds.weights.read import Weights, find_weights
+
+_NUMBERS = {
+    "patch_size": "patches of {} pixels",
+    "width": "width {}",
+    "depth": "{} blocks",
+    "heads": "{} attention heads",
+    "in_chans": "{} channels",
+}
+
+
+def find_start(model: ModelSection) -> Weights:
+    """The weights of `model.init_from`; its notes say what of their network is not stated, or otherwise here.
+
+    Raises CheckpointError, which gives the flags that fit, where they are of another architecture than `model`.
+    """
+    assert model.init_from is not None
+    weights, ours = find_weights(model.init_from), model.architecture()
+    try:
+        found = describe(weights, ours.heads)
+    except CheckpointError as error:
+        raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
+    if other := _differences(found.arch, ours):
+        flags = flags_for(found.arch, model)
+        fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
+        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else _not_built(found.arch)
+        raise CheckpointError(
+            f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
+        )
+    return replace(weights, notes=[*weights.notes, *_notes(found, model)])
+
+
+def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
+    """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
+
+    It takes the place of the recipe's numbers, but for the attention heads of weights that do not state theirs. A run
+    that is there already and began from the same weights says it: their file may be gone.
+    Raises CheckpointError where dino_ds builds no such network, ConfigError where the recipe does not fit it.
+    """
+    model = recipe.model
+    assert model.init_from is not None
+    begun = Path(run_dir or "", "config.yaml")
+    if run_dir is not None and begun.is_file():
+        before = load_recipe(str(begun), {}).model
+        if before.init_from == model.init_from:
+            values = {key: getattr(before, key) for key in ("backbone", *_NUMBERS)}
+            return change_recipe(
+                recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
+            )
+    try:
+        arch = describe(find_weights(model.init_from), model.heads).arch
+    except CheckpointError as error:
+        raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
+    flags = flags_for(arch, model)
+    if flags is None:
+        raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {_not_built(arch)}")
+    return change_recipe(recipe, flags)
+
+
+def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
+    """The fewest changes of recipe values that make `model` build `arch`; None where no backbone is of its kind."""
+    found = []
+    for name, known in ARCHITECTURES.items():
+        wanted = {} if name == model.backbone else {"model.backbone": name}
+        for key in _NUMBERS:
+            given = getattr(model, key)
+            if getattr(arch, key) != (getattr(known, key) if given is None else given):
+                wanted[f"model.{key}"] = str(getattr(arch, key))
+        if kind_of(replace(known, **{key: getattr(arch, key) for key in _NUMBERS})) == kind_of(arch):
+            found.append(wanted)
+    return min(found, key=len, default=None)
+
+
+def _differences(theirs: Architecture, ours: Architecture) -> list[str]:
+    """What their network has and ours has not, such as "4 blocks, not 2"."""
+    found = [
+        f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
+        for key, text in _NUMBERS.items()
+        if getattr(theirs, key) != getattr(ours, key)
+    ]
+    kinds = [_parts(arch) for arch in (theirs, ours)]
+    if kinds[0] != kinds[1]:
+        found.append(f"{kinds[0]}, not {kinds[1]}")
+    elif theirs.width == ours.width and kind_of(theirs) != kind_of(ours):
+        found.append(f"{kind_of(theirs)[-1]} outputs of the MLP's first layer, not {kind_of(ours)[-1]}")
+    return found
+
+
+def _parts(arch: Architecture) -> str:
+    parts = ["LayerScale"] if arch.layer_scale is not None else []
+    parts += [f"{arch.registers} registers"] if arch.registers else []
+    return " and ".join(parts + (["SwiGLU"] if arch.swiglu else [])) or "blocks of a plain ViT"
+
+
+def _not_built(arch: Architecture) -> str:
+    return (
+        f"dino_ds builds no network with {_parts(arch)} whose MLP has {kind_of(arch)[-1]} outputs in its first layer "
+        f"for a width of {arch.width}"
+    )
+
+
+def _notes(found: Description, model: ModelSection) -> list[str]:
+    ours, notes = model.architecture(), []
+    if not found.heads_stated:
+        notes.append(f"no file says its attention heads: {ours.heads} as the model")
+    if found.arch.norm_eps != ours.norm_eps:
+        notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {found.arch.norm_eps:g} there")
+    if found.interpolation != model.pos_embed_interpolation:
+        notes.append(
+            f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
+            f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
+        )
+    return notes

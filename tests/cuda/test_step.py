@@ -1,0 +1,103 @@
+"""The real training step of ViT-S/16, 64 images, 2 + 8 crops, on a GPU that is not there: launches, traffic, waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dino_ds.config.ds_config import Levers
+from dino_ds.config.recipe import Recipe
+from dino_ds.distributed import Votes
+from dino_ds.engine.masters import WholeMasters
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.teacher import Teacher
+from dino_ds.training.build import _build_meta
+from dino_ds.training.metrics import Meter
+from dino_ds.training.step import VOTES
+from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+
+IMAGES = 64
+
+
+def step(gpu: FakeCuda, model: dict[str, object], levers: Levers, dtype: torch.dtype, checkpoint: int = 0) -> None:
+    """What `DinoStep.micro_batch` does, by parts; DeepSpeed's own is counted in test_engine.py."""
+    recipe = Recipe.model_validate({"model": {"backbone": "vit_small_patch16_224", "drop_path": 0.0} | model})
+    student = gpu.module(_build_meta(recipe, levers), dtype).train()
+    student.checkpoint_activations(checkpoint, False)
+    with gpu.part("start"):
+        masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
+        network = gpu.module(_build_meta(recipe, levers))
+        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(levers.teacher_copy))
+        objective = DinoLoss(recipe.head.prototypes, 0.1, 0.9, CUDA)
+        votes, meter = Votes(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
+        student.backbone._positions(6, 6)  # makes its matrix
+    gpu.problems.clear()
+    views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * GLOBAL_VIEWS + [96] * 8]
+    with gpu.part("student"):
+        drops = student.backbone.drop_path > 0
+        keys = sample_keys(0, 0, torch.empty(IMAGES, dtype=torch.long, device=CUDA)) if drops else None
+    with gpu.part("teacher"):
+        teacher_logits = teacher(views[:GLOBAL_VIEWS])
+    with gpu.part("student"):
+        student_logits = student(views, keys)
+    with gpu.part("loss"):
+        loss, entropy = objective(student_logits, teacher_logits, 0.04)
+    with gpu.part("backward"):
+        gpu.backward(loss)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in student.parameters())
+    with gpu.part("ema"):
+        total = torch.cat((objective.center.pending(), votes.ballot()))
+        objective.center.commit(total[: recipe.head.prototypes + 1])
+        teacher.update(0.996)
+        meter.add(loss.detach(), entropy)
+
+
+# At most (launches, GB) of a part, counted with torch 2.15.
+BF16 = {
+    "teacher": (298, 8.4),
+    "student": (192, 8.9),
+    "loss": (156, 1.8),
+    "backward": (587, 24.7),
+    "ema": (9, 0.5),
+}
+
+
+def test_step_in_bf16():
+    with fake_cuda() as gpu:
+        step(gpu, {}, Levers(), torch.bfloat16)
+    gpu.check(BF16)
+
+
+def test_fp32_is_exact_and_the_same_in_every_run():
+    """No convolution of cuDNN, which is TF32 unless told otherwise; no bicubic gradient, which adds up in any order."""
+    with fake_cuda() as gpu:
+        step(gpu, {"depth": 1}, Levers(), torch.float32)
+    operators = {name for counts in gpu.parts.values() for name in counts.kernels}
+    assert not [name for name in operators if "convolution" in name or ("upsample" in name and "backward" in name)]
+
+
+VARLEN, NAIVE = Levers(attention="varlen"), Levers(attention="naive", packed=False, cls_only_last_block=False)
+
+
+@pytest.mark.parametrize(
+    "model, levers, dtype, checkpoint, launches",
+    [
+        ({"drop_path": 0.1}, Levers(), torch.float16, 0, 659),
+        ({}, Levers(), torch.float32, 0, 523),
+        ({}, Levers(teacher_copy=True), torch.bfloat16, 0, 546),
+        ({"drop_path": 0.1, "stochastic_depth": "batched"}, Levers(), torch.bfloat16, 0, 812),
+        ({}, Levers(), torch.bfloat16, 2, 594),
+        ({}, VARLEN, torch.bfloat16, 0, 557),
+        ({}, NAIVE, torch.bfloat16, 0, 729),
+    ],
+    ids=["fp16 drop path", "fp32", "teacher copy", "batched depth", "checkpointing", "varlen", "naive unpacked"],
+)
+def test_two_blocks_otherwise(
+    model: dict[str, object], levers: Levers, dtype: torch.dtype, checkpoint: int, launches: int
+):
+    with fake_cuda() as gpu:
+        step(gpu, {"depth": 2} | model, levers, dtype, checkpoint)
+    gpu.check({})
+    total = sum(gpu.parts[part].launches for part in BF16)
+    assert total <= launches, "\n".join(f"{part}: {gpu.parts[part]}" for part in BF16)

@@ -1,0 +1,136 @@
+"""The fused augmentation for GPUs: the same results as torch's operators, interpreted on the CPU; compiled for GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dino_ds.data import photometric
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.photometric import Plan, augment, find_kernels
+from tests.data.test_photometric import NOTHING, crops
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The kernels' module a second time, for Triton's interpreter: its `augment`."""
+    import triton.language as tl
+
+    spec = importlib.util.find_spec("dino_ds.data.photometric_triton")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        spec.loader.exec_module(module)
+
+    def augment(*arguments):
+        with pytest.MonkeyPatch.context() as patch:
+            # tl.sum is a kernel itself, and was not made for the interpreter.
+            patch.setattr(tl, "sum", lambda x, axis: tl.reduce(x, axis, tl.standard._sum_combine))
+            module.augment(*arguments)
+
+    return augment
+
+
+def fused(kernels, some, views):
+    n, height, width, channels = some.shape
+    out = torch.empty(n, channels, height, width)
+    scale = 1 / 255 if some.dtype == torch.uint8 else 1.0
+    kernels(some, Plan.build(views, channels).table, scale, out)
+    return out
+
+
+def assert_same(kernels, some, views):
+    expected = augment(some, [Plan.build(views, some.shape[3])])
+    torch.testing.assert_close(fused(kernels, some, views), expected, rtol=0, atol=1e-5)
+
+
+def drawn(count, seed):
+    """Views of all kinds: blurred and not, solarized and not, each with its own jitter."""
+    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 1, "dino")
+    return [view for i in range(count) for view in multicrop.draw(100, 80, seed + i)]
+
+
+def test_kernels_give_what_torch_s_operators_give(interpreted):
+    views = drawn(4, seed=5)
+    for drawn_values in zip(
+        *((view.flip, view.gray, view.solarize, bool(view.blur_radius)) for view in views), strict=True
+    ):
+        assert set(drawn_values) == {True, False}
+    assert {len(view.jitter) for view in views} == {0, 4}
+    assert_same(interpreted, crops(len(views), 24), views)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 5), (40, 36)])
+def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
+    """Mirrored edges where the crop is smaller than the blur; a mean over several programs."""
+    colour = (("brightness", 1.3), ("contrast", 0.6))
+    views = [replace(NOTHING, jitter=colour, blur_radius=2.0, flip=True)]
+    some = torch.randint(256, (1, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert_same(interpreted, some, views)
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+def test_other_channels_and_float_crops(interpreted, channels):
+    views = [replace(view, gray=True) for view in drawn(1, seed=5)]
+    assert any(view.blur_radius for view in views) and any(view.jitter for view in views)
+    some = torch.rand(len(views), 16, 16, channels, generator=torch.Generator().manual_seed(0))
+    assert_same(interpreted, some, views)
+
+
+def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted, monkeypatch):
+    """On a GPU the kernels are compared with torch's operators before they are used."""
+    arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
+    assert photometric._difference(interpreted, *arguments) < 1e-5
+
+    assert photometric._difference(lambda some, table, scale, out: out.fill_(1), *arguments) > 0.1
+    from dino_ds.data import photometric_triton
+
+    for found, reason in ((0.5, "results differ by 5.0e-01"), (float("nan"), "results differ by nan")):
+        monkeypatch.setattr(photometric, "_difference", lambda *_, found=found: found)
+        find_kernels.cache_clear()
+        assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (None, reason)
+    monkeypatch.setattr(photometric, "_difference", lambda *_: 0.0)
+    find_kernels.cache_clear()
+    assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (photometric_triton.augment, "")
+    find_kernels.cache_clear()
+
+
+def test_without_triton_torch_s_operators_do_it(monkeypatch):
+    """A GPU machine may lack Triton's needs, such as a C compiler; a CPU has no use for it."""
+
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify it via CC")
+
+    monkeypatch.setattr(photometric, "_difference", fail)
+    find_kernels.cache_clear()
+    assert find_kernels(torch.device("cuda"), torch.uint8, (16, 16, 3)) == (
+        None,
+        "RuntimeError: Failed to find C compiler.",
+    )
+    assert find_kernels(torch.device("cpu"), torch.uint8, (16, 16, 3)) == (None, "")
+    find_kernels.cache_clear()
+
+
+def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
+    """For an A100 by the compiler that a GPU machine uses; nothing is spilled to memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from dino_ds.data import photometric_triton as kernels
+
+    target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
+    types = {"crops": "*u8", **dict.fromkeys(("table", "sums", "out", "source", "target"), "*fp32")}
+    types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
+    types |= dict.fromkeys(("scale", "s0", "s1", "s2", "o0", "o1", "o2"), "fp32")
+    constants = {"CHANNELS": 3, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": True}
+    for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
+        names = kernel.arg_names
+        signature = {name: types.get(name, "constexpr") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items() if name in names}
+        source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
+        compiled = triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False})
+        assert len(compiled.asm["cubin"]) > 1000
+        assert "st.local" not in compiled.asm["ptx"]

@@ -1,0 +1,351 @@
+"""Images deeper than 8 bits: their values reach the network, scaled by one range, and nothing is clipped in silence."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from dino_ds import distributed
+from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.cropping import resize_crop
+from dino_ds.data.decode import EncodedImage, decode_rgb, load_image
+from dino_ds.data.find_range import Sample, look_at_values, with_value_range
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import UnreadableImage
+from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, Augmentation, EvalCrop, MultiCrop, RandomCrop
+from dino_ds.data.value_range import ValueRange, to_unit
+from dino_ds.errors import ConfigError
+from tests.data.deep import png16, ppm, tiff
+from tests.data.test_multicrop import photo
+from tests.data.test_sources import encoded
+from tests.ranks import run_on_ranks
+
+FULL = (0.0, 65535.0)
+_RNG = np.random.default_rng(0)
+GREY, RGB, RGBA = (_RNG.integers(0, 65536, shape, dtype=np.uint16) for shape in ((9, 7), (9, 7, 3), (9, 7, 4)))
+SIGNED, WIDE = (_RNG.integers(-(2**bits), 2**bits, (9, 7)).astype(f"i{bytes_}") for bits, bytes_ in ((15, 2), (31, 4)))
+FLOAT = _RNG.normal(size=(9, 7)).astype(np.float32)
+
+
+def decoded(data: bytes, value_range: ValueRange | None, name: str = "file") -> np.ndarray:
+    return EncodedImage(data, name, 10**7, value_range).decode()
+
+
+# files
+
+
+@pytest.mark.parametrize("order", "<>")
+@pytest.mark.parametrize("deflate", [False, True])
+@pytest.mark.parametrize("values", [GREY, RGB, SIGNED, WIDE, FLOAT], ids=lambda a: f"{a.dtype}{a.ndim}")
+def test_tiffs_keep_every_value(values, order, deflate):
+    found = EncodedImage(tiff(values, order, deflate), "file", None).values()
+    np.testing.assert_array_equal(found, values)
+
+
+@pytest.mark.parametrize("values", [GREY, RGB])
+def test_pngs_and_jpeg2000_keep_every_value(values):
+    """Pillow alone gives the high byte of 16-bit RGB."""
+    np.testing.assert_array_equal(EncodedImage(png16(values), "file", None).values(), values)
+    np.testing.assert_array_equal(EncodedImage(encoded(Image.fromarray(GREY), "JPEG2000"), "f", None).values(), GREY)
+    for form, options in (("PNG", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})):
+        data = encoded(Image.fromarray(GREY), form, **options)
+        np.testing.assert_array_equal(EncodedImage(data, "file", None).values(), GREY)
+
+
+def test_what_pgm_says_is_white_is_white():
+    for most in (4095, 65535):
+        values = (GREY.astype(np.int64) * most // 65535).astype(np.uint16)
+        np.testing.assert_allclose(decoded(ppm(values, most), FULL)[:, :, 0], values / most, atol=1 / 65535)
+
+
+def test_transparency_lies_on_white():
+    alpha = RGBA[:, :, 3:] / 65535
+    for data in (png16(RGBA), tiff(RGBA), tiff(RGBA, ">", deflate=True)):
+        np.testing.assert_allclose(decoded(data, FULL), RGBA[:, :, :3] / 65535 * alpha + 1 - alpha, atol=2 / 65535)
+
+
+def test_what_would_be_squeezed_is_refused():
+    for data in (png16(RGB[:, :, :2]), ppm(RGB, 65535), tiff(RGBA, photometric=5)):
+        with pytest.raises(UnreadableImage, match=r"more than 8 bits a channel can't be read from .* make it RGB PNG"):
+            decoded(data, FULL)
+    for data in (png16(GREY), png16(RGB), tiff(FLOAT)):
+        with pytest.raises(UnreadableImage, match=r"deeper than 8 bits, and no data.value_range"):
+            decode_rgb(data, "file", None)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_deep_images_stand_upright(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(GREY), "PNG", exif=exif)
+    small = Image.fromarray((GREY >> 8).astype(np.uint8))
+    small.getexif()[0x0112] = orientation
+    np.testing.assert_array_equal(EncodedImage(data, "f", None).values() >> 8, ImageOps.exif_transpose(small))
+
+
+# scaling
+
+
+def test_values_are_scaled_exactly_or_named():
+    np.testing.assert_allclose(to_unit(SIGNED, (-32768, 32767), "x"), (SIGNED + 32768.0) / 65535, atol=1e-7)
+    far = np.array([[2**30, 2**30 + 50, 2**30 + 100]])
+    np.testing.assert_allclose(to_unit(far, (2**30, 2**30 + 100), "x"), [[0, 0.5, 1]], atol=1e-7)
+    np.testing.assert_array_equal(to_unit(np.full((1, 1), 255, np.uint8), (0, 9), "x"), [[1]])
+    for values, range_, reason in (
+        (GREY, (0, 4095), rf"uint16 values, {GREY.min()} to {GREY.max()}: beyond data.value_range 0,4095"),
+        (FLOAT, (0, 1), "float32 values, -.* beyond data.value_range 0,1"),
+        (np.array([[0, np.nan]]), (0, 1), "NaN or infinite pixels"),
+        (np.array([[0, np.inf]]), (0, 1), "NaN or infinite pixels"),
+        (np.array([["a"]]), (0, 1), "not an image"),
+    ):
+        with pytest.raises(UnreadableImage, match=reason):
+            to_unit(values, range_, "x")
+    with pytest.raises(UnreadableImage, match="NaN"):
+        decoded(tiff(np.where(FLOAT > 1, np.float32("nan"), FLOAT)), (-9, 9))
+
+
+# crops
+
+
+def slow_resize(values: np.ndarray, size: int) -> np.ndarray:
+    """Bicubic (a = -0.5), its support widened where the image shrinks: the definition, in double precision."""
+
+    def weights(length: int) -> np.ndarray:
+        scale = length / size
+        stretch = max(scale, 1.0)
+        x = np.abs((np.arange(length) + 0.5 - (np.arange(size)[:, None] + 0.5) * scale) / stretch)
+        w = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
+        return w / w.sum(1, keepdims=True)
+
+    return weights(values.shape[0]) @ values.astype(np.float64) @ weights(values.shape[1]).T
+
+
+@pytest.mark.parametrize("box,size", [((0, 0, 300, 200), 96), ((13, 7, 113, 90), 32), ((100, 50, 140, 95), 64)])
+def test_deep_crops_are_resized_by_the_definition_and_as_pillow_does(box, size):
+    image = np.asarray(photo(300, 200)).astype(np.float32) / 255
+    left, top, right, bottom = box
+    crop = resize_crop(image, box, size).numpy()
+    assert crop.dtype == np.float32 and crop.shape == (size, size, 3) and crop.min() >= 0 and crop.max() <= 1
+    for channel in range(3):
+        plane = image[:, :, channel]
+        definition = slow_resize(plane[top:bottom, left:right], size).clip(0, 1)
+        np.testing.assert_allclose(crop[:, :, channel], definition, atol=1e-5)
+        pillow = Image.fromarray(plane).crop(box).resize((size, size), Image.Resampling.BICUBIC)
+        np.testing.assert_allclose(crop[:, :, channel], np.clip(pillow, 0, 1), atol=1e-5)
+
+
+def test_evaluations_crop_deep_images_as_those_of_8_bits():
+    """8-bit resizing rounds to levels."""
+    image = photo(120, 90)
+    deep = np.asarray(image).astype(np.float32) / 255
+    for crop in (EvalCrop(32), partial(RandomCrop(32), seed=3)):
+        levels = (crop(deep) - crop(image)) * torch.tensor(STD).view(3, 1, 1) * 255
+        assert levels.abs().max() <= 1 and levels.abs().mean() <= 0.3
+    stripes = (np.arange(64)[:, None, None] % 9 > 3) * np.ones((64, 64, 3), np.float32)
+    unit = EvalCrop(32)(stripes.astype(np.float32)) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    assert unit.min() >= -1e-6 and unit.max() <= 1 + 1e-6
+
+
+class Files:
+    """Encoded files in memory."""
+
+    labels = classes = None
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents = contents
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def read(self, index: int) -> bytes:
+        return self.contents[index]
+
+    def load(self, index: int) -> Image.Image:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        return f"files/{index}.png"
+
+
+class Arrays:
+    """Arrays in memory: a source without files."""
+
+    labels = classes = None
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def load(self, index: int) -> np.ndarray:
+        return self.arrays[index]
+
+    def name(self, index: int) -> str:
+        return f"arrays/{index}"
+
+
+def views_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
+    """The crops of image 0 in a few epochs, as the network gets them."""
+    dataset = MultiCropDataset(
+        source,
+        crops or MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 3, "dino"),
+        0,
+        augment=augment,
+        max_pixels=None,
+        channels=3,
+        device=torch.device("cpu"),
+        value_range=value_range,
+    )
+    return [view for epoch in range(epochs) for view in augmented_views(dataset.__getitems__([(epoch, 0)]))]
+
+
+def test_12_bits_reach_the_network(monkeypatch):
+    """Shifted to 8 bits they were 16 levels."""
+    monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), flip=0, jitter=0, gray=0))
+    crops = MultiCrop(64, (1.0, 1.0), 32, (0.5, 1.0), 0, "none")
+    levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+    for augment in ("device", "worker"):
+        [view, _] = views_of(Files(png16(levels)), (0, 4095), augment, crops, epochs=1)
+        assert len(view[0, 0].unique()) >= 4000
+
+
+@pytest.mark.parametrize("scale", [1, 257])
+def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
+    """To rounding of FP32 where both go as FP32; a run of 8 bits alone rounds to levels when it resizes."""
+    image = photo(120, 90)
+    deep, shallow = Files(png16(np.asarray(image).astype(np.uint16) * scale)), Files(encoded(image, "PNG"))
+    range_ = (0.0, 255.0 * scale)
+    for ours, theirs in zip(views_of(deep, range_), views_of(shallow, range_), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a hue turns with the last bits of nearly grey
+    for ours, theirs in zip(views_of(deep, range_), views_of(shallow, None), strict=True):
+        levels = (ours - theirs)[0] * torch.tensor(STD).view(3, 1, 1) * 255
+        assert levels.abs().mean() <= 1
+
+
+def test_both_modes_augment_deep_images_alike():
+    source = Files(png16(RGB.repeat(8, 0).repeat(8, 1)))
+    for ours, theirs in zip(views_of(source, FULL), views_of(source, FULL, "worker"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_file_beyond_the_range_is_named():
+    dataset = partial(MultiCropDataset, augment="device", max_pixels=None, channels=3, device=torch.device("cpu"))
+    source = Files(png16(GREY % 4096), png16(np.full_like(GREY, 5000)))
+    batch = dataset(source, MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 1, "dino"), 0, value_range=(0, 4095))
+    found = batch.__getitems__([(0, 1)])
+    assert found.bad[0] == "files/1.png (uint16 values, 5000 to 5000: beyond data.value_range 0,4095)"
+    assert found.names == ["files/0.png"] and found.groups[0].dtype == torch.float32
+
+
+# the choice of a range
+
+
+@pytest.mark.parametrize(
+    ("types", "low", "high", "chosen"),
+    [
+        ("uint16", 0, 200, (0, 255)),
+        ("uint16", 3, 256, (0, 1023)),
+        ("uint16", 0, 4000, (0, 4095)),
+        ("uint16", 0, 16383, (0, 16383)),
+        ("uint16", 0, 16384, (0, 65535)),
+        ("float32", 0, 1, (0, 1)),
+        ("float32", 0, 254.5, (0, 255)),
+        ("float32", 0, 1.5, "0,1.5"),
+        ("int32", 0, 200, "0,200"),
+        ("int32", -1024, 3071, "-1024,3071"),
+        ("float32", -0.51234, 1, "-0.52,1"),
+        ("float32", 0, 2999.87, "0,3000"),
+        ("float32 uint16", 0, 1, "0,1"),
+        ("uint32", 0, 70000, "0,70000"),
+    ],
+)
+def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, chosen):
+    sample = Sample(images=64, deep=64, types=set(types.split()), low=low, high=high)
+    if isinstance(chosen, tuple):
+        assert sample.decide()[0] == chosen
+        return
+    with pytest.raises(ConfigError) as refused:
+        sample.decide()
+    said = f"64 of 64 images looked at are deeper than 8 bits: {types.replace(' ', ' and ')}, values {low} to {high}"
+    assert str(refused.value).startswith(said) and f"give --data.value_range {chosen}, or wider" in str(refused.value)
+    given = load_recipe(None, {"data.value_range": chosen}).data.known_range
+    assert given is not None and given[0] <= low and high <= given[1]
+
+
+def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.JPG").write_bytes(b"never read")
+    assert look_at_values([ImageFolder(str(tmp_path))]) == Sample() and Sample().decide() == (None, "")
+
+
+def test_a_few_deep_files_among_many_are_found(tmp_path):
+    for i in range(200):
+        photo(8, 8).save(tmp_path / f"{i}.jpg")
+    (tmp_path / "deep.png").write_bytes(png16(GREY % 1000))
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    (tmp_path / "nan.tif").write_bytes(tiff(FLOAT * np.nan))
+    chosen, words = look_at_values([ImageFolder(str(tmp_path))]).decide()
+    assert chosen == (0, 1023)
+    high = (GREY % 1000).max()
+    assert words.startswith("1 of 1 images looked at are deeper than 8 bits: uint16, values ") and str(high) in words
+    assert words.endswith("; data.value_range 0,1023, 8-bit images 0,255")
+
+
+def recipe_for(in_chans: int = 3, value_range: str = "auto") -> Recipe:
+    return load_recipe(None, {"model.in_chans": str(in_chans), "data.value_range": value_range})
+
+
+def test_sources_of_arrays_and_their_channels():
+    deep = Arrays(*[np.full((4, 4, 5), 1000 * i, np.uint16) for i in range(20)])
+    assert with_value_range(recipe_for(5), deep)[0].data.value_range == (0, 65535)
+    assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
+    assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
+    for in_chans, source, text in (
+        (4, Files(b""), "have 3 channels: files are read as RGB; set --model.in_chans 3, or write a data.source"),
+        (3, deep, "model.in_chans is 3, and images of data.source folder have 5 channels; set --model.in_chans 5$"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            with_value_range(recipe_for(in_chans), source)
+
+
+def _chosen_by_this_rank(root: Path) -> tuple[object, str]:
+    """Rank 1's images are others."""
+    recipe, words = with_value_range(recipe_for(), ImageFolder(str(root / str(distributed.rank()))))
+    return recipe.data.value_range, words
+
+
+def _refused_on_this_rank(root: Path) -> str:
+    try:
+        with_value_range(recipe_for(), ImageFolder(str(root / str(1 - distributed.rank()))))
+    except ConfigError as error:
+        return str(error)
+    return "nothing said"
+
+
+def test_two_ranks_agree(tmp_path):
+    for rank, data in enumerate((png16(GREY % 3000), tiff(FLOAT))):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "a.tif").write_bytes(data)
+    first, second = run_on_ranks(_chosen_by_this_rank, tmp_path)
+    assert first == second and first[0] == (0, 4095)
+    first, second = run_on_ranks(_refused_on_this_rank, tmp_path)
+    assert first == second and "float32" in first
+
+
+def test_the_recipe_takes_auto_or_two_numbers(tmp_path):
+    for text, value in (("auto", "auto"), ("0,4095", (0, 4095)), ("[-1024, 3071.5]", (-1024, 3071.5))):
+        recipe = load_recipe(None, {"data.value_range": text})
+        assert recipe.data.value_range == value and change_recipe(recipe, {"seed": "1"}).data.value_range == value
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+        assert load_recipe(str(tmp_path / "recipe.yaml"), {}) == recipe
+    for text in ("4095", "0,1,2", "5,5", "9,0", "0,nan", "0,inf", "0,1e300", "0,1e-300", "a,b", "12-bit"):
+        with pytest.raises(ConfigError, match=r"--data.value_range: .* is not (auto, nor two numbers|a range)"):
+            load_recipe(None, {"data.value_range": text})

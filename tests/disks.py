@@ -1,0 +1,44 @@
+"""Disks of a few KiB, for tests that fill them: needs the right to mount."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PAGE = 4096
+
+
+@contextmanager
+def small_disk(place: Path, free_kib: int) -> Iterator[Path]:
+    """`place` as the mount of a disk with so much room; FILLER takes the rest. Skips the test without the right."""
+    mount_disk(place)
+    try:
+        fill(place, free_kib)
+        yield place
+    finally:
+        unmount(place)
+
+
+def mount_disk(place: Path, kib: int = 4096) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", place]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no right to mount")
+
+
+def unmount(place: Path) -> None:
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path, free_kib: int = 0) -> None:
+    """FILLER takes all room but so much."""
+    with (disk / "FILLER").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(PAGE))
+        except OSError:
+            file.truncate(max(0, file.tell() - free_kib * 1024))

@@ -1,0 +1,167 @@
+"""What a run starts with on an invented card, and that what does not fit is said before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import psutil
+import pytest
+
+from dino_ds import cli, distributed, train
+from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.costs.memory import count_parameters
+from dino_ds.errors import ConfigError
+from dino_ds.measure import machine as measured
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.plan.fit import FILLED, fit
+from dino_ds.plan.start import Machine, check_fits, chosen, given, kept, predict
+from tests.ranks import run_on_ranks
+from tests.training.harness import REPOSITORY, image_folder, log_of, train_tiny
+
+RTX3090 = Machine(1, 1, 64.0, 23.6)
+T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
+
+
+def _given(name, machine=RTX3090, recipe="vits16", **changes):
+    recipe, path = load_recipe(recipe, changes), f"ds_configs/{name}.json"
+    return recipe, given(recipe, load_ds_config(path, {}), path, machine)
+
+
+def _readme_command() -> list[str]:
+    """What the README gives for one process."""
+    found = re.search(r"`(dino-ds train --data\.root /images)`", (REPOSITORY / "README.md").read_text())
+    return shlex.split(found[1])[1:]
+
+
+def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
+    """As `train` decides it, and by the same prediction that `plan` gives."""
+    monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
+    options, files = cli._collect(TRAIN, parse_flags(TRAIN, _readme_command()[1:]))
+    asked, resume = (files["ds"], files["ds_path"], files["ds_overrides"]), options["resume"]
+    start, memory = train._settle(files["recipe"], asked, tmp_path / "run", resume, options["allow_oversize"])
+    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
+    again = fit(files["recipe"], start.ds, start.path, 1, RTX3090.card_gib)
+    assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
+    assert memory.gib < again.memory.gib  # without the margins
+
+
+@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
+@pytest.mark.parametrize("machine", [RTX3090, T4, Machine(8, 8, 500.0, 79.1)], ids=["3090", "4 x T4", "8 x A100"])
+def test_what_is_chosen_fits(recipe, machine):
+    recipe = load_recipe(recipe, {})
+    start = chosen(recipe, {}, machine)
+    check_fits(recipe, start, machine)
+    assert start.config.precision == ("bf16" if machine.bf16 else "fp16")
+    assert start.config.micro_batch * start.config.accumulation * machine.ranks == recipe.data.global_batch
+
+
+@pytest.mark.parametrize("name", ["zero0_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16_offload"])
+def test_what_is_too_large_is_refused_with_flags_that_fit(name):
+    recipe, start = _given(name)
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB by prediction, and the GPU has 23.6: add --ds.") as caught:
+        check_fits(recipe, start, RTX3090)
+    words = str(caught.value).partition(": add ")[2].partition(";")[0].split()
+    flags = {key.removeprefix("--ds."): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    ds = change_ds_config(dict(start.ds), start.path, flags)
+    assert fit(recipe, ds, start.path, 1, 23.6).fits
+    # Nothing is accumulated in low precision.
+    config = resolve_ds_config(ds, start.path, recipe.data.global_batch, 1, parameters=count_parameters(recipe))
+    assert config.precision == "fp32" or config.raw["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+def test_where_no_batch_helps_the_planner_s_choice_or_a_smaller_model_is_named():
+    recipe, start = _given("zero2_bf16", recipe="vitg14")
+    with pytest.raises(ConfigError, match=r"leave --ds_config out, the planner has one that fits \(bf16, ZeRO"):
+        check_fits(recipe, start, RTX3090)
+    recipe, start = _given("zero2_bf16", recipe="vit7b16")
+    with pytest.raises(ConfigError, match="nothing fits"):
+        check_fits(recipe, start, RTX3090)
+
+
+def test_the_host_s_memory_counts_too():
+    """What is offloaded lies there; on a CPU all of it, once a rank."""
+    recipe, start = _given("zero3_bf16_offload", recipe="vitl16", **{"data.global_batch": "8"})
+    check_fits(recipe, start, RTX3090)
+    with pytest.raises(ConfigError, match="of host memory by prediction"):
+        check_fits(recipe, start, dataclasses.replace(RTX3090, host_gib=8.0))
+    cpu = Machine(2, 2, 24.0)
+    recipe, start = _given("zero0_fp32", cpu)
+    with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, and there are 24.0: add --ds"):
+        check_fits(recipe, start, cpu)
+    with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
+        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
+
+
+@pytest.mark.parametrize(("limit", "gib"), [(str(2**28), 0.25), ("max", None)])
+def test_a_container_has_what_its_limit_says(limit, gib, monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(measured, "_CONTAINER_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    assert measured.host_memory_gib()[0] == (gib or psutil.virtual_memory().total / 2**30)
+
+
+def test_the_smallest_card_decides():
+    both = RTX3090.in_common(Machine(1, 2, 32.0, 11.6, bf16=False, libraries=5))
+    assert both == Machine(1, 2, 32.0, 11.6, bf16=False, libraries=5)
+
+
+@pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_a_resumed_run_keeps_its_config_to_the_letter(path):
+    """What a run writes into its folder is a ds config, and resolves to itself."""
+    machine, recipe = Machine(4, 4, 64.0, 79.1), load_recipe("vits16", {})
+    first = given(recipe, load_ds_config(str(path), {}), str(path), machine).config
+    again = kept(recipe, json.loads(json.dumps(first.raw)), "RUN/ds_config.json", {}, machine)
+    assert again.config.raw == first.raw
+
+
+def test_a_resumed_run_keeps_its_precision_on_other_ranks():
+    recipe, start = _given("zero1_bf16", Machine(8, 8, 500.0, 23.6))
+    saved = start.config
+    assert (saved.stage, saved.accumulation) == (1, 1)
+    alone = kept(recipe, saved.raw, "x", {}, RTX3090).config
+    assert (alone.precision, alone.micro_batch, alone.accumulation) == ("bf16", saved.micro_batch, 8)
+    assert alone.raw["data_types"]["grad_accum_dtype"] == "fp32"  # not in low precision, as stage 1 would
+    zero = kept(recipe, alone.raw, "x", {}, Machine(8, 8, 500.0, 23.6)).config.raw["zero_optimization"]
+    assert not alone.raw["zero_optimization"]["overlap_comm"] and zero["overlap_comm"]
+    assert zero["reduce_bucket_size"] < alone.raw["zero_optimization"]["reduce_bucket_size"]
+    changed = kept(recipe, saved.raw, "x", {"gradient_accumulation_steps": "32"}, RTX3090)
+    assert (changed.config.micro_batch, changed.config.accumulation) == (16, 32)
+
+
+def _train(images, run, card_gib, **options):
+    """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
+    mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
+    with mock.patch.object(train, "find_machine", return_value=mine):
+        return train_tiny(images, run, ds_overrides={}, **options)
+
+
+def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
+    images, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(_train, images, run, 2.0, max_steps=2) == [None, None]
+    first = json.loads((run / "ds_config.json").read_text())
+    assert first["bf16"]["enabled"]
+    assert "chosen   by the planner for 2 x 2.0 GiB" in log_of(run)
+    too_small = run_on_ranks(_train, images, run, 0.5, resume=True)
+    assert all("and the GPU has 0.5" in message for message in too_small)
+    assert run_on_ranks(_train, images, run, 0.5, max_steps=3, resume=True, allow_oversize=True) == [None, None]
+    assert json.loads((run / "ds_config.json").read_text()) == first
+    assert "chosen   as this run was started" in log_of(run)
+
+
+def test_what_is_too_large_leaves_no_folder(tmp_path):
+    """Logits for which no machine has the memory."""
+    images = image_folder(tmp_path / "images")
+    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "data.global_batch": "4096"})
+    assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
+
+
+def test_a_prediction_is_that_of_the_device():
+    recipe, start = _given("zero2_bf16_offload")
+    on_gpu, on_cpu = (predict(recipe, start.config, machine).parts for machine in (RTX3090, Machine(1, 1, 64.0)))
+    assert "masters and moments" in on_cpu and "masters and moments" not in on_gpu

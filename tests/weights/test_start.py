@@ -1,0 +1,185 @@
+"""`model.init_from`: a start computes what its source computes, or is refused with the flags that make it so."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+import dino_ds.cli as cli
+from dino_ds.architectures import ARCHITECTURES
+from dino_ds.config.ds_config import Levers
+from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.recipe import ModelSection, Recipe
+from dino_ds.errors import CheckpointError
+from dino_ds.models.network import DinoNetwork
+from dino_ds.training.build import build_network
+from dino_ds.weights.start import as_source, flags_for
+from tests.training.harness import TINY
+from tests.weights.originals import Original
+
+OURS = {"model.patch_size": "8", "model.width": "64", "model.depth": "2", "model.heads": "2"}
+IMAGES = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def _recipe(source, **changes: str) -> Recipe:
+    return load_recipe(None, {**TINY, **OURS, "model.init_from": str(source), **changes})
+
+
+def _from_source(source, **changes: str) -> Recipe:
+    """As the command line makes it of a recipe that says nothing of the network."""
+    given = {key: value for key, value in TINY.items() if not key.startswith("model.")}
+    changes = {"model.backbone": "from_source", **changes}
+    return as_source(load_recipe(None, {**given, "model.init_from": str(source), **changes}), None)
+
+
+def _features(network: DinoNetwork) -> torch.Tensor:
+    with torch.no_grad():
+        return network.backbone.eval()([IMAGES])
+
+
+def _huggingface(folder, kind: str, **changes):
+    """Their network of random weights, saved by themselves, and its CLS features."""
+    transformers = pytest.importorskip("transformers")
+    numbers = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    mlp = {"intermediate_size": 256} if kind == "ViT" else {}
+    config = getattr(transformers, f"{kind}Config")(**{**numbers, **mlp, **changes})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+        return model(pixel_values=IMAGES).last_hidden_state[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said", "flags"),
+    [
+        ("Dinov2", {}, "it has LayerScale, not blocks of a plain ViT", "--model.backbone vit_small_patch14_dinov2"),
+        ("ViT", {"num_hidden_layers": 4}, "it has 4 blocks, not 2", "--model.depth 4"),
+        ("ViT", {"num_attention_heads": 8}, "it has 8 attention heads, not 2", "--model.heads 8"),
+        (
+            "Dinov2WithRegisters",
+            {"use_swiglu_ffn": True, "hidden_size": 192, "num_attention_heads": 3},
+            "width 192, not 64, 3 attention heads, not 2, LayerScale and 4 registers and SwiGLU, not blocks of a plain",
+            "--model.backbone vit_giant_patch14_reg4_dinov2 --model.width 192 --model.heads 3",
+        ),
+    ],
+)
+def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind, changes, said, flags):
+    """With them, and with from_source, the student computes what transformers computes: 1e-5."""
+    theirs = _huggingface(tmp_path, kind, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        build_network(_recipe(tmp_path), Levers())
+    line = str(caught.value)
+    assert "\n" not in line and said in line
+    assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
+    given = dict(re.findall(r"--(\S+) (\S+)", flags))
+    for recipe in (_recipe(tmp_path, **given), _from_source(tmp_path)):
+        torch.testing.assert_close(_features(build_network(recipe, Levers())), theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("ViT", {"intermediate_size": 192}, "blocks of a plain ViT whose MLP has 192 outputs"),
+        ("Dinov2WithRegisters", {"num_register_tokens": 2}, "LayerScale and 2 registers"),
+        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 3}, "LayerScale and SwiGLU whose MLP has 256 outputs"),
+    ],
+)
+def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
+    _huggingface(tmp_path, kind, **changes)
+    for start in (lambda: build_network(_recipe(tmp_path), Levers()), lambda: _from_source(tmp_path)):
+        with pytest.raises(CheckpointError, match=f"dino_ds builds no network with {said}") as caught:
+            start()
+        assert "\n" not in str(caught.value)
+
+
+def test_rotary_positions_are_refused_by_name(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    numbers = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**numbers)).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="DINOv3's rotary positions are not supported"):
+        _from_source(tmp_path)
+
+
+def test_tensors_that_the_model_has_no_place_for(tmp_path):
+    """A third normalisation in one block changes no shape of the others."""
+    state = Original(32, 8, 64, 2, 2).state_dict() | {"blocks.1.ls1.gamma": torch.ones(64)}
+    torch.save(state, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"1 tensors too many, backbone\.blocks\.1\.ls1\.gamma"):
+        build_network(_recipe(tmp_path / "a.pth"), Levers())
+
+
+def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
+    """DINO's file says nothing of heads; its positions of other sizes are made in its own way."""
+    torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
+    changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
+    said = build_network(_recipe(tmp_path / "a.pth", **changes), Levers()).started_from
+    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; there is no head in it" in said
+    assert "1 tensors not used (mask_token)" in said and "no file says its attention heads: 2 as the model" in said
+    assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
+
+
+def test_another_epsilon_is_noted(tmp_path):
+    _huggingface(tmp_path, "ViT", layer_norm_eps=1e-3)
+    said = build_network(_recipe(tmp_path), Levers()).started_from
+    assert "LayerNorm's epsilon is 1e-06 here and 0.001 there" in said
+
+
+def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
+    """From `args` of DINO's training, and from the run itself when it is resumed: the file is gone by then."""
+    content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
+    torch.save(content, source := tmp_path / "a.pth")
+    seen: list[Recipe] = []
+    monkeypatch.setattr(cli, "_call", lambda command, values: seen.append(values["recipe"]))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    words = [
+        "train",
+        f"--data.root={tmp_path}",
+        f"--run_dir={tmp_path / 'run'}",
+        "--ds_config=ds_configs/zero0_fp32.json",
+    ]
+    words += [f"--model.init_from={source}", "--model.backbone=from_source"]
+    cli.main(words)
+    assert seen[0].model.architecture() == ModelSection(patch_size=8, width=192, depth=3, heads=3).architecture()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text(dump_recipe(seen[0]))
+    source.unlink()
+    cli.main([*words, "--resume"])
+    assert seen[1] == seen[0]
+
+
+def test_from_source_takes_the_place_of_the_recipe_s_numbers_and_asks_for_heads(tmp_path):
+    torch.save(Original(32, 8, 64, 2, 2).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="how many attention heads a width of 64"):
+        _from_source(tmp_path / "a.pth")
+    assert _from_source(tmp_path / "a.pth", **{"model.heads": "2"}).model.architecture().heads == 2
+    recipe = _from_source(tmp_path / "a.pth", **{"model.heads": "2", "model.depth": "1"})
+    assert recipe.model.architecture().depth == 2
+
+
+def test_every_backbone_is_found_by_its_own_name():
+    """The fewest flags: none where the recipe builds it, else the name alone."""
+    for name, arch in ARCHITECTURES.items():
+        assert flags_for(arch, ModelSection(backbone=name)) == {}
+        (flag,) = (flags_for(arch, ModelSection(backbone="vit_7b_patch16_reg4")) or {"": name}).values()
+        assert ARCHITECTURES[flag] == arch
+
+
+def test_timm_s_own_file_starts_a_run(tmp_path):
+    theirs = timm.create_model(
+        "vit_small_patch14_reg4_dinov2", embed_dim=64, num_heads=2, depth=2, patch_size=8, img_size=32
+    ).eval()
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "a.safetensors")
+    network = build_network(_from_source(tmp_path / "a.safetensors", **{"model.heads": "2"}), Levers())
+    with torch.no_grad():
+        expected = theirs.forward_features(IMAGES)[:, 0]
+    torch.testing.assert_close(_features(network), expected, rtol=1e-5, atol=1e-5)
