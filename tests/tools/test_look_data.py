@@ -180,6 +180,8 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     parser.feed(page)
     assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
     assert not re.search(r'(src|href)="(?!data:)', page)
+    # Crops of 32 and 16 pixels are shown at 128, as they are.
+    assert page.count('width="128" height="128"') == 15 and "image-rendering: pixelated" in page
     assert "words<b>" not in page and "words&lt;b&gt;.png (not an image)" in page
 
 
