@@ -30,7 +30,7 @@ class Teacher:
     `dtype` of the forward pass (autocast; storage stays FP32). On construction the network becomes equal to the
     masters, which DeepSpeed makes from weights already rounded to the engine's precision. With `keep_copy` the matrices
     are also kept in `dtype`, cast once per applied step instead of at each use: same results, 2 bytes a weight more.
-    `compiled`: its blocks are compiled.
+    `compiled`: how its blocks are compiled, as of `compile_blocks`, or "off".
 
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
@@ -41,7 +41,7 @@ class Teacher:
         masters: Sequence[Masters],
         dtype: torch.dtype = torch.float32,
         keep_copy: bool = False,
-        compiled: bool = False,
+        compiled: str = "off",
     ) -> None:
         self.network = network.eval().requires_grad_(False)
         self.dtype = dtype
@@ -52,8 +52,8 @@ class Teacher:
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
         self._running, self._casts = _low_precision_copy(network, dtype) if keep_copy else (network, ([], []))
-        if compiled:
-            self._running.backbone.compile_blocks()
+        if compiled != "off":
+            self._running.backbone.compile_blocks(compiled)
         self.update(momentum=0.0)
 
     def _follow(self, masters: Masters, parameters: dict[str, Tensor]) -> _Follower:

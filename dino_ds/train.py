@@ -96,7 +96,7 @@ def train(
                     heartbeats.forget_earlier()
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
-                    if ds_overrides is not None:
+                    if start.path != start.why:
                         log.say(f"chosen   {start}")
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
             finally:
@@ -202,7 +202,7 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) 
     epochs = steps / run.epoch_steps
     log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
     log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
-    log.say(f"kernels  {run.attention_kernels()}{', compiled blocks' if config.levers.compile else ''}")
+    log.say(f"kernels  {run.attention_kernels()}{', compiled blocks' if config.levers.compile != 'off' else ''}")
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)

@@ -71,8 +71,8 @@ def all_rungs() -> list[Rung]:
     add("one-pass EMA", one_pass_ema=True)
     add("DeepSpeed engine", engine=True)
     add("bf16", exact=False, precision="bf16")
-    add("torch.compile", levers=lever(compile=True))
-    add("batched stochastic depth", levers=lever(compile=False), batched_stochastic_depth=True)  # one or the other
+    add("torch.compile", levers=lever(compile="default"))
+    add("batched stochastic depth", levers=lever(compile="off"), batched_stochastic_depth=True)  # one or the other
     add("data workers", data_workers=True)
     return [*rungs, rung]
 

@@ -77,6 +77,8 @@ def _check_value(content: dict[str, Any], key: str, spec: Key) -> str | None:
             return None
         dropped = " (DeepSpeed would drop it and use its default)" if spec.kind == "bool" else ""
         return f'"auto" is not decided here{dropped}: write {spec.article}{spec.type_text}'
+    if isinstance(value, bool) and "off" in spec.choices:  # as it was written before there were several ways
+        value = content[key] = "default" if value else "off"
     if spec.kind == "int" and isinstance(value, float) and value.is_integer():
         value = content[key] = int(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -123,7 +125,7 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
         )
     if not config.get("bf16", {}).get("check_grad_overflow", True):
         yield "bf16.check_grad_overflow", "it must be true: else NaN gradients are written into the weights"
-    yield from _check_levers(config.get("dino_ds", {}), zero["stage"], low)
+    yield from _check_levers(config, zero["stage"], low)
     accumulated = config.get("data_types", {}).get("grad_accum_dtype", "fp32")
     if accumulated not in ("fp32", low[0] if low else "fp32"):
         wanted = "fp32" if not low else f"fp32 or {low[0]}"
@@ -134,13 +136,22 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
     yield from _check_offload(config, zero)
 
 
-def _check_levers(levers: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
-    if levers.get("compile") and stage == 3:
+def _check_levers(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
+    levers = config.get("dino_ds", {})
+    compiled = levers.get("compile", "off")
+    if compiled != "off" and stage == 3:
         yield (
             "dino_ds.compile",
             "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces: use stage 1 or 2, "
             "or remove it",
         )
+    if compiled == "reduce-overhead" and "activation_checkpointing" in config:
+        yield (
+            "dino_ds.compile",
+            '"reduce-overhead" does not go with activation_checkpointing, which runs blocks twice: use "default"',
+        )
+    if levers.get("deterministic"):
+        yield from _check_deterministic(levers)
     attention = levers.get("attention", "sdpa")
     if attention == "varlen" and not low:
         yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
@@ -148,6 +159,15 @@ def _check_levers(levers: dict[str, Any], stage: int, low: list[str]) -> Iterato
         yield "dino_ds.attention_backend", f'it chooses among the kernels of "sdpa", and attention is "{attention}"'
     if levers.get("teacher_copy") and not low:
         yield "dino_ds.teacher_copy", "in fp32 the copy would be the teacher itself: remove it"
+
+
+def _check_deterministic(levers: dict[str, Any]) -> Iterator[Problem]:
+    """What may give other bits in another run."""
+    name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
+    if levers.get("compile", "off") != "off":
+        yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"
+    if levers.get("attention") == "varlen" or levers.get("attention_backend") == "cudnn":
+        yield name, f"cuDNN's attention, whose gradients are added up in any order, {exact}"
 
 
 def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Problem]:

@@ -39,8 +39,9 @@ class Levers:
     attention_backend: str = "auto"
     packed: bool = True
     cls_only_last_block: bool = True
-    compile: bool = False
-    teacher_copy: bool = False
+    compile: str = "off"
+    teacher_copy: bool | None = None
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class DsConfig:
     checkpoint_on_cpu: bool
     levers: Levers
     notes: list[str] = field(default_factory=list)
+
+    def keeps_teacher_copy(self, on_gpu: bool) -> bool:
+        """Whether the teacher's matrices are kept in the engine's precision too: unless stated, on a GPU."""
+        asked = self.levers.teacher_copy
+        return self.precision != "fp32" and (on_gpu if asked is None else asked)
 
 
 def find_ds_config(path: str) -> str:
@@ -123,6 +129,11 @@ def resolve_ds_config(
         raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
     raw = copy.deepcopy(config)
     micro, accumulation = _batches(config, path, global_batch, world_size)
+    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
+        raise ConfigError(
+            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
+            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
+        )
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )

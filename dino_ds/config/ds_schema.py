@@ -142,8 +142,18 @@ _DINO_DS = {
     ),
     "packed": Key("bool", "crops of all sizes in one pass (default true); exact"),
     "cls_only_last_block": Key("bool", "the last block for the CLS token alone (default true); exact"),
-    "compile": Key("bool", "torch.compile each block; same results beyond rounding", stages=(0, 1, 2)),
-    "teacher_copy": Key("bool", "keep the teacher's matrices in the engine's precision too, cast once a step; exact"),
+    "compile": Key(
+        "text",
+        "torch.compile each block; same results beyond rounding. max-autotune tries out kernels at the start, "
+        "reduce-overhead records CUDA graphs; true = default, false = off",
+        choices=("off", "default", "max-autotune", "reduce-overhead"),
+        stages=(0, 1, 2),
+    ),
+    "teacher_copy": Key(
+        "bool",
+        "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Without it: on a GPU, not on a CPU",
+    ),
+    "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower; not on a CPU)"),
 }
 
 # Dotted name of a section -> its keys; "" is the top level.

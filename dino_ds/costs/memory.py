@@ -101,7 +101,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
 
     ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place.
     """
-    total, low = sum(sizes.values()), config.precision != "fp32"
+    total = sum(sizes.values())
     shards = world_size if config.stage else 1
     student = element_bytes(config) * total // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
@@ -110,7 +110,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
-    copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if config.levers.teacher_copy and low else 0
+    copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if config.keeps_teacher_copy(on_gpu) else 0
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
@@ -171,7 +171,7 @@ def block_bytes(
     per_token = 4 * d
     if levers.attention == "varlen":
         per_query -= d
-    if levers.compile:
+    if levers.compile != "off":
         per_query, per_token = per_query - d - hidden, per_token - d
     queries = sequences if cls_only else tokens
     # CLS only: the norm's CLS rows are gathered for the query.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from dino_ds import distributed
@@ -30,6 +32,14 @@ def free_memory() -> str:
         return text
     free, total = torch.cuda.mem_get_info()
     return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
+
+
+def use_deterministic_kernels() -> None:
+    """From now on kernels add up in the same order in every run; to be called before anything is computed on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
+    torch.use_deterministic_algorithms(True)
+    # It would write NaN into all new memory first, to find those who read it; a pass over the memory each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def memory_gib() -> float:

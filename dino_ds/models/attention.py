@@ -112,7 +112,7 @@ class Attention(nn.Module):
         q, k, v = (
             part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
         )
-        bounds = packing.bounds()
+        bounds = packing.bounds
         q_bounds = torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) if cls_only else bounds
         out = varlen_attn(q, k, v, q_bounds, bounds, 1 if cls_only else packing.longest, packing.longest)
         assert isinstance(out, Tensor)

@@ -86,19 +86,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool) -> Tensor:
         """x (tokens, d) -> (tokens, d); with cls_only (sequences, d).
 
-        drop: stochastic depth of the two residual branches: (2, sequences) scales, or the sequences that each computes
-        at all, or None. With cls_only keys and values come from all tokens, everything else from the CLS token.
+        drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences that
+        each computes at all, or None. With cls_only keys and values come from all tokens, the rest from the CLS token.
         """
         if isinstance(drop, list):
             return self._forward_kept(x, packing, drop, cls_only)
-        rows = None
-        if drop is not None:
-            scales = drop if cls_only else drop[:, packing.sequence_of_token]
-            rows = scales.unsqueeze(-1).to(x.dtype)
         branch = self.ls1(self.attn(self.norm1(x), packing, cls_only))
-        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if rows is None else branch * rows[0])
+        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if drop is None else branch * drop[0])
         branch = self.ls2(self.mlp(self.norm2(x)))
-        return x + (branch if rows is None else branch * rows[1])
+        return x + (branch if drop is None else branch * drop[1])
 
     def _forward_kept(self, x: Tensor, packing: Packing, kept: list[Kept], cls_only: bool) -> Tensor:
         first, second = kept
@@ -110,5 +106,5 @@ class Block(nn.Module):
 
 def _add(x: Tensor, branch: Tensor, kept: Kept, cls_only: bool) -> Tensor:
     """x plus the branch of the sequences that have one, made larger by those that have none."""
-    scales = kept.scales if cls_only else kept.scales[kept.packing.sequence_of_token]
-    return x.index_add(0, kept.sequences if cls_only else kept.rows, (branch * scales.unsqueeze(-1)).to(x.dtype))
+    scales = kept.scales[0 if cls_only else 1]
+    return x.index_add(0, kept.sequences if cls_only else kept.rows, (branch * scales).to(x.dtype))

@@ -60,38 +60,56 @@ def drop_path_scales(draws: Tensor, last_rate: float) -> Tensor:
 class Kept:
     """The sequences whose branch is computed at all.
 
-    sequences (k,) in the whole batch; rows: all their tokens there; packing: of those rows; scales (k,): sequences
-    of a size / kept ones, so that the sum over a batch stays what it was.
+    sequences (k,) in the whole batch; rows: all their tokens there; packing: of those rows; scales: sequences of a size
+    / kept ones, so that the sum over a batch stays what it was, for each kept sequence (k, 1) and each row (rows, 1).
     """
 
     sequences: Tensor
     rows: Tensor
     packing: Packing
-    scales: Tensor
+    scales: tuple[Tensor, Tensor]
 
 
 def kept_sequences(draws: Tensor, last_rate: float, packing: Packing) -> list[list[Kept]]:
     """Batched stochastic depth: for each block and branch an exact part of the sequences of each size, 1 - rate.
 
     The others are not computed: the student's blocks cost (1 - mean rate). Not what `drop_path_scales` does: the number
-    no longer varies, and who is kept depends on the micro-batch.
+    no longer varies, and who is kept depends on the micro-batch. Those with the largest draws of each size are kept.
     Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with linear rates.
     """
-    rates = [block * last_rate / max(len(draws) - 1, 1) for block in range(len(draws))]
-    return [[_keep(branch, rate, packing) for branch in block] for block, rate in zip(draws, rates, strict=True)]
+    sequences, rows, first, start = [], [], 0, 0
+    for count, tokens in packing.groups:
+        order = draws[..., first : first + count].argsort(dim=-1, descending=True)  # of all blocks and branches at once
+        sequences.append(order + first)
+        rows.append(order.unsqueeze(-1) * tokens + torch.arange(start, start + tokens, device=draws.device))
+        first, start = first + count, start + count * tokens
+    blocks = []
+    for block in range(len(draws)):
+        rate = block * last_rate / max(len(draws) - 1, 1)
+        counts = [max(1, round(count * (1 - rate))) for count, _ in packing.groups]
+        own = Packing.of([(kept, n) for kept, (_, n) in zip(counts, packing.groups, strict=True)], draws.device)
+        scales = _scales(packing, own, draws, False), _scales(packing, own, draws, True)
+        blocks.append(
+            [
+                Kept(
+                    torch.cat([whole[block, branch, :kept] for whole, kept in zip(sequences, counts, strict=True)]),
+                    torch.cat(
+                        [whole[block, branch, :kept].flatten() for whole, kept in zip(rows, counts, strict=True)]
+                    ),
+                    own,
+                    scales,
+                )
+                for branch in range(2)
+            ]
+        )
+    return blocks
 
 
-def _keep(draws: Tensor, rate: float, packing: Packing) -> Kept:
-    """draws (sequences,): those with the largest of each size are kept."""
-    chosen, whole, scales, groups, offset = [], [], [], [], 0
-    for sequences, tokens in packing.groups:
-        count = max(1, round(sequences * (1 - rate)))
-        chosen.append(draws[offset : offset + sequences].topk(count).indices)
-        whole.append(chosen[-1] + offset)
-        scales.append(draws.new_full((count,), sequences / count, dtype=torch.float32))
-        groups.append((count, tokens))
-        offset += sequences
-    return Kept(torch.cat(whole), packing.rows_of(chosen), Packing.of(groups, draws.device), torch.cat(scales))
+def _scales(whole: Packing, kept: Packing, like: Tensor, by_row: bool) -> Tensor:
+    """Sequences of a size / kept ones, for each kept sequence or row, (n, 1) FP32."""
+    pairs = zip(whole.groups, kept.groups, strict=True)
+    rows = [((n * tokens if by_row else n, 1), count / n) for (count, tokens), (n, _) in pairs]
+    return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:

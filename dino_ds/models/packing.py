@@ -12,40 +12,38 @@ from torch import Tensor
 class Packing:
     """How the rows of a (tokens, width) matrix divide into sequences.
 
-    groups: (sequences, tokens of each) per size, in order; cls: index (sequences,) of every sequence's CLS token;
-    sequence_of_token: (tokens,) the sequence each row belongs to.
+    groups: (sequences, tokens of each) per size, in order; bounds: (sequences + 1,) int32, the row where each sequence
+    begins, and the end of the last.
     """
 
     groups: tuple[tuple[int, int], ...]
-    cls: Tensor
-    sequence_of_token: Tensor
+    bounds: Tensor
 
     @classmethod
     def of(cls, groups: list[tuple[int, int]], device: torch.device) -> Packing:
-        starts, offset = [], 0
-        for sequences, tokens in groups:
-            starts.append(torch.arange(sequences, device=device) * tokens + offset)
-            offset += sequences * tokens
-        first = torch.cat(starts)
-        owner = torch.zeros(offset, dtype=torch.long, device=device)
-        owner[first] = 1
-        return cls(tuple(groups), first, owner.cumsum(0) - 1)
+        parts, start = [], 0
+        for i, (sequences, tokens) in enumerate(groups):
+            stop = start + sequences * tokens
+            end = stop + 1 if i == len(groups) - 1 else stop
+            parts.append(torch.arange(start, end, tokens, dtype=torch.int32, device=device))
+            start = stop
+        return cls(tuple(groups), torch.cat(parts))
+
+    @property
+    def cls(self) -> Tensor:
+        """(sequences,) the row of every sequence's CLS token."""
+        return self.bounds[:-1]
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return max(tokens for _, tokens in self.groups)
 
-    def bounds(self) -> Tensor:
-        """(sequences + 1,) int32: the row where each sequence begins, and the end of the last."""
-        total = sum(sequences * tokens for sequences, tokens in self.groups)
-        return torch.nn.functional.pad(self.cls, (0, 1), value=total).int()
-
-    def rows_of(self, chosen: list[Tensor]) -> Tensor:
-        """Per group the sequences (k,) counted within it -> the rows of all their tokens, in that order."""
-        rows, offset = [], 0
-        for (sequences, tokens), kept in zip(self.groups, chosen, strict=True):
-            within = torch.arange(tokens, device=kept.device)
-            rows.append((offset + kept.unsqueeze(1) * tokens + within).flatten())
-            offset += sequences * tokens
-        return torch.cat(rows)
+    def sequence_of_token(self) -> Tensor:
+        """(tokens,) the sequence that each row belongs to."""
+        parts, first = [], 0
+        for sequences, tokens in self.groups:
+            own = torch.arange(first, first + sequences, device=self.bounds.device)
+            parts.append(own.unsqueeze(1).expand(-1, tokens).flatten())
+            first += sequences
+        return torch.cat(parts)

@@ -88,10 +88,14 @@ class VisionTransformer(nn.Module):
             outputs.append(self._features([group], own, self.cls_only_last_block))
         return torch.cat(outputs)
 
-    def compile_blocks(self, backend: str = "inductor") -> None:
-        """torch.compile every block: one program for all of them, per number of crops and kind of block."""
+    def compile_blocks(self, mode: str = "default", backend: str = "inductor") -> None:
+        """torch.compile every block: one program for all of them, per number of crops and kind of block.
+
+        mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
+        """
+        theirs = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for block in self.blocks:
-            block.compile(dynamic=False, backend=backend)
+            block.compile(dynamic=False, backend=backend, mode=theirs)
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
@@ -136,7 +140,7 @@ class VisionTransformer(nn.Module):
         sequences = [self._embed(torch.cat(group)) for group in groups]
         packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
         x = torch.cat([s.flatten(0, 1) for s in sequences])
-        drop = self._drop(draws, packing)
+        drop = self._drop(draws, packing, x.dtype, cls_only)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             x = self._run_block(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
@@ -144,13 +148,17 @@ class VisionTransformer(nn.Module):
             x = x.index_select(0, packing.cls)
         return self.norm(x)
 
-    def _drop(self, draws: Tensor | None, packing: Packing) -> Tensor | list[list[Kept]] | None:
-        """What each block drops: `draws` as of `drop_path_draws`."""
+    def _drop(
+        self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, cls_only: bool
+    ) -> list[Tensor] | list[list[Kept]] | None:
+        """What each block drops: `draws` as of `drop_path_draws`; `cls_only` that the last one has only CLS rows."""
         if draws is None:
             return None
         if self.stochastic_depth == "batched":
             return kept_sequences(draws, self.drop_path, packing)
-        return drop_path_scales(draws, self.drop_path)
+        scales = drop_path_scales(draws, self.drop_path).to(dtype).unsqueeze(-1)
+        blocks = [*scales[:, :, packing.sequence_of_token()]]
+        return [*blocks[:-1], scales[-1]] if cls_only else blocks
 
     def _run_block(
         self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool

@@ -43,7 +43,7 @@ def build_zeros(recipe: Recipe, levers: Levers, device: torch.device) -> DinoNet
 
 
 def _build_meta(recipe: Recipe, levers: Levers) -> DinoNetwork:
-    if levers.compile and recipe.model.stochastic_depth == "batched":
+    if levers.compile != "off" and recipe.model.stochastic_depth == "batched":
         raise ConfigError(
             "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
             "and would be compiled anew; remove one of the two"

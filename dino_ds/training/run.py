@@ -25,7 +25,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.durable import replace_file, replacing
-from dino_ds.engine.device import DTYPES, device
+from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import CheckpointError, StorageError
@@ -258,16 +258,18 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
+    if config.levers.deterministic:
+        use_deterministic_kernels()
     network = build_network(recipe, config.levers, Placement(config))
-    if config.levers.compile:
+    if config.levers.compile != "off":
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
-        network.backbone.compile_blocks()
+        network.backbone.compile_blocks(config.levers.compile)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
     teacher = Teacher(
         build_zeros(recipe, config.levers, device()),
         engine.masters(),
         DTYPES[config.precision],
-        keep_copy=config.levers.teacher_copy,
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda"),
         compiled=config.levers.compile,
     )
     objective = DinoLoss(

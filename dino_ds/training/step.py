@@ -57,6 +57,8 @@ class DinoStep:
         after_backward: what the host does while the device works, before the optimizer's results are read.
         """
         knobs = self.knobs
+        if self.engine.config.levers.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
             teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
         with named_range("student"):

@@ -257,6 +257,22 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
         ({"dino_ds": {"teacher_copy": True}}, "dino_ds.teacher_copy: in fp32 the copy"),
         ({"dino_ds": {"compiled": True}}, "dino_ds.compiled: unknown key. Did you mean dino_ds.compile?"),
         ({"dino_ds": {"packed": "no"}}, 'dino_ds.packed: "no" is not true or false'),
+        (
+            {"dino_ds": {"compile": "fast"}},
+            'dino_ds.compile: "fast" is not one of "off", "default", "max-autotune", "re',
+        ),
+        (
+            {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
+            'dino_ds.compile: "reduce-overhead" does not go with activation_checkpointing',
+        ),
+        (
+            {"dino_ds": {"deterministic": True, "compile": True}},
+            "dino_ds.deterministic: dino_ds.compile, whose kernels",
+        ),
+        (
+            {"dino_ds": {"deterministic": True, "attention_backend": "cudnn"}},
+            "dino_ds.deterministic: cuDNN's attention, whose gradients",
+        ),
     ],
 )
 def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], says: str):
@@ -264,9 +280,34 @@ def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], s
     assert line.startswith(says)
 
 
+@pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
+def test_compile_was_true_or_false_before(tmp_path: Path, given: object, taken: str):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"gradient_clipping": 0, "dino_ds": {"compile": given}}))
+    assert _resolve(load_ds_config(str(path), {})).levers.compile == taken
+    overridden = load_ds_config(str(path), {"dino_ds.compile": str(given).lower()})
+    assert overridden["dino_ds"]["compile"] == taken
+
+
+def test_cuda_graphs_are_refused_with_several_micro_batches():
+    section = {"dino_ds": {"compile": "reduce-overhead"}, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="does not go with 2 micro-batches a step"):
+        _resolve(section)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "on_gpu"), [(None, False, True), (True, True, True), (False, False, False)]
+)
+def test_the_teacher_s_copy_is_for_low_precision_on_a_gpu(asked: bool | None, on_cpu: bool, on_gpu: bool):
+    section = {} if asked is None else {"dino_ds": {"teacher_copy": asked}}
+    config = _resolve(section | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
+    assert [config.keeps_teacher_copy(on_gpu=gpu) for gpu in (False, True)] == [on_cpu, on_gpu]
+    assert not _resolve({}).keeps_teacher_copy(on_gpu=True)
+
+
 def test_levers_have_defaults_and_are_read():
     assert _resolve({}).levers == Levers()
-    section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": True}
+    section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": "default"}
     assert _resolve({"dino_ds": section}).levers == Levers(**section)
     assert _resolve({"dino_ds": {"attention_backend": "auto"}}).levers.attention_backend == "auto"
 

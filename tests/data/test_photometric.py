@@ -29,6 +29,8 @@ from dino_ds.data.photometric import (
 )
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
+pytestmark = pytest.mark.numerical
+
 LEVEL = 1 / 255
 NOTHING = ViewParameters((0, 0, 1, 1), False, (), False, None, False)
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch._dynamo
+import torch._inductor
 from torch._dynamo.utils import counters
 
 import dino_ds.models.attention as attention
@@ -34,6 +35,7 @@ def _outputs_and_gradients(model, keys=None):
     return [out.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_kernels_of_sdpa_give_the_same(backend):
     """FP32 sums in another order: 1e-5 relative."""
@@ -141,6 +143,18 @@ class TestBatchedStochasticDepth:
 
     def test_is_not_used_in_evaluation(self):
         torch.testing.assert_close(_model(drop_path=0.6, stochastic_depth="batched")(_views()), _model()(_views()))
+
+
+@pytest.mark.parametrize(
+    "mode, theirs",
+    [("default", None), ("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead", "reduce-overhead")],
+)
+def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    _model().compile_blocks(mode)
+    assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
+    assert theirs is None or torch._inductor.list_mode_options(theirs)
 
 
 def test_twelve_blocks_compile_to_four_programs():

@@ -118,13 +118,13 @@ def test_a_node_holds_what_is_offloaded_and_saved():
     assert checkpoint_bytes(recipe) == 16 * weights + 4 * 65536
 
 
-@pytest.mark.parametrize(("images", "gigabytes"), [(64, 43.7), (256, 170.0)])
+@pytest.mark.parametrize(("images", "gigabytes"), [(64, 39.5), (256, 153.6)])
 def test_bytes_and_launches_are_those_that_were_counted(images, gigabytes):
     """ViT-S/16 in bf16, eager: operators of the real step on fake CUDA tensors, and DeepSpeed's. To 5 %."""
     recipe = load_recipe("vits16", {"data.global_batch": str(images), "model.drop_path": "0"})
     config = fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config
     assert elementwise_bytes(recipe, config) == pytest.approx(1e9 * gigabytes, rel=0.05)
-    assert launches(recipe, config) == (pytest.approx(1242 + 313, rel=0.01), pytest.approx(409, rel=0.01))
+    assert launches(recipe, config) == (pytest.approx(1058 + 313, rel=0.01), pytest.approx(61, rel=0.02))
 
 
 def test_recomputation_and_offloading_cost_time():
