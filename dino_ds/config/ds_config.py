@@ -15,6 +15,7 @@ from typing import Any
 
 import hjson
 
+from dino_ds.config.ds_batches import divide_batch
 from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
@@ -27,6 +28,8 @@ CHECKOUT = _PACKAGE.parent
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 # At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
 BUCKET_ELEMENTS = 50_000_000
+# Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
+COPIED_WEIGHTS = 200_000_000
 # Of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
 
@@ -64,10 +67,11 @@ class DsConfig:
     levers: Levers
     notes: list[str] = field(default_factory=list)
 
-    def keeps_teacher_copy(self, on_gpu: bool) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too: unless stated, on a GPU."""
+    def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
+        """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
+        a GPU, where launching its casts counts."""
         asked = self.levers.teacher_copy
-        return self.precision != "fp32" and (on_gpu if asked is None else asked)
+        return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
 
 def find_ds_config(path: str) -> str:
@@ -128,7 +132,7 @@ def resolve_ds_config(
     if precision == "fp16" and not fp16_supported:
         raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
     raw = copy.deepcopy(config)
-    micro, accumulation = _batches(config, path, global_batch, world_size)
+    micro, accumulation = divide_batch(config, path, global_batch, world_size)
     if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
         raise ConfigError(
             f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
@@ -196,58 +200,6 @@ def _override(config: dict[str, Any], name: str, text: str) -> str | None:
     except json.JSONDecodeError:
         target[leaf] = text
     return None
-
-
-def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
-    """(micro-batch, accumulation) whose product with the ranks is the global batch."""
-    total = config.get("train_batch_size", "auto")
-    if total not in ("auto", global_batch):
-        raise ConfigError(
-            f"train_batch_size {total} in {path} is not the recipe's data.global_batch {global_batch}: "
-            f"remove it from {path}, or set --data.global_batch {total}"
-        )
-    micro = config.get("train_micro_batch_size_per_gpu", "auto")
-    accumulation = config.get("gradient_accumulation_steps", "auto" if micro != "auto" else 1)
-    if micro == "auto":
-        accumulation = 1 if accumulation == "auto" else accumulation
-        known, what = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
-    elif accumulation == "auto":
-        known, what = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
-    else:
-        return _agreeing(micro, accumulation, path, global_batch, world_size)
-    if global_batch % known:
-        below, above = global_batch // known * known, -(-global_batch // known) * known
-        choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
-        ranks = _fitting_ranks(global_batch, known // world_size, world_size)
-        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}{ranks}")
-    quotient = global_batch // known
-    return (quotient, accumulation) if micro == "auto" else (micro, quotient)
-
-
-def _fitting_ranks(global_batch: int, share: int, world_size: int) -> str:
-    """The nearest numbers of ranks between which multiples of `share` images can be divided; "" if there is none."""
-    fitting = [ranks for ranks in range(1, 2 * world_size) if global_batch % (ranks * share) == 0]
-    nearest = [
-        max((r for r in fitting if r < world_size), default=0),
-        min((r for r in fitting if r > world_size), default=0),
-    ]
-    text = " or ".join(str(ranks) for ranks in nearest if ranks)
-    return f", or use {text} ranks" if text else ""
-
-
-def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> tuple[int, int]:
-    product = micro * accumulation * world_size
-    if product == global_batch:
-        return micro, accumulation
-    cures = [f"--data.global_batch {product}"]
-    if global_batch % (micro * world_size) == 0:
-        cures.insert(0, f"gradient_accumulation_steps to {global_batch // (micro * world_size)} in {path}")
-    elif global_batch % (accumulation * world_size) == 0:
-        cures.insert(0, f"train_micro_batch_size_per_gpu to {global_batch // (accumulation * world_size)} in {path}")
-    raise ConfigError(
-        f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
-        f"= {product}; set {' or '.join(cures)}"
-    )
 
 
 def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: str, world_size: int) -> list[str]:
