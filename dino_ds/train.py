@@ -96,7 +96,7 @@ def train(
                     heartbeats.forget_earlier()
                 with closing(log):
                     _announce(run, log, last_step, memory, note)
-                    if ds_overrides is not None:
+                    if start.path != start.why:
                         log.say(f"chosen   {start}")
                     Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
             finally:

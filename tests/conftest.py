@@ -25,10 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`pytest -m gpu` imports no file without such a test: some need packages that an image for GPUs lacks."""
-    if config.option.markexpr != "gpu" or not collection_path.name.startswith("test_"):
+    """`-m gpu` and `-m "numerical ..."` import no file without such a test: that takes long, and some need packages
+    that an image for GPUs lacks."""
+    mark = config.option.markexpr.partition(" ")[0]
+    if mark not in ("gpu", "numerical") or not collection_path.name.startswith("test_"):
         return None
-    return "mark.gpu" not in collection_path.read_text() or None
+    return f"mark.{mark}" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

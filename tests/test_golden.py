@@ -23,6 +23,8 @@ from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import from_reference_names, golden, golden_meta, golden_network
 
+pytestmark = pytest.mark.numerical
+
 META = golden_meta()
 
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from dino_ds.engine.gpu_sensors import GpuReading
 from dino_ds.training import metrics
 from dino_ds.training.throughput import LONG, WARMUP, Host, HostReader, ThroughputWatch
 
@@ -16,7 +17,7 @@ class _Run:
     """A training run on a fake clock: each window has 10 steps of 8 images."""
 
     def __init__(self, monkeypatch):
-        self.now, self.host = 0.0, QUIET
+        self.now, self.host, self.gpu = 0.0, QUIET, None
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.clock, self.watch = metrics.Clock(8), ThroughputWatch(lambda: self.host)
 
@@ -29,7 +30,7 @@ class _Run:
                     self.now += wait_seconds
                 self.now += step_seconds
                 self.clock.step()
-            values, text = self.watch.look(**self.clock.read())
+            values, text = self.watch.look(**self.clock.read(), gpu=self.gpu)
             said += [text] if text else []
         return values, said
 
@@ -72,6 +73,25 @@ def test_the_wait_for_data_is_named(run):
 )
 def test_a_slower_step_is_told_by_the_state_of_the_host(run, host, says):
     run.host = host
+    _, said = run.windows(30, 0.16, 0.02)
+    assert len(said) == 1 and says in said[0]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [
+        (GpuReading(0.99, slowed_by="heat", celsius=91, watts=250), "of heat (91 °C, 250 W): look at its cooling"),
+        (GpuReading(0.99, slowed_by="power"), "because of power"),
+        (GpuReading(0.99, others=2), "2 other processes use this GPU, there were 0"),
+        (GpuReading(0.4), "the GPU is busy for 40 % of the time, it was 98 %"),
+        (GpuReading(0.97), "each step takes longer"),
+        (None, "each step takes longer"),
+    ],
+)
+def test_a_slower_step_is_told_by_the_state_of_the_gpu(run, gpu, says):
+    run.gpu = GpuReading(0.98)
+    run.windows(10, 0.07, 0.02)
+    run.gpu = gpu
     _, said = run.windows(30, 0.16, 0.02)
     assert len(said) == 1 and says in said[0]
 

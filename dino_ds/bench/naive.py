@@ -6,11 +6,13 @@ They fit into `DinoStep` in place of ours, so that the step around them is the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.ds_config import Levers
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
@@ -77,6 +79,7 @@ class PlainEngine:
         self, network: DinoNetwork, recipe: Recipe, clipping: float, fused: bool, device: torch.device
     ) -> None:
         self.device = device
+        self.config = SimpleNamespace(levers=Levers())  # a step asks what is compiled: nothing
         self._network = network.to(device).train()
         self._clipping = clipping
         options = recipe.optimizer

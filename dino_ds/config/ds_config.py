@@ -15,8 +15,8 @@ from typing import Any
 
 import hjson
 
-from dino_ds.config.ds_batches import divide_batch
-from dino_ds.config.ds_check import offloads_optimizer, problems_of, wrong_key
+from dino_ds.config.ds_check import problems_of, wrong_key
+from dino_ds.config.ds_fill import drop_idle_sharding, fill_accumulation_dtype, fill_zero
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, missing_file, nearest
@@ -26,12 +26,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
-# At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
-BUCKET_ELEMENTS = 50_000_000
 # Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
 COPIED_WEIGHTS = 200_000_000
-# Of a small network on several ranks: while one is reduced, the backward pass fills the next.
-REDUCE_BUCKETS = 8
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ def resolve_ds_config(
     if precision == "fp16" and not fp16_supported:
         raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
     raw = copy.deepcopy(config)
-    micro, accumulation = divide_batch(config, path, global_batch, world_size)
+    micro, accumulation = _batches(config, path, global_batch, world_size)
     if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
         raise ConfigError(
             f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
@@ -142,11 +138,11 @@ def resolve_ds_config(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
     zero = raw.setdefault("zero_optimization", {"stage": 0})
-    notes = _drop_idle_sharding(raw, zero, precision, world_size)
+    notes = drop_idle_sharding(raw, zero, precision, world_size)
     zero = raw["zero_optimization"]
     stage = int(zero["stage"])
-    _fill_zero(raw, zero, parameters, world_size)
-    notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
+    fill_zero(raw, zero, parameters, world_size)
+    notes += fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
         del raw["comms_logger"]  # its mere presence turns it on
@@ -202,46 +198,56 @@ def _override(config: dict[str, Any], name: str, text: str) -> str | None:
     return None
 
 
-def _drop_idle_sharding(raw: dict[str, Any], zero: dict[str, Any], precision: str, world_size: int) -> list[str]:
-    """ZeRO 1 and 2 shard nothing on one process; in FP32, where the weights are their own masters, they only copy."""
-    stage = zero["stage"]
-    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or offloads_optimizer(zero):
-        return []
-    raw["zero_optimization"] = {"stage": 0}
-    return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
+def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
+    """(micro-batch, accumulation) whose product with the ranks is the global batch."""
+    total = config.get("train_batch_size", "auto")
+    if total not in ("auto", global_batch):
+        raise ConfigError(
+            f"train_batch_size {total} in {path} is not the recipe's data.global_batch {global_batch}: "
+            f"remove it from {path}, or set --data.global_batch {total}"
+        )
+    micro = config.get("train_micro_batch_size_per_gpu", "auto")
+    accumulation = config.get("gradient_accumulation_steps", "auto" if micro != "auto" else 1)
+    if micro == "auto":
+        accumulation = 1 if accumulation == "auto" else accumulation
+        known, what = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
+    elif accumulation == "auto":
+        known, what = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
+    else:
+        return _agreeing(micro, accumulation, path, global_batch, world_size)
+    if global_batch % known:
+        below, above = global_batch // known * known, -(-global_batch // known) * known
+        choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
+        ranks = _fitting_ranks(global_batch, known // world_size, world_size)
+        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}{ranks}")
+    quotient = global_batch // known
+    return (quotient, accumulation) if micro == "auto" else (micro, quotient)
 
 
-def _fill_zero(raw: dict[str, Any], zero: dict[str, Any], parameters: int | None, world_size: int) -> None:
-    """Decide "auto" and the missing bucket sizes of the ZeRO section, and whether anything can overlap."""
-    stage, weights = zero["stage"], parameters or REDUCE_BUCKETS * BUCKET_ELEMENTS
-    reduced = -(-weights // REDUCE_BUCKETS) if world_size > 1 else weights
-    sizes = {"reduce_bucket_size": ((1, 2, 3), reduced), "allgather_bucket_size": ((1, 2), weights)}
-    for key, (stages, size) in sizes.items():
-        if stage in stages and zero.get(key, "auto") == "auto":
-            zero[key] = min(size, BUCKET_ELEMENTS)
-    # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
-    to_host = offloads_optimizer(zero) or zero.get("offload_param", {}).get("device", "none") != "none"
-    if world_size == 1 and stage and not to_host:
-        zero["overlap_comm"] = False
-    for key in [key for key, value in zero.items() if value == "auto"]:
-        del zero[key]
-    if offloads_optimizer(zero):
-        raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
-
-
-def _fill_accumulation_dtype(raw: dict[str, Any], precision: str, stage: int, accumulation: int) -> list[str]:
-    """DeepSpeed accumulates in the model's dtype: in low precision small gradients are lost."""
-    if accumulation == 1 or precision == "fp32" or raw.get("data_types", {}).get("grad_accum_dtype"):
-        return []
-    if stage >= 2:
-        raw.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
-        return [
-            f"data_types.grad_accum_dtype = fp32: {accumulation} micro-batches are accumulated in FP32, not {precision}"
-        ]
-    return [
-        f"{accumulation} micro-batches are accumulated in {precision} at stage {stage}: "
-        'use stage 2, or "data_types": {"grad_accum_dtype": "fp32"} (a whole FP32 gradient on every rank)'
+def _fitting_ranks(global_batch: int, share: int, world_size: int) -> str:
+    """The nearest numbers of ranks between which multiples of `share` images can be divided; "" if there is none."""
+    fitting = [ranks for ranks in range(1, 2 * world_size) if global_batch % (ranks * share) == 0]
+    nearest = [
+        max((r for r in fitting if r < world_size), default=0),
+        min((r for r in fitting if r > world_size), default=0),
     ]
+    text = " or ".join(str(ranks) for ranks in nearest if ranks)
+    return f", or use {text} ranks" if text else ""
+
+
+def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> tuple[int, int]:
+    product = micro * accumulation * world_size
+    if product == global_batch:
+        return micro, accumulation
+    cures = [f"--data.global_batch {product}"]
+    if global_batch % (micro * world_size) == 0:
+        cures.insert(0, f"gradient_accumulation_steps to {global_batch // (micro * world_size)} in {path}")
+    elif global_batch % (accumulation * world_size) == 0:
+        cures.insert(0, f"train_micro_batch_size_per_gpu to {global_batch // (accumulation * world_size)} in {path}")
+    raise ConfigError(
+        f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
+        f"= {product}; set {' or '.join(cures)}"
+    )
 
 
 def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:

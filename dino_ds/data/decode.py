@@ -66,6 +66,7 @@ def open_image(
 
 def is_deep_file(data: bytes) -> bool:
     """Whether an image file has more than 8 bits a channel, by its header alone. Raises what Pillow does."""
+    Image.MAX_IMAGE_PIXELS = None  # no pixel is decoded
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         return is_deep(image, data)
 

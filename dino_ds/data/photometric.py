@@ -29,7 +29,7 @@ LUMA = (0.2989, 0.587, 0.114)
 BLUR_REACH = 6
 """Pixels on either side that a blur looks at: 3 standard deviations of the widest one."""
 
-_COLUMNS_OF_SOME = (FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE)
+_COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
 _NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 _CACHED_PIXELS = 4 * 224**2
@@ -153,29 +153,37 @@ def _scale(crops: Tensor) -> float:
 
 
 def _augment(crops: Tensor, plan: Plan, scale: float, x: Tensor) -> None:
-    c, table, there = crops.shape[3], plan.table.numpy(), plan.there
-    lists = [np.flatnonzero(table[:, column]) for column in _COLUMNS_OF_SOME]
-    split = torch.from_numpy(np.concatenate(lists)).to(x.device, non_blocking=True).split([len(some) for some in lists])
-    rows = dict(zip(_COLUMNS_OF_SOME, split, strict=True))
+    (n, _, _, c), table, there = crops.shape, plan.table.numpy(), plan.there
+    which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
+    counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()
+    split = torch.from_numpy(crop).to(x.device, non_blocking=True).split(counts)
+    rows = {column: some for column, some, count in zip(_COLUMNS_OF_SOME, split, counts, strict=True) if count}
 
     def replace(column: int, operation: Callable[..., Tensor], *values: Tensor) -> None:
-        if len(rows[column]):
-            x.index_copy_(0, rows[column], operation(x[rows[column]], *(some[rows[column]] for some in values)))
+        if column in rows:
+            some = rows[column]
+            x.index_copy_(0, some, operation(x[some], *(value[some] for value in values)))
 
-    if len(rows[FLIP]):
+    if FLIP in rows:
         crops = crops.index_copy(0, rows[FLIP], crops[rows[FLIP]].flip(2))
     torch.mul(crops.permute(0, 3, 1, 2), scale, out=x)
-    for slot in range(SLOTS):
-        pixel, own_grey, mean_grey, turns = there[:, 4 * slot : 4 * slot + 4].unbind(1)
-        blend(x, *(weight.view(-1, 1, 1, 1) for weight in (pixel, own_grey, mean_grey)))
+    weights = there[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
+    for slot, (pixel, own_grey, mean_grey, turns) in enumerate(weights):
+        blend(x, pixel, own_grey, mean_grey)
         replace(4 * slot + 3, shift_hue, turns)
     replace(GRAY, lambda some: grey(some).expand_as(some))
     replace(SIGMA, gaussian_blur, there[:, SIGMA])
     replace(SOLARIZE, solarize)
-    mean, std = (np.asarray(values, dtype=np.float64) for values in channel_statistics(c))
-    normalise = torch.from_numpy(np.stack([-mean / std, 1 / std]).astype(np.float32)).to(x.device, non_blocking=True)
+    normalise = torch.from_numpy(_normalisation(c)).to(x.device, non_blocking=True)
     offset, factor = normalise.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)
+
+
+@cache
+def _normalisation(channels: int) -> np.ndarray:
+    """(2, channels): what is added, and what is multiplied by before."""
+    mean, std = (np.asarray(values, dtype=np.float64) for values in channel_statistics(channels))
+    return np.stack([-mean / std, 1 / std]).astype(np.float32)
 
 
 def grey(x: Tensor) -> Tensor:

@@ -33,11 +33,10 @@ def augment(crops: Tensor, table: Tensor, scale: float, out: Tensor) -> None:
     # Other channels than RGB all have the same statistics.
     normalise = [1 / std[i % channels] for i in range(3)] + [-mean[i % channels] / std[i % channels] for i in range(3)]
     sums, between = torch.empty(n, chunks, device=crops.device), torch.empty_like(out)
-    launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, CHANNELS=channels, BLOCK=_BLOCK)
-    sizes = (height, width, chunks)
-    launch(
-        colour, (n, chunks), crops, table, sums, out, *sizes, scale, *normalise, CHANNELS=channels, BLOCK=_BLOCK
-    )  # fmt: skip
+    constants = {"CHANNELS": channels, "BLOCK": _BLOCK}
+    launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
+    constants["CHUNKS"] = triton.next_power_of_2(chunks)
+    launch(colour, (n, chunks), crops, table, sums, out, height, width, chunks, scale, *normalise, **constants)
     planes = (n, chunks, channels)
     launch(blur, planes, table, out, between, height, width, *normalise, DOWN=False, BLOCK=_BLOCK)
     launch(blur, planes, table, between, out, height, width, *normalise, DOWN=True, BLOCK=_BLOCK)
@@ -77,12 +76,13 @@ def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, 
 @triton.jit
 def colour(  # type: ignore[no-untyped-def]
     crops, table, sums, out, height, width, chunks, scale, s0, s1, s2, o0, o1, o2,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All but the blur; what will be blurred is not yet solarized and normalised."""
     crop, chunk = tl.program_id(0), tl.program_id(1)
     row, pixels = table + crop * _COLUMNS, height * width
-    mean = _mean(sums + crop * chunks, chunks, pixels)
+    parts = tl.arange(0, CHUNKS)
+    mean = tl.sum(tl.load(sums + crop * chunks + parts, mask=parts < chunks, other=0.0), 0) / pixels
     place = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = place < pixels
     x = place % width
@@ -195,15 +195,6 @@ def _shift_hue(r, g, b, turns):  # type: ignore[no-untyped-def]
     green = low + chroma * _clamp(2 - tl.abs(hue - 2))
     blue = low + chroma * _clamp(2 - tl.abs(hue - 4))
     return red, green, blue
-
-
-@triton.jit
-def _mean(sums, chunks, pixels):  # type: ignore[no-untyped-def]
-    total = tl.full((64,), 0.0, tl.float32)
-    for first in range(0, chunks, 64):
-        place = first + tl.arange(0, 64)
-        total += tl.load(sums + place, mask=place < chunks, other=0.0)
-    return tl.sum(total, 0) / pixels
 
 
 @triton.jit

@@ -69,8 +69,8 @@ def _accuracy(axes: Any, metrics: Metrics) -> None:
     axes.set_ylim(0, 1.1 * max(_top(curve), *(value for _, value, _ in levels if np.isfinite(value)), 0) + 1)
     for name, value, side in levels:
         axes.axhline(value, ls=":" if side == "left" else "--", color=_GREY, lw=1)
-        place = (curve.x[0 if side == "left" else -1], value)
-        axes.annotate(f"{name} {value:.1f}", place, fontsize=7, ha=side, va="bottom", color=_GREY)
+        place, over = (curve.x[0 if side == "left" else -1], value), "top" if side == "left" else "bottom"
+        axes.annotate(f"{name} {value:.1f}", place, fontsize=7, ha=side, va=over, color=_GREY)
     axes.set_title(f"k-NN top-1, %: {curve.last:.1f} at the end", fontsize=9)
 
 

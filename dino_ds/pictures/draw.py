@@ -115,7 +115,7 @@ def draw_neighbours(
     same_class: whether each neighbour is of the query's class, for the colour of its frame; None: no class is known.
     """
     known = any(same is not None for row in same_class for same in row)
-    titles = ["blue: same class" if known else "query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]
+    titles = ["query (blue: its class)" if known else "query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]
     sheet = Sheet(len(queries), len(titles), titles, captions=any(text for texts in captions for text in texts))
     rows = zip(queries, neighbours, captions, same_class, strict=True)
     for row, (query, found, texts, same) in enumerate(rows):

@@ -126,6 +126,8 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
         zero["offload_param"] = dict(_CPU)
     precision: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {"fp16": dict(_FP16)}
     ds = {"gradient_clipping": 3.0, **precision, "zero_optimization": zero}
+    if shape.stage == 3 or shape.offload:
+        ds["dino_ds"] = {"teacher_copy": False}  # 2 bytes a weight on every GPU
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
     return change_ds_config(ds, _PATH, {})

@@ -45,6 +45,11 @@ _SMALL = (
     Shown("skipped_steps", "Skipped steps", "in all", zero=True),
     Shown("bad_images", "Unreadable images", "in all", zero=True),
     Shown("memory_gib", "Peak memory of a process", "GiB", zero=True),
+    Shown("gpu_utilization", "GPU busy", "% of the time", zero=True, factor=100),
+    Shown("gpu_memory_gib", "Memory in use on the GPU", "GiB", zero=True),
+    Shown("gpu_watts", "Power of the GPU", "W", zero=True),
+    Shown("gpu_celsius", "Temperature of the GPU", "°C"),
+    Shown("gpu_joules_per_1000_images", "Energy of the GPU", "J per 1,000 images", zero=True),
     Shown("save_seconds", "A save takes", "s", zero=True),
     Shown("save_stall_seconds", "Standstill of a save", "s", zero=True),
 )

@@ -48,20 +48,22 @@ def show_environment(run: RunFiles) -> Markup:
     data, versions = run.environment, run.environment.get("versions")
     if not data:
         return note("environment.json is not there, or can't be read.")
-    rows = [(key, show_plain(value)) for key, value in data.items() if key not in ("versions", "command")]
+    rows = [(key, show_plain(value)) for key, value in data.items() if key not in ("versions", "command", "starts")]
     rows += [(key, run.log.facts[key]) for key in ("engine", "kernels") if key in run.log.facts]
     rows += [(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else []
     return table((), rows)
 
 
 def show_reproduction(run: RunFiles) -> Markup:
-    command, versions, ranks = (run.environment.get(key) for key in ("command", "versions", "ranks"))
+    versions, starts = run.environment.get("versions"), _starts(run.environment)
     parts: list[Piece] = []
-    if isinstance(command, list) and command:
-        words = [str(word) for word in command if not str(word).startswith(("--local_rank", "--local-rank"))]
-        parts += [Markup("<h3>The command, as it was given</h3>"), code(launched(words, ranks))]
+    if starts:
+        title = "The commands of all starts, as they were given" if len(starts) > 1 else "The command, as it was given"
+        lines = [f"# {start['time']}\n{launched(start)}" if len(starts) > 1 else launched(start) for start in starts]
+        parts += [Markup("<h3>{}</h3>").format(title), code("\n".join(lines))]
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
-    again = launched(["train.py", *files, "--run_dir", "NEW"], ranks)
+    last = starts[-1] if starts else {"launcher": "", "ranks": run.environment.get("ranks")}
+    again = launched(last | {"command": ["train.py", *files, "--run_dir", "NEW"]})
     parts += [Markup("<h3>Or from this run's own files</h3>"), code(again)]
     if isinstance(versions, dict):
         pins = " ".join(f"{name}=={text}" for name, text in versions.items() if name not in ("python", "dino_ds"))
@@ -75,12 +77,28 @@ def show_reproduction(run: RunFiles) -> Markup:
     return join(parts)
 
 
-def launched(words: list[str], ranks: Any) -> str:
-    """The command line of train.py or dino-ds on so many processes of one machine."""
-    several = isinstance(ranks, int) and ranks > 1
-    start = ["torchrun", "--nproc_per_node", str(ranks)] if several else []
+def _starts(environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each with time, command, launcher and ranks; of an older run the last one only."""
+    found = environment.get("starts")
+    listed = found if isinstance(found, list) else [environment]
+    return [
+        {"time": str(start.get("time", "")), "command": command, "launcher": start.get("launcher"), "ranks": ranks}
+        for start in listed
+        if isinstance(start, dict)
+        for command, ranks in [(start.get("command"), start.get("ranks"))]
+        if isinstance(command, list) and command
+    ]
+
+
+def launched(start: dict[str, Any]) -> str:
+    """The command line of train.py or dino-ds on so many processes of one machine; by torchrun if nobody said how."""
+    words = [str(word) for word in start["command"] if not str(word).startswith(("--local_rank", "--local-rank"))]
+    ranks = start["ranks"]
+    several = isinstance(ranks, int) and (ranks > 1 or start["launcher"])
+    deepspeed = start["launcher"] == "deepspeed"
+    launcher = ["deepspeed", "--num_gpus"] if deepspeed else ["torchrun", "--nproc_per_node"]
     if words[0] == "train.py":
         program = ["dino_ds/train.py"] if several else ["dino-ds", "train"]
     else:
-        program = ["-m", "dino_ds"] if several else [words[0]]
-    return shlex.join([*start, *program, *words[1:]])
+        program = [*(["--module"] if deepspeed else ["-m"]), "dino_ds"] if several else [words[0]]
+    return shlex.join([*([*launcher, str(ranks)] if several else []), *program, *words[1:]])

@@ -88,8 +88,8 @@ def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Only where some are deeper than 8 bits."""
     deep = {name: each for name, each in found["values"].items() if "min" in each}
     for number, (name, each) in enumerate(deep.items()):
-        text = f"{each['images']:,} images of {name}, {each['min']:.10g} to {each['max']:.10g}"
-        yield "" if number else "values", text
+        span = f"{each['min']:.10g} to {each['max']:.10g}"
+        yield "" if number else "values", f"{name} in {each['images']:,}: {span}"
     if deep:
         yield "", found["value_range"]
 

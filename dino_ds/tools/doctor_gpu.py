@@ -13,6 +13,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.engine.device import DTYPES
+from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.measure.machine import Gpu, find_gpus
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
@@ -52,7 +53,15 @@ def _none(complaint: str) -> Finding:
 def _each(gpus: list[Gpu]) -> Iterator[Finding]:
     for number, gpu in enumerate(gpus):
         text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
-        if gpu.free_gib < 0.9 * gpu.memory_gib:
+        sensors = open_sensors(torch.device("cuda", number))
+        if sensors is not None:
+            sensors.start()
+        now = (sensors.finish() if sensors is not None else None) or GpuReading()
+        text += "" if now.celsius is None else f", {now.celsius:.0f} °C"
+        text += "" if now.watts is None else f", {now.watts:.0f} W"
+        if now.slowed_by:
+            yield warning("gpu", text, f"its clock is lowered because of {now.slowed_by}: look at cooling and power")
+        elif gpu.free_gib < 0.9 * gpu.memory_gib:
             yield warning("gpu", text, "other processes hold memory: nvidia-smi lists them")
         else:
             yield fine("gpu", text)

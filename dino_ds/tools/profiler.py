@@ -52,7 +52,8 @@ def run(
     batch = batch or (64 if torch.cuda.is_available() else 8)
     recipe, config = resolve(recipe, ds, ds_path, batch)
     trial = build_trial(recipe, config)
-    real = recipe.data.source != "folder" or recipe.data.root is not None
+    data = recipe.data
+    real = data.root is not None or data.source == "photos" or ":" in data.source
     profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[tool]
     if real:
         # Closed also after an error: the end of the process would wait for the workers for ever.

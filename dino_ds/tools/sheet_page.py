@@ -16,6 +16,8 @@ _ORIGINAL_SIDE = 480
 """Longer side in the page, pixels."""
 _ORIGINAL_HEIGHT = 330
 """At most, as shown."""
+_CROP_SIDE = 128
+"""Smaller crops are shown enlarged, up to it."""
 _LISTED = 200
 
 
@@ -48,7 +50,7 @@ def _card(number: int, row: Seen) -> str:
         words, address = escape(f"{kind} crop {view + 1}: {describe(parameters)}"), embedded_picture(crop)
         crops[kind].append(
             f'<img class="{kind}" data-view="{number}-{view}" title="{words}" alt="{words}" src="{address}" '
-            f'width="{crop.width}" height="{crop.height}">'
+            f'width="{crop.width * _enlarged(crop.width)}" height="{crop.height * _enlarged(crop.width)}">'
         )
     return (
         f'<section><div class="original" style="max-width:{_ORIGINAL_HEIGHT * width / height:.0f}px">'
@@ -58,6 +60,11 @@ def _card(number: int, row: Seen) -> str:
         f'<div class="crops">{"".join(crops["local"])}</div></div>'
         f"<p>{escape(row.name)} · {width} x {height}</p></section>"
     )
+
+
+def _enlarged(side: int) -> int:
+    """How many times a crop is shown larger than it is, in whole pixels."""
+    return max(1, _CROP_SIDE // side)
 
 
 def _statistics(found: dict[str, Any]) -> str:
@@ -111,7 +118,8 @@ section p { grid-column: 1 / 3; margin: 0; opacity: .65; font-size: .85rem; over
 svg { position: absolute; inset: 0; width: 100%; height: 100% }
 rect { fill: transparent } rect.global { stroke: GLOBAL } rect.local { stroke: LOCAL }
 .crops { display: flex; flex-wrap: wrap; gap: 6px; margin-bottom: 6px }
-.crops img { border-top: 4px solid } img.global { border-color: GLOBAL } img.local { border-color: LOCAL }
+.crops img { border-top: 4px solid; image-rendering: pixelated }
+img.global { border-color: GLOBAL } img.local { border-color: LOCAL }
 .original:has(.on) rect:not(.on) { opacity: .12 } img.on { outline: 3px solid #fab005 }
 .tables { display: flex; flex-wrap: wrap; gap: 1.5rem 3rem; align-items: start }
 table { border-collapse: collapse; font-size: .88rem; display: block; max-height: 24rem; overflow-y: auto }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from json import JSONDecodeError, dumps, loads
+from json import dumps, loads
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval
 from dino_ds.measure.tables import markdown_table
+from dino_ds.text_file import read_lines
 
 _DEFAULTS = {"mtbf_hours": 24.0, "save_seconds": 10.0, "restart_seconds": 120.0, "detect_seconds": 60.0}
 _SHOWN_MINUTES = (1, 5, 15, 30, 60, 180, 360)
@@ -83,10 +84,10 @@ def _read_run(folder: Path) -> dict[str, float]:
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file that may be missing or be written at this moment."""
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for text in read_lines(path) if path.is_file() else []:
         try:
             line = loads(text)
-        except JSONDecodeError:
+        except ValueError:
             continue
         if isinstance(line, dict):
             lines.append(line)

@@ -9,6 +9,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.engine.device import memory_gib
+from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.watch import Results
@@ -28,6 +29,8 @@ class Reports:
         self._meter = Meter(("loss", "teacher_entropy", "constant_images"), run.step.engine.device)
         self.clock = Clock(run.recipe.data.global_batch)
         self._throughput = ThroughputWatch(HostReader())
+        self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
+        self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
         self._constant = ConstantImages()
         self._constant_names: set[str] = set()
@@ -47,8 +50,11 @@ class Reports:
     def write(self, out: MicroStep) -> None:
         """The line of metrics of a step, and the alarms that follow from it."""
         run, knobs = self._run, out.knobs
+        if self._sensors is not None:
+            self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
-        rolling, warning = self._throughput.look(**speed)
+        gpu, hardware = self._read_gpu()
+        rolling, warning = self._throughput.look(**speed, gpu=gpu)
         self.collect_bad_images()
         self._name_constant_images(means["constant_images"])
         kl = means["loss"] - means["teacher_entropy"]
@@ -70,6 +76,7 @@ class Reports:
             "constant_images": means["constant_images"],
             **speed,
             **rolling,
+            **hardware,
             **run.save_figures(),
             "memory_gib": memory_gib(),
             "memory_predicted_gib": self._predicted_gib,
@@ -80,6 +87,17 @@ class Reports:
         for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
             if line:
                 self._log.say(line)
+
+    def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
+        """What rank 0's GPU says, and as metrics; energy since the last reading, evaluations and saves with it."""
+        gpu = self._sensors.finish() if self._sensors is not None else None
+        if gpu is None:
+            return None, {}
+        before, step = self._last_gpu
+        steps = self._run.step.applied_steps - step
+        self._last_gpu = gpu, self._run.step.applied_steps
+        images = steps * self._run.recipe.data.global_batch // distributed.world_size()
+        return gpu, gpu.metrics(before, images)
 
     def evaluated(self, results: Results) -> None:
         """What the evaluation has found: metrics, lines, and RUN/evaluations.json."""

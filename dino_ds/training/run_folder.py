@@ -8,7 +8,6 @@ import json
 import platform
 import re
 import secrets
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +25,7 @@ from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
 from dino_ds.training.other_images import IMAGES
 from dino_ds.training.own_files import check_kinds, clear_leftovers
+from dino_ds.training.starts import describe_start, read_starts
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -133,7 +133,7 @@ class RunFolder:
                 )
 
     def _write_files(self) -> None:
-        about = {"run_id": self.run_id, **_environment()}
+        about = {"run_id": self.run_id, **_environment(), "starts": [*read_starts(self.path), describe_start()]}
         clear_leftovers(self.path)
         try:
             replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
@@ -271,5 +271,4 @@ def _environment() -> dict[str, Any]:
         "ranks": distributed.world_size(),
         "devices": torch.cuda.get_device_name() if cuda else "cpu",
         "cuda": torch.version.cuda if cuda else None,
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

@@ -13,10 +13,14 @@ from statistics import fmean
 import psutil
 import torch
 
+from dino_ds.engine.gpu_sensors import GpuReading
+
 # In windows, which are the times between two lines of metrics.
 WARMUP = 2
 ROLLING = LONG = 5
 SLOW, RECOVERED = 0.8, 0.9
+_IDLE = 0.2
+"""Less utilization of the GPU, as a part of the time, for which something else must be the cause."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class _State:
     rate: float
     wait: float
     host: Host
+    gpu: GpuReading | None
 
 
 class ThroughputWatch:
@@ -50,7 +55,9 @@ class ThroughputWatch:
         self._slow_windows = 0
         self._warned = False
 
-    def look(self, images_per_second: float, data_wait_fraction: float) -> tuple[dict[str, float], str | None]:
+    def look(
+        self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
+    ) -> tuple[dict[str, float], str | None]:
         """One window's values -> the rolling ones for the metrics, and what people should be told, if anything."""
         if self._warmup:
             self._warmup -= 1
@@ -59,7 +66,7 @@ class ThroughputWatch:
         # Seconds per image add up, rates don't: windows have the same number of images.
         seconds = [1 / rate for rate, _ in self._recent]
         waited = [wait / rate for rate, wait in self._recent]
-        now = _State(1 / fmean(seconds), sum(waited) / sum(seconds), self._read_host())
+        now = _State(1 / fmean(seconds), sum(waited) / sum(seconds), self._read_host(), gpu)
         values = {"rolling_images_per_second": now.rate, "rolling_data_wait_fraction": now.wait}
         if len(self._recent) < ROLLING:
             return values, None
@@ -95,6 +102,8 @@ def _cause(now: _State, best: _State) -> str:
         return (
             f"memory is {100 * now.host.memory:.0f} % full, and freeing or swapping takes time: lower the micro-batch"
         )
+    if now.gpu is not None and (cause := _cause_on_gpu(now.gpu, best.gpu or GpuReading())):
+        return cause
     if now.host.others > best.host.others + 0.25 * now.host.cores:
         return (
             f"other processes on this host: they use {now.host.others:.1f} of {now.host.cores} cores, it was "
@@ -104,6 +113,24 @@ def _cause(now: _State, best: _State) -> str:
         "each step takes longer, though data, other processes and memory are as before: look at clock rate and "
         "temperature of the device, at other jobs on it and, with several ranks, at the slowest of them"
     )
+
+
+def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
+    """Of this rank's GPU; "" where it is as it was."""
+    if now.slowed_by and not best.slowed_by:
+        known = ((now.celsius, "°C"), (now.watts, "W"))
+        state = ", ".join(f"{value:.0f} {unit}" for value, unit in known if value is not None)
+        look = "cooling" if now.slowed_by == "heat" else "power limit and power supply"
+        return f"the GPU lowers its clock because of {now.slowed_by}{state and f' ({state})'}: look at its {look}"
+    if now.others > best.others:
+        return f"{now.others} other processes use this GPU, there were {best.others}: nvidia-smi lists them"
+    if now.utilization is not None and now.utilization < (best.utilization or 0) - _IDLE:
+        was, part = 100 * (best.utilization or 0), 100 * now.utilization
+        return (
+            f"the GPU is busy for {part:.0f} % of the time, it was {was:.0f} %: it waits for the host or for other "
+            "ranks; look at the cores of this process, at the disk, and at the slowest rank"
+        )
+    return ""
 
 
 class HostReader:

@@ -15,6 +15,8 @@ from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.reference import few
 
+_NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
+
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
     """The architecture that the tensors are of, and the pixels of its native image.
@@ -55,15 +57,14 @@ def _usual_heads(width: int, depth: int) -> int:
     if heads is None:
         usual = f" (usual: {width // 64})" if width % 64 == 0 else ""
         raise CheckpointError(
-            f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: name them with "
-            "heads= in Python, with --heads of dino-ds export"
+            f"no file says how many attention heads a width of {width} in {depth} blocks has{usual}: {_NAME_THEM}"
         )
     return heads
 
 
 def _checked_heads(heads: object, width: int) -> int:
     if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: fix --heads")
+        raise CheckpointError(f"{str(heads)[:20]} attention heads do not divide the width {width}: {_NAME_THEM}")
     return heads
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
+import subprocess
 import sys
 import weakref
 from types import SimpleNamespace
@@ -12,11 +14,14 @@ import pytest
 import torch
 
 from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
+from dino_ds.cli import _collect
+from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.options.commands import COMMANDS
+from dino_ds.options.commands import COMMANDS, find_command
+from dino_ds.options.flags import parse_flags
 from dino_ds.ranges import PARTS
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
@@ -259,6 +264,19 @@ def test_commands_give_what_the_functions_take():
                 {"ds", "ds_path"} if command.takes_ds else set()
             )
             assert wanted == given, name
+
+
+def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
+    """Without a virtual environment nothing is installed either."""
+    words = ["make", "-n", "bench-gpu", "VENV=", f"PYTHON={sys.executable}"]
+    printed = subprocess.run(words, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    assert ".ci/setup" not in printed
+    parts = [shlex.split(line) for line in printed.splitlines() if line.startswith("timeout")]
+    assert len({part[-1] for part in parts}) == len(parts) == 7, "each writes a file of its own"
+    for _, seconds, python, _, _, *rest, _, _ in parts:
+        assert float(seconds) < 360 and python == sys.executable
+        command, flags = find_command(rest)
+        _collect(command, parse_flags(command, flags))
 
 
 def test_inference(capsys, tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from dino_ds.teacher import Teacher
 from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
 
+pytestmark = pytest.mark.numerical
+
 EXACT = [rung for rung in all_rungs() if rung.exact]
 
 

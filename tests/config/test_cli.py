@@ -310,7 +310,9 @@ def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[
 def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(
     errors: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    told = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     (line,) = errors("train", "--data.root", "/x")
     assert line.startswith("global batch 512 is not a multiple of ranks 3 x accumulation 1 = 3;")
 

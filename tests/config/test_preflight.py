@@ -158,10 +158,7 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and must be a whole number, at least 1"),
         ({"LOCAL_RANK": None}, "RANK is '1', and LOCAL_RANK is not set"),
         ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "LOCAL_RANK and MASTER_ADDR are not set"),
-        (
-            {"LOCAL_RANK": "1", "LOCAL_SIZE": "1"},
-            "LOCAL_RANK is '1', and must be a whole number, 0 to 0 of 1 processes",
-        ),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2', and must be a whole number, 0 to 1"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number, 1 to 65535"),
         ({"MASTER_PORT": "1" * 5000}, "MASTER_PORT is '111"),
         ({"MASTER_ADDR": "no.such.machine.invalid"}, "MASTER_ADDR 'no.such.machine.invalid' is not a machine known to"),

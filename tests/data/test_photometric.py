@@ -11,6 +11,7 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image
 
+from dino_ds.data import photometric
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, MultiCrop, ViewParameters, apply_view, to_tensor
 from dino_ds.data.photometric import (
     FLIP,
@@ -27,6 +28,8 @@ from dino_ds.data.photometric import (
     solarize,
 )
 from tests.data.test_multicrop import JITTER, assert_rate, photo
+
+pytestmark = pytest.mark.numerical
 
 LEVEL = 1 / 255
 NOTHING = ViewParameters((0, 0, 1, 1), False, (), False, None, False)
@@ -159,11 +162,14 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for():
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch):
     views = MultiCrop(64, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
     some, plan = crops(len(views), 64), Plan.build(views, 3)
     there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
     assert find_kernels(there.device, there.dtype, there.shape[1:])[1] == ""
+    if not fused:
+        monkeypatch.setattr(photometric, "find_kernels", lambda *_: (None, ""))
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = augment(there, [moved])

@@ -125,7 +125,7 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
     types = {"crops": "*u8", **dict.fromkeys(("table", "sums", "out", "source", "target"), "*fp32")}
     types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
     types |= dict.fromkeys(("scale", "s0", "s1", "s2", "o0", "o1", "o2"), "fp32")
-    constants = {"CHANNELS": 3, "BLOCK": kernels._BLOCK, "DOWN": True}
+    constants = {"CHANNELS": 3, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": True}
     for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}

@@ -76,12 +76,14 @@ def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> list[Te
     return views
 
 
-def build_step(config: DsConfig, network: DinoNetwork | None = None, schedules: Schedules | None = None) -> DinoStep:
+def build_step(
+    config: DsConfig, network: DinoNetwork | None = None, schedules: Schedules | None = None, eps: float = 1e-8
+) -> DinoStep:
     """As `Run` does it; levers of the network itself are the network's."""
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
-    engine = Engine(network, config, betas=(0.9, 0.999), eps=1e-8)
+    engine = Engine(network, config, betas=(0.9, 0.999), eps=eps)
     teacher = Teacher(
         copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
     )

@@ -13,6 +13,8 @@ from dino_ds.evals.protocols.patch_probe import fit_patch_probe
 from dino_ds.evals.subject import GaveUp
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.numerical
+
 
 def _problem(images=120, classes=4, width=6, noise=1.0):
     """Overlapping clouds on axes of unequal lengths."""

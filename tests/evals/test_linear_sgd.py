@@ -19,6 +19,8 @@ from dino_ds.evals.subject import GaveUp, Settings, Subject
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone, _images
 
+pytestmark = pytest.mark.numerical
+
 RATES = (0.5, 5.0, 20.0)  # of 256 images: for the 5 of a batch here a fiftieth of it
 SETTINGS = Settings(epochs=3, batch=5, workers=0, seed=4)
 

@@ -14,6 +14,8 @@ from dino_ds.evals.retrieval import average_precision, class_retrieval, rank_dat
 from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
 from tests.ranks import run_on_ranks
 
+pytestmark = pytest.mark.numerical
+
 
 def test_collapse_to_a_point():
     found = feature_statistics(torch.ones(50, 8) * torch.arange(1, 51)[:, None])

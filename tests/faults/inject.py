@@ -230,7 +230,11 @@ def allocate_in_python() -> None:
 
 def told(**variables: str) -> Act:
     """The launcher has told this rank something else."""
-    return functools.partial(os.environ.update, variables)
+    return functools.partial(_told, variables)
+
+
+def _told(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 def leave(code: int = 0) -> None:

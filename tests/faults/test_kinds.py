@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.faults import jobs
 from tests.faults.kinds import KINDS, Kind
 from tests.faults.scene import Scene
-from tests.training.harness import image_folder, losses_of
+from tests.training.harness import REPOSITORY, image_folder, losses_of
 
 pytestmark = pytest.mark.faults
 
@@ -95,4 +95,5 @@ def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, st
 
 def _plain(line: str, folder: Path) -> str:
     """Without what differs from machine to machine."""
+    line = line.replace(f"{REPOSITORY}/", "")
     return line.replace(str(folder / "run"), "RUN").replace(str(folder), "").removeprefix("dino_ds: error: ")

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from dino_ds.models.head import DinoHead
 
+pytestmark = pytest.mark.numerical
+
 
 def _head():
     torch.manual_seed(0)

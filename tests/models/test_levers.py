@@ -35,6 +35,7 @@ def _outputs_and_gradients(model, keys=None):
     return [out.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.numerical
 @pytest.mark.parametrize("backend", ["math", "flash"])
 def test_kernels_of_sdpa_give_the_same(backend):
     """FP32 sums in another order: 1e-5 relative."""

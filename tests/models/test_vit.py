@@ -15,6 +15,8 @@ from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_k
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
 
+pytestmark = pytest.mark.numerical
+
 NAMES = [
     "vit_tiny_patch16_224",
     "vit_small_patch16_224",

@@ -12,6 +12,8 @@ from dino_ds.objective.center import Center
 from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
 from tests.reference import dino_loss_by_pairs
 
+pytestmark = pytest.mark.numerical
+
 
 def _logits(views, images=3, k=33, dtype=torch.float32):
     torch.manual_seed(views)
@@ -20,7 +22,8 @@ def _logits(views, images=3, k=33, dtype=torch.float32):
 
 @pytest.mark.parametrize("views", [2, 3, 10])
 def test_loss_and_gradient_equal_the_double_loop(views):
-    """FP32 against a double-precision loop over all pairs: 1e-6 relative."""
+    """FP32 against a double-precision loop over all pairs. Logits over the temperature reach 35, which FP32 rounds by
+    2e-6: so much of a probability is lost, and twice as much of the largest gradient."""
     student, teacher = _logits(views)
     targets, _ = teacher_targets(teacher, torch.zeros(33), 0.07)
     targets = targets.view(2, 3, 33)
@@ -31,7 +34,7 @@ def test_loss_and_gradient_equal_the_double_loop(views):
     expected = dino_loss_by_pairs(theirs, targets.double(), 0.1)
     (3 * expected).backward()
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0, atol=4e-6 * float(theirs.grad.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -65,7 +65,7 @@ def test_the_frame_of_a_neighbour_says_whether_it_is_of_the_class(pictures):
     figure = draw_neighbours([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
     colours = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
     assert len(colours) == 2 and colours[0][2] > colours[0][0] and colours[1][0] > colours[1][2]
-    assert _shown(figure)[1][0] == "blue: same class"
+    assert _shown(figure)[1][0] == "query (blue: its class)"
 
 
 def test_each_picture_is_what_its_title_says(pictures):

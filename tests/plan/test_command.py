@@ -51,6 +51,7 @@ def test_a_config_that_does_not_fit_says_what_would(capsys):
     found = _plan(capsys, *common)
     assert not found["fits"] and found["verdict"].startswith("fits with micro-batch 16, accumulation 8")
     giant = ("--gpu", "rtx3060-12g", "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json")
+    giant += ("--ds.dino_ds.teacher_copy", "false")
     found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", *giant)
     assert not found["fits"] and found["verdict"].startswith("fits with activation checkpointing")
     found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", "--memory_gib", "5", *giant[2:])

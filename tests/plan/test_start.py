@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from dino_ds import cli, distributed, train
@@ -16,6 +17,7 @@ from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_d
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.errors import ConfigError
+from dino_ds.measure import machine as measured
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.plan.fit import FILLED, fit
@@ -94,7 +96,14 @@ def test_the_host_s_memory_counts_too():
     with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, and there are 24.0: add --ds"):
         check_fits(recipe, start, cpu)
     with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
-        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "30000000"}), cpu)
+        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
+
+
+@pytest.mark.parametrize(("limit", "gib"), [(str(2**28), 0.25), ("max", None)])
+def test_a_container_has_what_its_limit_says(limit, gib, monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    monkeypatch.setattr(measured, "_CONTAINER_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
+    assert measured.host_memory_gib()[0] == (gib or psutil.virtual_memory().total / 2**30)
 
 
 def test_the_smallest_card_decides():
@@ -146,9 +155,9 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
 
 
 def test_what_is_too_large_leaves_no_folder(tmp_path):
-    """Prototypes for which no machine has the memory."""
+    """Logits for which no machine has the memory."""
     images = image_folder(tmp_path / "images")
-    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "1000000000"})
+    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "data.global_batch": "4096"})
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
 
 

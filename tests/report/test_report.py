@@ -22,6 +22,7 @@ from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
 from dino_ds.report.origin import launched
+from dino_ds.training.starts import describe_start, read_starts
 from tests.report.runs import DONE, LOG, make_run, record, save_picture
 from tests.training.harness import image_folder, train_tiny
 
@@ -348,9 +349,33 @@ def test_a_long_run_stays_small(tmp_path):
 
 
 def test_commands_are_those_of_the_launchers():
-    assert launched(["train.py", "--seed", "1"], 1) == "dino-ds train --seed 1"
-    assert launched(["dino-ds", "train", "--seed", "1"], 1) == "dino-ds train --seed 1"
-    assert launched(["dino-ds", "train"], 4) == "torchrun --nproc_per_node 4 -m dino_ds train"
+    for words, launcher, ranks, line in (
+        (["train.py", "--seed", "1"], "", 1, "dino-ds train --seed 1"),
+        (["dino-ds", "train", "--seed", "1"], "", 1, "dino-ds train --seed 1"),
+        (["dino-ds", "train"], "", 4, "torchrun --nproc_per_node 4 -m dino_ds train"),
+        (["train.py", "--local_rank=1"], "deepspeed", 2, "deepspeed --num_gpus 2 dino_ds/train.py"),
+        (["train.py"], "torchrun", 1, "torchrun --nproc_per_node 1 dino_ds/train.py"),
+    ):
+        assert launched({"command": words, "launcher": launcher, "ranks": ranks}) == line
+
+
+def test_the_commands_of_all_starts_are_kept(tmp_path, monkeypatch):
+    """Of this version, and the one of an older version, which knew no starts."""
+    folder = make_run(tmp_path / "run")
+    path = folder / "environment.json"
+    about = json.loads(path.read_text())
+    for mark, word in (("CROSS_RANK", "one"), ("TORCHELASTIC_RUN_ID", "two")):
+        with monkeypatch.context() as patch:
+            patch.setenv(mark, "0")
+            patch.setattr(sys, "argv", ["/x/train.py", word])
+            path.write_text(json.dumps(about | {"starts": [*read_starts(folder), describe_start()]}))
+    assert [start["launcher"] for start in read_starts(folder)] == ["", "deepspeed", "torchrun"]
+    _report(folder)
+    page = (folder / "report.html").read_text()
+    first, second, third = (
+        page.index(word) for word in ("--config quickstart", "dino_ds/train.py one", "train.py two")
+    )
+    assert first < second < third and "deepspeed --num_gpus 1 dino_ds/train.py one" in page
 
 
 def test_no_torch_is_loaded():

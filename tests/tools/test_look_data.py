@@ -20,6 +20,7 @@ from dino_ds.data.statistics import look_at
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools import look_data
 from dino_ds.tools.sheet import _font, describe
+from tests.data.deep import tiff
 
 SMALL = {
     "data.workers": "0",
@@ -179,6 +180,8 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     parser.feed(page)
     assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
     assert not re.search(r'(src|href)="(?!data:)', page)
+    # Crops of 32 and 16 pixels are shown at 128, as they are.
+    assert page.count('width="128" height="128"') == 15 and "image-rendering: pixelated" in page
     assert "words<b>" not in page and "words&lt;b&gt;.png (not an image)" in page
 
 
@@ -256,3 +259,19 @@ def test_descriptions_of_views_name_every_operation():
     text = " ".join(describe(view) for seed in range(50) for view in crops.draw(90, 60, seed))
     for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
         assert word in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("uint16", "data.value_range 0,4095"), ("int16", "give --data.value_range 0,")]
+)
+def test_deep_images_are_shown_with_their_values(tmp_path, capsys, kind, text):
+    """Also where training wants to be told the range."""
+    values = (np.arange(2000).reshape(40, 50) * 2).astype(kind)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/deep.tif").write_bytes(tiff(values))
+    noise(0, 50, 40).save(tmp_path / "images/shallow.png")
+    said = look(tmp_path / "images", tmp_path, capsys, images=2, json_too=False)
+    name = "uint16" if kind == "uint16" else "int32"
+    assert f"values        {name} in 1: 0 to 3998\n" in said and text in said
+    found = look(tmp_path / "images", tmp_path, capsys, images=2)
+    assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}

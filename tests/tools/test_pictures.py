@@ -112,7 +112,9 @@ def test_neighbours_of_chosen_images(place, tmp_path, shown):
     """By number and by file: captions have their class; a query is not its own neighbour, by whatever path."""
     files = f"5,{place}/images/../images/class2/002.png"
     _run(place, out=str(tmp_path), only="neighbours", queries=files)
-    queries, found, captions = shown["draw_neighbours"]
+    queries, found, captions, same_class = shown["draw_neighbours"]
+    assert same_class[0] == [text.endswith("class1") for text in captions[0][1:]]
+    assert set(same_class[1]) == {None}  # a file alone has no class
     assert len(queries) == 2 and [len(row) for row in found] == [6, 6]
     assert captions[0][0] == "class1" and all("class" in text for text in captions[1][1:])
     for query, row in zip(queries, found, strict=True):

@@ -89,7 +89,8 @@ def test_kinds_of_operators(operator, kind):
 
 
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
-    run(recipe=tiny_recipe(), ds=tiny_ds(1), tool="torch", out=str(tmp_path), **FLAGS)
+    recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
+    run(recipe=recipe, ds=tiny_ds(1), tool="torch", out=str(tmp_path), **FLAGS)
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "noise" and result["steps"] == 2
     assert set(result["parts"]) == {"teacher", "student", "loss", "backward", "optimizer", "center", "ema"}

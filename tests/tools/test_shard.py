@@ -23,6 +23,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools import shard, unshard
+from tests.data.deep import png16
 from tests.data.test_shards import pack, png
 
 
@@ -111,6 +112,7 @@ def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_p
         "tall.jpg": noise(64, 320),
         "turned.jpg": noise(200, 100, exif=turned),
         "small.png": noise(40, 32, "PNG"),
+        "deep.png": png16(np.full((100, 200), 999, np.uint16)),
         "broken.jpg": noise(200, 100)[:300],
         "words.jpg": b"not an image",
     }
@@ -119,14 +121,15 @@ def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_p
         (tmp_path / "images" / name).write_bytes(data)
     make(tmp_path / "images", tmp_path / "shards", shrink=32, quality=80)
     said = capsys.readouterr().out
-    assert "4 images in 1 shard," in said and "2 images could not be read and are left out, such as" in said
+    assert "5 images in 1 shard," in said and "2 images could not be read and are left out, such as" in said
     unreadable = (tmp_path / "shards/unreadable.txt").read_text()
     assert "broken.jpg" in unreadable and "words.jpg (not an image)\n" in unreadable
     source = read(tmp_path / "shards")
-    sizes = {source.member(i): source.load(i).size for i in range(len(source))}
+    names = [source.member(i) for i in range(5)]
+    sizes = {name: source.load(i).size for i, name in enumerate(names) if name != "deep.png"}
     assert sizes == {"wide.jpg": (64, 32), "tall.jpg": (32, 160), "turned.jpg": (32, 64), "small.png": (40, 32)}
-    small = next(i for i in range(4) if source.member(i) == "small.png")
-    assert source.read(small) == files["small.png"]
+    for same in ("small.png", "deep.png"):
+        assert source.read(names.index(same)) == files[same]
 
 
 def test_quality_and_size_change_what_is_written(tmp_path):

@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from dino_ds.health.beat import Beat
+from dino_ds.health.disk import Disk
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.health.watcher import Watcher, limit_of
+from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, train_tiny
@@ -95,6 +98,26 @@ def test_the_first_failure_is_claimed_once(heartbeats, tmp_path):
     assert not Heartbeats(tmp_path / "nowhere").claim(first)
     heartbeats.remove()
     assert not heartbeats.folder.exists()
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
+    """A FIFO that nobody writes to stands for it; a supervisor's view of the run folder too."""
+    monkeypatch.setattr(Disk.__init__, "__defaults__", (0.2,))
+    records = StartRecords(tmp_path)
+    for name in ("checkpoints/latest", "heartbeats/rank_00000.json", "restarts.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    assert last_checkpoint(tmp_path).endswith("the disk does not answer")
+    assert last_checkpoint_step(tmp_path) is None
+    assert records.beats() == {} and records.first_failure() is None
+    append_record(tmp_path / "restarts.jsonl", {})
+    disk, later = Disk(), threading.Event()
+    assert disk.run(later.wait, False) is False
+    assert disk.run(lambda: True, False) is False  # skipped: the one before still waits
+    later.set()
+    disk._thread.join()
+    assert disk.run(lambda: True, False) is True
+    assert disk.run(lambda: (tmp_path / "nothing").read_text(), "none") == "none"
 
 
 def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats, tmp_path):

@@ -1,0 +1,132 @@
+"""The figures of an NVIDIA GPU, read from a fake NVML."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from dino_ds.engine import gpu_sensors
+from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
+from dino_ds.tools import doctor_gpu
+from dino_ds.training.reports import Reports
+
+_CUDA = torch.device("cuda", 0)
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _fake_nvml(**changes):
+    """As the module pynvml: functions of a handle, in NVML's units."""
+    nvml = types.ModuleType("pynvml")
+    values = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+        "nvmlDeviceGetUtilizationRates": lambda h: types.SimpleNamespace(gpu=87, memory=40),
+        "nvmlDeviceGetMemoryInfo": lambda h: types.SimpleNamespace(used=3 << 30),
+        "nvmlDeviceGetPowerUsage": lambda h: 312_000,
+        "nvmlDeviceGetTemperature": lambda h, sensor: 61,
+        "nvmlDeviceGetTotalEnergyConsumption": lambda h: 5_000_000,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda h: 0x1,
+        "nvmlDeviceGetComputeRunningProcesses": lambda h: [object()],
+        "NVML_TEMPERATURE_GPU": 0,
+        "NVMLError": _NvmlError,
+    }
+    vars(nvml).update(values | changes)
+    return nvml
+
+
+@pytest.fixture
+def sensors_of(monkeypatch):
+    def build(**changes):
+        monkeypatch.setitem(sys.modules, "pynvml", _fake_nvml(**changes))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        about = types.SimpleNamespace(uuid="12345678-90ab")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+        return open_sensors(_CUDA)
+
+    return build
+
+
+def _raise(*_):
+    raise _NvmlError("not supported")
+
+
+def test_a_reading_has_all_that_the_gpu_says(sensors_of):
+    asked = []
+    sensors = sensors_of(nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid))
+    sensors.start()
+    assert sensors.finish() == GpuReading(0.87, 3.0, 312.0, 61.0, 5000.0)
+    assert sensors.finish() is None  # none was started
+    assert asked == ["GPU-12345678-90ab"]
+
+
+@pytest.mark.parametrize(("reasons", "why"), [(0x4, "power"), (0x80, "power"), (0x24, "heat"), (0x40, "heat"), (0, "")])
+def test_why_the_clock_is_lowered(sensors_of, reasons, why):
+    sensors = sensors_of(
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda h: reasons,
+        nvmlDeviceGetComputeRunningProcesses=lambda h: [object()] * 3,
+    )
+    sensors.start()
+    reading = sensors.finish()
+    assert (reading.slowed_by, reading.others) == (why, 2)
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(sensors_of):
+    sensors = sensors_of(nvmlDeviceGetTotalEnergyConsumption=_raise, nvmlDeviceGetUtilizationRates=_raise)
+    sensors.start()
+    reading = sensors.finish()
+    assert reading.metrics(reading, 100) == {"gpu_memory_gib": 3.0, "gpu_watts": 312.0, "gpu_celsius": 61.0}
+
+
+def test_energy_is_counted_between_two_readings():
+    first, second = GpuReading(joules=5000.0), GpuReading(joules=5600.0)
+    assert first.metrics(None, 0) == {}
+    assert second.metrics(first, 2000) == {"gpu_joules_per_1000_images": 300.0}
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up(sensors_of, monkeypatch):
+    monkeypatch.setattr(gpu_sensors, "_LIMIT_SECONDS", 0.05)
+    sensors = sensors_of(nvmlDeviceGetPowerUsage=lambda h: time.sleep(0.5) or 1)
+    for _ in range(2):
+        sensors.start()
+        assert sensors.finish() is None
+
+
+@pytest.mark.parametrize("changes", [{"nvmlInit": _raise}, {"nvmlDeviceGetHandleByUUID": _raise}])
+def test_without_nvml_there_are_no_sensors(sensors_of, monkeypatch, changes):
+    assert sensors_of(**changes) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert open_sensors(_CUDA) is None
+    assert open_sensors(torch.device("cpu")) is None
+
+
+def test_metrics_have_the_gpu_s_figures_and_none_on_a_cpu(sensors_of):
+    energy = iter((5_000_000, 5_064_000))
+    reports = object.__new__(Reports)
+    reports._sensors = sensors_of(nvmlDeviceGetTotalEnergyConsumption=lambda h: next(energy))
+    reports._last_gpu = None, 0
+    step = types.SimpleNamespace(applied_steps=10)
+    recipe = types.SimpleNamespace(data=types.SimpleNamespace(global_batch=32))
+    reports._run = types.SimpleNamespace(step=step, recipe=recipe)
+    found = []
+    for _ in range(2):
+        reports._sensors.start()
+        found.append(reports._read_gpu()[1])
+        step.applied_steps += 10
+    assert found[0] == {"gpu_utilization": 0.87, "gpu_memory_gib": 3.0, "gpu_watts": 312.0, "gpu_celsius": 61.0}
+    assert found[1] == found[0] | {"gpu_joules_per_1000_images": 200.0}
+    reports._sensors = None
+    assert reports._read_gpu() == (None, {})
+
+
+def test_the_doctor_says_what_the_gpu_says(sensors_of):
+    sensors_of(nvmlDeviceGetCurrentClocksThrottleReasons=lambda h: 0x40)
+    gpu = doctor_gpu.Gpu("H100", "9.0", 80.0, 79.0)
+    (finding,) = doctor_gpu._each([gpu])
+    assert "61 °C, 312 W" in finding.text and "because of heat" in str(finding)
