@@ -26,6 +26,8 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
+# Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
+COPIED_WEIGHTS = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,11 @@ class DsConfig:
     levers: Levers
     notes: list[str] = field(default_factory=list)
 
-    def keeps_teacher_copy(self, on_gpu: bool) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too: unless stated, on a GPU."""
+    def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
+        """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
+        a GPU, where launching its casts counts."""
         asked = self.levers.teacher_copy
-        return self.precision != "fp32" and (on_gpu if asked is None else asked)
+        return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
 
 def find_ds_config(path: str) -> str:

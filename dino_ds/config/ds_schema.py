@@ -151,7 +151,7 @@ _DINO_DS = {
     ),
     "teacher_copy": Key(
         "bool",
-        "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Without it: on a GPU, not on a CPU",
+        "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Else on a GPU up to 2e8 weights",
     ),
     "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower; not on a CPU)"),
 }

@@ -110,7 +110,8 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
-    copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if config.keeps_teacher_copy(on_gpu) else 0
+    copies = config.keeps_teacher_copy(on_gpu, total)
+    copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if copies else 0
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {

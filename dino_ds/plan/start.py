@@ -166,7 +166,8 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[st
     images = recipe.data.global_batch // machine.ranks
     stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
     recompute = {"activation_checkpointing.number_checkpoints": "auto"}
-    no_copy = {"dino_ds.teacher_copy": "false"} if config.keeps_teacher_copy(machine.card_gib is not None) else {}
+    copies = config.keeps_teacher_copy(machine.card_gib is not None, count_parameters(recipe))
+    no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
     lighter = [{}, no_copy, {} if config.checkpoint_blocks else recompute]
     for more in [*lighter[:1], *filter(None, lighter[1:]), *([no_copy | recompute] if all(lighter[1:]) else [])]:
         for size in micro_batches(recipe.data.global_batch, machine.ranks):

@@ -265,11 +265,13 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_blocks(config.levers.compile)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
+    network = build_zeros(recipe, config.levers, device())
+    weights = sum(p.numel() for p in network.parameters())
     teacher = Teacher(
-        build_zeros(recipe, config.levers, device()),
+        network,
         engine.masters(),
         DTYPES[config.precision],
-        keep_copy=config.keeps_teacher_copy(device().type == "cuda"),
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
         compiled=config.levers.compile,
     )
     objective = DinoLoss(

@@ -298,11 +298,14 @@ def test_cuda_graphs_are_refused_with_several_micro_batches():
 @pytest.mark.parametrize(
     ("asked", "on_cpu", "on_gpu"), [(None, False, True), (True, True, True), (False, False, False)]
 )
-def test_the_teacher_s_copy_is_for_low_precision_on_a_gpu(asked: bool | None, on_cpu: bool, on_gpu: bool):
+def test_the_teacher_s_copy_is_for_low_precision_and_small_networks_on_a_gpu(
+    asked: bool | None, on_cpu: bool, on_gpu: bool
+):
     section = {} if asked is None else {"dino_ds": {"teacher_copy": asked}}
     config = _resolve(section | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
-    assert [config.keeps_teacher_copy(on_gpu=gpu) for gpu in (False, True)] == [on_cpu, on_gpu]
-    assert not _resolve({}).keeps_teacher_copy(on_gpu=True)
+    assert [config.keeps_teacher_copy(gpu, 1000) for gpu in (False, True)] == [on_cpu, on_gpu]
+    assert config.keeps_teacher_copy(True, 10**9) is bool(asked)
+    assert not _resolve({}).keeps_teacher_copy(True, 1000)
 
 
 def test_levers_have_defaults_and_are_read():
