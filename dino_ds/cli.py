@@ -113,7 +113,9 @@ def _dispatch(words: list[str]) -> None:
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
         # Before the slow imports: what can't start should not take half a minute to say so.
-        if files["recipe"].data.source == "folder":
+        # Ranks of other machines look later, all together: the first ones would wait for them.
+        on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
+        if files["recipe"].data.source == "folder" and on_first_machine:
             check_root(files["recipe"].data.root)
         RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
 
@@ -163,7 +165,8 @@ def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, 
             files["ds"] = load_ds_config(ds_config, flags.ds)
             files["ds_path"] = find_ds_config(ds_config)
         except ConfigError as error:
-            problems.append(str(error))
+            unnamed = flags.ds and "ds_config" not in flags.fixed
+            problems.append(f"{error}{f' (of {ds_config}; --ds_config takes another)' if unnamed else ''}")
     if problems:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:

@@ -72,6 +72,17 @@ def discard(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def is_gone(path: Path) -> bool:
+    """Whether nothing lies there; False where the disk fails to answer, which is no proof."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def why_not_writable(path: Path) -> str:
     """Why a new file or folder can't be made at `path`, before there is anything to put there; "" where it can."""
     there = next(place for place in path.absolute().parents if place.exists())

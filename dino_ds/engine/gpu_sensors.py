@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _LIMIT_SECONDS = 2.0
-"""A driver that takes longer is not asked again."""
+"""A driver that takes longer is not asked, and so not waited for, again."""
 _GIB = 2**30
 # Of nvml.h, nvmlClocksEventReasons: software power cap and power brake; software and hardware thermal slowdown.
 _POWER, _HEAT = 0x04 | 0x80, 0x20 | 0x40
@@ -53,6 +53,7 @@ class GpuSensors:
         self._nvml, self._handle = nvml, handle
         self._thread: threading.Thread | None = None
         self._reading: GpuReading | None = None
+        self._late = False
 
     def start(self) -> None:
         if self._thread is None:
@@ -62,10 +63,11 @@ class GpuSensors:
 
     def finish(self) -> GpuReading | None:
         """The reading that was started; None where there is none, or the driver does not answer."""
-        if self._thread is None:
+        if self._thread is None or self._late:
             return None
         self._thread.join(_LIMIT_SECONDS)
-        if self._thread.is_alive():
+        self._late = self._thread.is_alive()
+        if self._late:
             return None
         self._thread = None
         return self._reading

@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dino_ds.durable import is_gone
 from dino_ds.errors import NO_SPACE, ConfigError, unwritable
 from dino_ds.health.files import create_exclusively
 from dino_ds.health.processes import alive, find_process, machine
@@ -92,8 +93,8 @@ class RunLock:
 
     @property
     def guards_a_run(self) -> bool:
-        """Whether there is a run in the folder, to which more belongs than the lock."""
-        return (self.run_dir / "config.yaml").exists() or (self.run_dir / "checkpoints").exists()
+        """Whether there is a run in the folder, to which more belongs than the lock; so too where the disk fails."""
+        return not (is_gone(self.run_dir / "config.yaml") and is_gone(self.run_dir / "checkpoints"))
 
     def release(self) -> None:
         """Give the lock back, if it is ours, and remove the folders made for it that are still empty."""

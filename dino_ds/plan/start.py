@@ -86,15 +86,18 @@ def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[st
     other ranks or another global batch allow. Raises ConfigError."""
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
-    before = int(ds.get(_MICRO, images))
+    # Somebody may have written "auto" into the file since.
+    before, accumulation = (
+        otherwise if saved.get(key, "auto") == "auto" else int(saved[key])
+        for key, otherwise in ((_MICRO, images), (_ACCUMULATION, 1))
+    )
     size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
     if not rest:
         ds = with_batch(ds, size, images // size)
-        first = saved.get(_ACCUMULATION, 1) == 1
         zero = ds.get("zero_optimization", {})
-        if saved.get("train_batch_size", 0) != before * saved.get(_ACCUMULATION, 1) * machine.ranks:
+        if saved.get("train_batch_size", 0) != before * accumulation * machine.ranks:
             _follow_ranks(zero)
-        if first and images > size and zero.get("stage") == 1:
+        if accumulation == 1 and images > size and zero.get("stage") == 1:
             zero["stage"] = 2  # stage 1 would accumulate in low precision
     ds = _changed(ds, path, overrides)
     return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))

@@ -78,8 +78,9 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
     images = config.micro_batch * config.accumulation
     size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
     if size:
+        low = config.stage == 1 and config.precision != "fp32"  # stage 1 would accumulate in low precision
         return (
-            f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}, "
-            "the same global batch in smaller parts"
+            f"--ds.train_micro_batch_size_per_gpu {size} --ds.gradient_accumulation_steps {images // size}"
+            f"{' --ds.zero_optimization.stage 2' if low else ''}, the same global batch in smaller parts"
         )
     return "--ds.activation_checkpointing.number_checkpoints auto, or a smaller model"

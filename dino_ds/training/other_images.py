@@ -64,7 +64,7 @@ def _moved(old: Schedules, new: Schedules, step: int) -> str:
             one.freeze_backbone_steps,
         )
         for edge in (length - 1, length)
-        if edge >= step
+        if step <= edge < last
     ]
     places = sorted({*range(step, last, max(1, (last - step) // _PROBES)), *edges})
     first = next((place for place in places if old.at(place) != new.at(place)), None)

@@ -486,6 +486,21 @@ def test_a_wrong_root_is_said_before_the_slow_imports(
     assert says.format(tmp_path, tmp_path) in capsys.readouterr().err
 
 
+def test_a_root_that_one_machine_lacks_is_said_by_all_ranks_together(calls: list[Any], monkeypatch: pytest.MonkeyPatch):
+    told = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    cli.main(["train", "--data.root", "/nowhere"])
+    assert calls
+
+
+def test_a_key_is_checked_in_the_ds_config_that_the_error_names(errors: Callable[..., list[str]]):
+    (line,) = errors("train", "--data.root", "/x", "--ds.dino_ds.attention", "varlen")
+    assert line.endswith("(of ds_configs/zero0_fp32.json; --ds_config takes another)")
+    (line,) = errors("train", "--data.root", "/x", "--ds_config", "zero0_fp32", "--ds.dino_ds.attention", "varlen")
+    assert line.endswith('use "sdpa"')
+
+
 def test_the_overview_has_every_command_once():
     listed = [name for names in GROUPS.values() for name in names]
     assert sorted(listed) == sorted(COMMANDS)

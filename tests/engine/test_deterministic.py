@@ -25,8 +25,8 @@ def _losses(deterministic: bool) -> tuple[list[float], bool, str | None]:
             torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def test_every_operator_of_a_step_has_a_deterministic_form():
-    """On the CPU, where it changes nothing: torch refuses operators without one. Not verified on a GPU."""
+def test_the_switch_changes_nothing_on_a_cpu():
+    """Which operators of CUDA torch refuses under it is only seen on a GPU."""
     ((losses, off, _),) = run_on_ranks(_losses, False, world=1)
     ((same, on, workspace),) = run_on_ranks(_losses, True, world=1)
     assert same == losses

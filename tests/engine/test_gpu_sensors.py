@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+import threading
 import types
 
 import pytest
@@ -92,10 +92,14 @@ def test_energy_is_counted_between_two_readings():
 
 def test_a_driver_that_does_not_answer_holds_nobody_up(sensors_of, monkeypatch):
     monkeypatch.setattr(gpu_sensors, "_LIMIT_SECONDS", 0.05)
-    sensors = sensors_of(nvmlDeviceGetPowerUsage=lambda h: time.sleep(0.5) or 1)
-    for _ in range(2):
+    answer, waited = threading.Event(), []
+    sensors = sensors_of(nvmlDeviceGetPowerUsage=lambda h: answer.wait() and 1)
+    monkeypatch.setattr(threading.Thread, "join", lambda self, seconds: waited.append(seconds))
+    for _ in range(3):
         sensors.start()
         assert sensors.finish() is None
+    answer.set()
+    assert waited == [0.05]
 
 
 @pytest.mark.parametrize("changes", [{"nvmlInit": _raise}, {"nvmlDeviceGetHandleByUUID": _raise}])

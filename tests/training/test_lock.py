@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -95,6 +96,17 @@ def test_something_else_with_the_lock_s_name_is_named(tmp_path, make):
     for take in (RunLock(tmp_path).acquire, lambda: RunLock(tmp_path).check_free(0)):
         with pytest.raises(ConfigError, match="lock is not the lock of a run, which is a file: remove or rename it"):
             take()
+
+
+def test_a_disk_that_fails_is_no_lost_run_folder(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+    assert not lock.guards_a_run
+
+    def fail(path, **_):
+        raise OSError(errno.EIO, "input/output error", str(path))
+
+    monkeypatch.setattr(Path, "stat", fail)
+    assert lock.guards_a_run
 
 
 def test_a_rank_leaves_the_judgement_of_other_machines_to_rank_0(tmp_path):

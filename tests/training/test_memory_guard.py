@@ -74,12 +74,15 @@ def test_the_line_names_the_part_the_memory_and_the_setting(where, error, part, 
     assert " GiB are free on the host" in said and flags in said and "\n" not in said
 
 
-def test_the_flags_it_names_exist():
-    words = _said(("step", "loss"), MemoryError()).partition("--ds.")[2].partition(",")[0].split()
+@pytest.mark.parametrize("ds", ["zero1_bf16", "zero2_bf16"])
+def test_the_flags_it_names_exist_and_accumulate_in_fp32(ds):
+    said = _said(("step", "loss"), MemoryError(), ds)
+    words = f"--ds.{said.partition('--ds.')[2].partition(',')[0]}".split()
     flags = dict(zip(words[::2], words[1::2], strict=True))
     flags = {name.removeprefix("--ds."): value for name, value in flags.items()}
-    changed = change_ds_config(load_ds_config("ds_configs/zero2_bf16.json", {}), "x", flags)
-    assert resolve_ds_config(changed, "x", 512, 4).micro_batch == 64
+    changed = change_ds_config(load_ds_config(f"ds_configs/{ds}.json", {}), "x", flags)
+    config = resolve_ds_config(changed, "x", 512, 4)
+    assert config.micro_batch == 64 and config.raw["data_types"]["grad_accum_dtype"] == "fp32"
     change_recipe(load_recipe("vits16", {}), {"save_in_background": "false", "eval.every": "0 steps"})
 
 

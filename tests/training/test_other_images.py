@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import zlib
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dino_ds.config.loading import load_recipe
+from dino_ds.training.build import build_schedules
+from dino_ds.training.other_images import _moved
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, read_manifest, read_metrics, train_tiny
 
@@ -59,6 +63,13 @@ def test_schedules_move_where_that_is_allowed(begun, tmp_path):
     assert "length   30 steps" in log_of(tmp_path / "run")
     assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert read_manifest(tmp_path / "run", 5)["images"]["count"] == 40
+
+
+def test_what_would_move_after_the_end_is_no_reason():
+    long = {"length": "10 steps", "optimizer.warmup": "0 steps", "objective.freeze_prototypes": "50 epochs"}
+    one, two = (build_schedules(load_recipe("quickstart", long), steps) for steps in (4, 5))
+    assert one != two and not _moved(one, two, step=3)
+    assert _moved(one, dataclasses.replace(two, steps=11), step=3).startswith("length 10 -> 11 steps; at step 3 lr ")
 
 
 def _rename(root):
