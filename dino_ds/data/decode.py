@@ -17,7 +17,7 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps
 
-from dino_ds.data.images import FORMATS, UnreadableImage, deep_values, is_deep, to_rgb
+from dino_ds.data.images import FORMATS, UnreadableImage, check_keeps_bits, deep_values, is_deep, to_rgb
 from dino_ds.data.value_range import ValueRange, prepared, to_unit
 
 if TYPE_CHECKING:
@@ -51,7 +51,10 @@ def pixels(source: Source, index: int, max_pixels: int | None, value_range: Valu
 
 def load_image(source: Source, index: int, value_range: ValueRange | None) -> Image.Image | np.ndarray:
     """Image `index` for evaluations, loaded and `prepared`. Raises UnreadableImage."""
-    return prepared(source.load(index), value_range, source.name(index))
+    image = prepared(source.load(index), value_range, source.name(index))
+    if isinstance(image, Image.Image) and image.mode != "RGB":  # of a class of the user's: its channels, as in training
+        return np.asarray(image).reshape(image.height, image.width, -1)
+    return image
 
 
 def open_image(
@@ -61,7 +64,10 @@ def open_image(
     read = getattr(source, "read", None)
     if read is not None:
         return EncodedImage(read(index), source.name(index), max_pixels, value_range)
-    return DecodedImage(np.array(source.load(index)), source.name(index), max_pixels, value_range)
+    image, name = source.load(index), source.name(index)
+    if isinstance(image, Image.Image):
+        check_keeps_bits(image, name)
+    return DecodedImage(np.array(image), name, max_pixels, value_range)
 
 
 def is_deep_file(data: bytes) -> bool:

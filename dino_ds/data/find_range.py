@@ -48,15 +48,20 @@ class Sample:
                 self.types.add(values.dtype.name)
                 self.low, self.high = min(self.low, low), max(self.high, high)
 
-    def decide(self) -> tuple[ValueRange | None, str]:
-        """The range, and what was found in words; None and "" where all are of 8 bits. Raises ConfigError."""
+    def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
+        """The range, and what was found in words; None and "" where all are of 8 bits.
+
+        Raises ConfigError where nothing says which values are black and white; its advice is `remedy`, else the flag.
+        """
         if not self.deep:
             return None, ""
         chosen = self._choose()
+        if chosen is None:
+            flag = f"give --data.value_range {range_text(self.measured)}, or wider where other images go beyond"
+            raise ConfigError(f"{self}; which of them are black and white is not known: {remedy or flag}")
         return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
 
-    def _choose(self) -> ValueRange:
-        """Raises ConfigError where nothing says which values are black and white."""
+    def _choose(self) -> ValueRange | None:
         kinds = {name.rstrip("0123456789") for name in self.types}
         if kinds == {"uint"} and self.high <= _FULL_SCALES[-1]:
             return 0.0, float(next(scale for scale in _FULL_SCALES if self.high <= scale))
@@ -64,10 +69,7 @@ class Sample:
             return 0.0, 1.0
         if kinds == {"float"} and self.low >= 0 and 63 < self.high <= 255:  # 0 to 1.5 is of neither usual range
             return 0.0, 255.0
-        raise ConfigError(
-            f"{self}; which of them are black and white is not known: give --data.value_range "
-            f"{range_text(self.measured)}, or wider where other images go beyond"
-        )
+        return None
 
     @property
     def measured(self) -> ValueRange:

@@ -59,6 +59,12 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
     return image.format == "JPEG2000" and _jpeg2000_bits(data) > 8
 
 
+def check_keeps_bits(image: Image.Image, name: str) -> None:
+    """Raises UnreadableImage for an opened file of more than 8 bits a channel of which Pillow would give only 8."""
+    if isinstance(image, ImageFile.ImageFile) and image.mode[0] not in "IF" and is_deep(image, b""):
+        raise UnreadableImage(name, f"more than 8 bits a channel, and Pillow's {image.mode} has 8: give it as an array")
+
+
 def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
     """What a deep image stores: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white.
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage, deep_values
+from dino_ds.data.images import UnreadableImage, check_keeps_bits, deep_values
 
 ValueRange = tuple[float, float]
 """The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
@@ -25,11 +25,13 @@ def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np
     if value_range is None:
         raise UnreadableImage(name, f"{found}: deeper than 8 bits, and no data.value_range was given or found")
     black, white = value_range
-    if low < black or high > white:
+    limit = values.dtype.type if values.dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
+    if low < limit(black) or high > limit(white):
         raise UnreadableImage(name, f"{found}: beyond data.value_range {range_text(value_range)}")
     fits = values.dtype.itemsize <= 2 or values.dtype == np.float32  # FP32 has no place for every larger integer
     exact = values.astype(np.float32 if fits else np.float64)
-    return ((exact - exact.dtype.type(black)) / exact.dtype.type(white - black)).astype(np.float32)
+    scaled = (exact - exact.dtype.type(black)) / exact.dtype.type(white - black)
+    return np.clip(scaled, 0, 1, out=scaled).astype(np.float32)  # the last bit of a division
 
 
 def extremes(values: np.ndarray, name: str) -> ValueRange:
@@ -48,12 +50,12 @@ def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, na
     Raises UnreadableImage as `to_unit`.
     """
     if isinstance(image, Image.Image):
+        check_keeps_bits(image, name)
         if image.mode[0] not in "IF":
             return image
         image = deep_values(image)
-    if image.dtype == np.uint8:
-        return image
-    return to_unit(image.reshape(*image.shape[:2], -1), value_range, name)
+    image = image.reshape(*image.shape[:2], -1)
+    return image if image.dtype == np.uint8 else to_unit(image, value_range, name)
 
 
 def range_text(value_range: ValueRange) -> str:

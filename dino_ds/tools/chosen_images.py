@@ -83,22 +83,28 @@ def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]
 
 
 def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str, value_range: ValueRange | None) -> Iterator[Cut]:
-    """One after another; unreadable ones are left out unless they were named. Raises DataError.
+    """One after another; unreadable ones are left out unless they were named. Raises DataError, also
+    where none can be read.
 
     `value_range`: of images deeper than 8 bits; None: such images are unreadable.
     """
+    first, readable = "", 0
     for one in tqdm(picked, desc=option, unit=" images", leave=False, disable=None):
         try:
             image = load_image(one.source, one.index, value_range)
         except UnreadableImage as error:
             if one.named:
                 raise DataError(f"--{option}: {error} can't be read: fix it, or name another") from None
+            first = first or str(error)
             continue
+        readable += 1
         if isinstance(image, Image.Image):
             yield Cut(one, crop(image), image.size)
         else:
             array = np.asarray(image)
             yield Cut(one, crop(array), (array.shape[1], array.shape[0]))
+    if not readable:
+        raise DataError(f"none of {len(picked)} images can be read; the first is {first}")
 
 
 def find_patches(text: str, cuts: Sequence[Cut], crop: EvalCrop, grid: int) -> list[tuple[int, int, int]]:

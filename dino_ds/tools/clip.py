@@ -102,7 +102,7 @@ def _images(paths: Sequence[str], name: str) -> Clip:
             try:
                 yield np.asarray(load_image(source, index, None))
             except UnreadableImage as error:
-                raise DataError(f"frame {error} can't be read: fix or remove it") from None
+                raise DataError(f"frame {error} can't be read: fix or remove it; frames have 8 bits") from None
 
     return Clip(name, IMAGES_FPS, frames)
 

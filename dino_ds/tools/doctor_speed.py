@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
+from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
@@ -39,6 +40,7 @@ def measure_data(recipe: Recipe) -> list[Finding]:
         return [fine("data", "not looked at: give --data.root")]
     try:
         source = build_source(data.source, data.root, "train", data.download)
+        with_value_range(recipe, source)
     except UserError as error:
         return [failure("data", f"data.source {data.source}", str(error))]
     sample = random.sample(range(len(source)), min(_SAMPLE, len(source)))

@@ -102,7 +102,8 @@ def _range_for(backbone: Backbone, subject: Subject) -> ValueRange | None:
     sources, found = subject.sources, (backbone.value_range, "")
     with distributed.together():
         if distributed.rank() == 0 and backbone.value_range is None:
-            found = look_at_values([source for source in sources if source is not None]).decide()
+            sample = look_at_values([source for source in sources if source is not None])
+            found = sample.decide("the model has no range of its own, so make them images of 8 bits first")
     value_range, words = distributed.gather_objects(found)[0]
     subject.note([f"{words}: the model knows no range of its own"] if words else [])
     return value_range

@@ -144,8 +144,6 @@ def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, 
 def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, wishes.size))
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
-    if not cuts:
-        raise DataError(f"none of {len(picked)} images can be read")
     grid = crop.size // backbone.patch_size
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(wishes.patch, cuts, crop, grid) if wishes.patch else middles

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.value_range import ValueRange, prepared
 from dino_ds.errors import CheckpointError, ConfigError
@@ -63,8 +63,8 @@ class Backbone(nn.Module):
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known}") from None
         if isinstance(ready, Image.Image):
-            return self._crop(ready.convert("RGB"))
-        grey = isinstance(image, Image.Image) and ready.shape[2] == 1
+            return self._crop(to_rgb(ready))
+        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and self.vit.arch.in_chans == 3
         return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:

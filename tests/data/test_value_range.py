@@ -15,7 +15,7 @@ from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import MultiCropDataset, augmented_views
 from dino_ds.data.cropping import resize_crop
-from dino_ds.data.decode import EncodedImage, decode_rgb, load_image
+from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.find_range import Sample, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import UnreadableImage
@@ -69,6 +69,22 @@ def test_transparency_lies_on_white():
     alpha = RGBA[:, :, 3:] / 65535
     for data in (png16(RGBA), tiff(RGBA), tiff(RGBA, ">", deflate=True)):
         np.testing.assert_allclose(decoded(data, FULL), RGBA[:, :, :3] / 65535 * alpha + 1 - alpha, atol=2 / 65535)
+
+
+@pytest.mark.parametrize("open_file", [load_image, open_image])
+def test_a_file_that_a_class_has_opened_must_keep_its_bits(open_file, tmp_path):
+    """Pillow's RGB of 12 bits in a 16-bit PNG would have 16 levels."""
+    (tmp_path / "deep.png").write_bytes(png16(RGB % 4096))
+
+    class Opened:
+        def name(self, index: int) -> str:
+            return "deep.png"
+
+        def load(self, index: int) -> Image.Image:
+            return Image.open(tmp_path / "deep.png")
+
+    with pytest.raises(UnreadableImage, match=r"deep\.png .more than 8 bits a channel, and Pillow's RGB has 8"):
+        open_file(Opened(), 0, None)
 
 
 def test_what_would_be_squeezed_is_refused():
@@ -139,6 +155,28 @@ def test_deep_crops_are_resized_by_the_definition_and_as_pillow_does(box, size):
         np.testing.assert_allclose(crop[:, :, channel], definition, atol=1e-5)
         pillow = Image.fromarray(plane).crop(box).resize((size, size), Image.Resampling.BICUBIC)
         np.testing.assert_allclose(crop[:, :, channel], np.clip(pillow, 0, 1), atol=1e-5)
+
+
+def test_limits_that_fp32_rounds_are_within_the_range():
+    for black, white in ((-0.3, 0.1), (-1.0, 1.2), (0.7, 0.9)):
+        found = to_unit(np.array([[black, white]], np.float32), (black, white), "file")
+        np.testing.assert_allclose(found, [[0, 1]], rtol=0, atol=1e-6)
+        assert found.min() >= 0 and found.max() <= 1
+
+
+@pytest.mark.parametrize("form", [np.asarray, Image.fromarray])
+def test_evaluations_take_grey_images_of_a_class_as_training_does(form):
+    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
+
+    class Grey:
+        def name(self, index: int) -> str:
+            return "grey"
+
+        def load(self, index: int) -> object:
+            return form(grey)
+
+    for found in (load_image(Grey(), 0, None), open_image(Grey(), 0, None).decode()):
+        np.testing.assert_array_equal(found, grey[:, :, None])
 
 
 def test_evaluations_crop_deep_images_as_those_of_8_bits():

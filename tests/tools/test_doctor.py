@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dino_ds.tools.doctor_gpu as doctor_gpu
 import dino_ds.tools.doctor_network as doctor_network
@@ -144,6 +146,10 @@ def test_data_that_is_missing_or_broken_is_named(tmp_path):
     (tmp_path / "images").mkdir()
     for name in ("a.png", "b.png"):
         (tmp_path / "images" / name).write_bytes(b"not an image")
+    (tmp_path / "signed").mkdir()
+    Image.fromarray(np.full((4, 4), -5, np.int32)).save(tmp_path / "signed" / "1.tif")
+    (found,) = measure_data(load_recipe(None, {"data.root": str(tmp_path / "signed")}))
+    assert found.level == "FAIL" and "give --data.value_range" in found.remedy
     found = measure_data(load_recipe(None, {"data.root": str(tmp_path / "images")}))
     assert ("warn", "2 of 2 images can't be read") in _texts(found)
 

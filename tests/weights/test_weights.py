@@ -294,6 +294,9 @@ class TestNotebook:
     def test_preprocess(self):
         model = _backbone()
         assert model.preprocess(Image.new("L", (50, 70))).shape == (3, SIZE, SIZE)
+        # What lies under full transparency is white, as in training.
+        clear, white = Image.new("RGBA", (50, 70), (255, 0, 0, 0)), Image.new("RGB", (50, 70), "white")
+        assert model.preprocess(clear).equal(model.preprocess(white))
 
     def test_images_that_do_not_fit_are_named(self):
         with pytest.raises(ConfigError, match="multiples of the patch size 8"):
