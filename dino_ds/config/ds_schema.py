@@ -101,9 +101,7 @@ _ZERO = {
         "int", "elements gathered at a time; auto = all, at most 5e7", above=0, auto=True, stages=_12
     ),
     "use_multi_rank_bucket_allreduce": Key("bool", "one all-reduce for the buckets of all ranks", stages=_12),
-    "overlap_comm": Key(
-        "bool", "reduce gradients during the backward pass; one process reduces none: off", stages=_SHARDED
-    ),
+    "overlap_comm": Key("bool", "reduce gradients during the backward pass; off on one process", stages=_SHARDED),
     "round_robin_gradients": Key("bool", "spread gradient copies over the ranks (offload)", stages=_12),
     "parameter_alignment": Key("bool", "align parameters in the flat buffer", stages=_12),
     "ignore_unused_parameters": Key("bool", "accept parameters without a gradient", stages=(2,)),
