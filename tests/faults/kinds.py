@@ -85,6 +85,7 @@ def _fifo_at_latest(job: Job, place: Scene) -> None:
 def _freeze_disk(job: Job, place: Scene) -> None:
     """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
     job.wait_for_steps(place.run, 7)
+    job.wait_for(lambda: psutil.Process(job.process(1)).status() == psutil.STATUS_STOPPED, 60)
     scene.freeze(place)
     job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
     scene.thaw(place)

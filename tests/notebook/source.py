@@ -88,7 +88,8 @@ print(
 rows = [0, 100, 200]
 found = [[np.asarray(train.load(4 * int(i))) for i in nearest[row, :6]] for row in rows]
 captions = [[test.classes[labels[row]], *[train.classes[bank_labels[i]] for i in nearest[row, :6]]] for row in rows]
-figure = draw_neighbours([np.asarray(test.load(4 * row)) for row in rows], found, captions)
+same_class = [[bool(labels[row] == bank_labels[i]) for i in nearest[row, :6]] for row in rows]
+figure = draw_neighbours([np.asarray(test.load(4 * row)) for row in rows], found, captions, same_class)
 Image(figure_png(figure, dpi=75, palette=True))
 
 # %% [markdown]
