@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from dino_ds.errors import ConfigError
 
@@ -20,9 +21,8 @@ _MOST_TEXT, _MOST_NAME = 4096, 255
 def read_text(path: str, kind: str) -> str:
     """The UTF-8 text of a regular file of at most 256 KiB; `kind` is what it should be, for the ConfigError."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:
-            state = os.fstat(handle)
+        with _open(path) as file:
+            state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise ConfigError(f"{path} cannot be read as {kind}: it is no regular file")
             if state.st_size > MAX_BYTES:
@@ -39,9 +39,8 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
     Raises ConfigError for a pipe, and for more than 4 GiB; OSError.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        state = os.fstat(handle)
+    with _open(path) as file:
+        state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
             raise ConfigError(f"{path} cannot be read: it is not a regular file")
         if state.st_size > MAX_LINES_BYTES:
@@ -51,6 +50,11 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield line
             while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                 line = file.readline(MAX_LINE_BYTES)
+
+
+def _open(path: str | Path) -> BinaryIO:
+    """Opens at once, also a pipe that nobody writes to."""
+    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
 
 
 def is_file(path: str) -> bool:

@@ -28,12 +28,10 @@ _COMMANDS = {
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }
 _CHOICES = {
-    "tensorrt": "for TensorRT: --format onnx, and trtexec builds the engine",
-    "trt": "for TensorRT: --format onnx, and trtexec builds the engine",
+    **dict.fromkeys(("tensorrt", "trt"), "for TensorRT: --format onnx, and trtexec builds the engine"),
     "openvino": "for OpenVINO: --format onnx, which it reads",
     "coreml": "for Core ML: --format torchscript, which coremltools reads",
-    "huggingface": "write hf",
-    "transformers": "write hf",
+    **dict.fromkeys(("huggingface", "transformers"), "write hf"),
 }
 _NOTHING_MEANT = "options are written --key value"
 
