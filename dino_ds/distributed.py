@@ -68,7 +68,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """A UserError of one rank inside becomes that error on all ranks, instead of a wait for the one that left.
 
     Every rank must enter it; nothing inside may be a collective.
@@ -131,7 +131,7 @@ def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
-class Votes:
+class RankFlags:
     """What ranks tell each other once per step: it travels in an all-reduce that is there anyway.
 
     A vote stands until it is changed; sums are read one step late, so that the host never waits for the device.
@@ -145,15 +145,15 @@ class Votes:
         self._newest: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
         self._readable: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def cast(self, name: str, value: float = 1.0) -> None:
+    def set(self, name: str, value: float = 1.0) -> None:
         """Change this rank's vote; signal handlers and other threads may call it."""
         self._mine[name] = value
         self._changed = True
 
-    def cast_by_me(self, name: str) -> float:
+    def own(self, name: str) -> float:
         return self._mine[name]
 
-    def ballot(self) -> torch.Tensor:
+    def tensor_to_sum(self) -> torch.Tensor:
         """This rank's votes (names,) on the device, to be summed over ranks."""
         if self._changed:
             self._changed = False
@@ -183,14 +183,14 @@ class Votes:
         return float(host[list(self._mine).index(name)])
 
 
-def announce(word: str) -> None:
-    """Let every rank know `word`, for `announced`. No collective: the store of the process group keeps it."""
+def set_store_flag(word: str) -> None:
+    """Let every rank know `word`, for `store_flag_is_set`. No collective: the store of the process group keeps it."""
     if world_size() > 1:
         _store().set(word, "1")
 
 
-def announced(word: str) -> bool:
-    """Whether any rank has announced `word`; asks rank 0's store."""
+def store_flag_is_set(word: str) -> bool:
+    """Whether any rank has store_flag_is_set `word`; asks rank 0's store."""
     return world_size() > 1 and bool(_store().check([word]))
 
 

@@ -35,7 +35,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 
 
 @dataclass(frozen=True)
-class Knobs:
+class ScheduleValues:
     """The values in force during one optimizer step."""
 
     lr: float
@@ -43,9 +43,9 @@ class Knobs:
     teacher_momentum: float
     teacher_temp: float
     prototypes_frozen: bool
-    release_prototypes: bool
+    unfreeze_prototypes: bool
     backbone_frozen: bool
-    release_backbone: bool
+    unfreeze_backbone: bool
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Schedules:
     freeze_steps: int
     freeze_backbone_steps: int = 0
 
-    def at(self, step: int) -> Knobs:
+    def at(self, step: int) -> ScheduleValues:
         """The knobs after `step` applied optimizer steps."""
-        return Knobs(
+        return ScheduleValues(
             lr=cosine_schedule(step, self.lr, self.min_lr, self.steps, self.warmup_steps),
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
             teacher_momentum=cosine_schedule(step, self.momentum, self.momentum_end, self.steps),
@@ -81,7 +81,7 @@ class Schedules:
                 self.teacher_temp_tread_steps,
             ),
             prototypes_frozen=step < self.freeze_steps,
-            release_prototypes=0 < self.freeze_steps == step,
+            unfreeze_prototypes=0 < self.freeze_steps == step,
             backbone_frozen=step < self.freeze_backbone_steps,
-            release_backbone=0 < self.freeze_backbone_steps == step,
+            unfreeze_backbone=0 < self.freeze_backbone_steps == step,
         )

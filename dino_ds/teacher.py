@@ -56,12 +56,12 @@ class Teacher:
             self._running.backbone.compile_blocks(compiled)
         self.update(momentum=0.0)
 
-    def _follow(self, masters: Masters, parameters: dict[str, Tensor]) -> _Follower:
+    def _follow(self, masters: Masters, parameters: dict[str, Tensor]) -> _EmaUpdater:
         if isinstance(masters, WholeMasters):
-            return _WholeFollower(masters, parameters)
+            return _WholeUpdater(masters, parameters)
         if isinstance(masters, FlatMasters):
-            return _FlatFollower(masters, parameters, self._device)
-        return _PartitionedFollower(masters, parameters, self._device)
+            return _FlatUpdater(masters, parameters, self._device)
+        return _PartitionedUpdater(masters, parameters, self._device)
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:
@@ -130,13 +130,13 @@ def _low_precision_copy(
     return running, (copies, originals)
 
 
-class _Follower:
+class _EmaUpdater:
     def move(self, weight: float) -> None:
         """teacher <- teacher + weight * (masters - teacher), for this follower's parameters."""
         raise NotImplementedError
 
 
-class _WholeFollower(_Follower):
+class _WholeUpdater(_EmaUpdater):
     """No communication."""
 
     def __init__(self, masters: WholeMasters, parameters: dict[str, Tensor]) -> None:
@@ -147,7 +147,7 @@ class _WholeFollower(_Follower):
         torch._foreach_lerp_(self._teacher, self._masters, weight)
 
 
-class _FlatFollower(_Follower):
+class _FlatUpdater(_EmaUpdater):
     """Each rank moves its shard, then one all-gather in place."""
 
     def __init__(self, masters: FlatMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
@@ -166,7 +166,7 @@ class _FlatFollower(_Follower):
         dist.all_gather_into_tensor(self._flat, self._shard, group=self._masters.process_group)
 
 
-class _PartitionedFollower(_Follower):
+class _PartitionedUpdater(_EmaUpdater):
     """Gathers the masters chunk by chunk, then moves whole parameters."""
 
     def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:

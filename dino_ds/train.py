@@ -69,28 +69,28 @@ def train(
     """
     path, rank, ranks = Path(run_dir), distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
-    with Watchdog(path, rank, ranks, recipe.hang_seconds) as dog:
-        failures = Failures(path, rank, ranks, dog.beat)
+    with Watchdog(path, rank, ranks, recipe.hang_seconds) as watchdog:
+        failures = Failures(path, rank, ranks, watchdog.beat)
 
         def stop_early(why: str) -> None:
             failures.stopped_early(why)
             if rank == 0:
                 print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
-        memory_guard = MemoryGuard(dog.beat)
-        stop_requests = StopRequests(dog.beat, stop_early, failures.ended_at_once)
+        memory_guard = MemoryGuard(watchdog.beat)
+        stop_requests = StopRequests(watchdog.beat, stop_early, failures.ended_at_once)
         with failures.told(), stop_requests as stop, memory_guard.explain():
             try:
                 init_distributed()
                 note = _take(lock, heartbeats)
-                dog.beat.list_in_folder()
+                watchdog.beat.list_in_folder()
                 try:
                     start, memory = _settle(recipe, (ds, ds_path, ds_overrides), path, resume, allow_oversize)
                     memory_guard.settle(recipe, start.config, memory.gib)
                     run, log, last_step = _build(recipe, start.config, path, max_steps, resume, allow_change)
                 except UserError:  # of all ranks
                     if lock.guards_a_run:
-                        dog.beat.unlist()
+                        watchdog.beat.unlist()
                     raise
                 if rank == 0:
                     heartbeats.forget_earlier()
@@ -98,15 +98,15 @@ def train(
                     _announce(run, log, last_step, memory, note)
                     if start.path != start.why:
                         log.say(f"chosen   {start}")
-                    Loop(run, log, last_step, memory.gib, dog.beat, stop).run()
+                    Loop(run, log, last_step, memory.gib, watchdog.beat, stop).run()
             finally:
-                _give_back(lock, heartbeats, dog.beat.listed)
+                _give_back(lock, heartbeats, watchdog.beat.listed)
 
 
 def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
     """The run folder is ours, on all ranks, and ready for heartbeats; a note if it was somebody's who is gone."""
     note = ""
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             note = lock.acquire()
             try:
@@ -140,7 +140,7 @@ def _settle(
     ds, ds_path, overrides = asked
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     before, saved = None, path / "ds_config.json"
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and overrides is not None and resume is not False and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
@@ -173,7 +173,7 @@ def _build(
 ) -> tuple[Run, RunLog, int]:
     """The run, its log and its last step."""
     data = recipe.data
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         folder = RunFolder(path, recipe, config, resume, allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
@@ -183,7 +183,7 @@ def _build(
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
     run.open_folder(last_step)
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         try:
             log = RunLog(folder.path, run.step.applied_steps, last_step)
         except OSError as error:
@@ -202,7 +202,7 @@ def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) 
     epochs = steps / run.epoch_steps
     log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
     log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
-    log.say(f"kernels  {run.attention_kernels()}{', compiled blocks' if config.levers.compile != 'off' else ''}")
+    log.say(f"kernels  {run.attention_kernels()}{', compiled blocks' if config.performance.compile != 'off' else ''}")
     log.say(f"memory   predicted peak {memory}")
     for line in _changes_of(run.recipe):
         log.say(line)

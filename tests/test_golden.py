@@ -51,7 +51,7 @@ def _temperature(settings, epoch):
 
 
 def test_loss_gradient_and_center_over_epochs():
-    """Five steps with a moving centre and temperature; FP32 sums in another order: 1e-5 relative."""
+    """Five steps with a moving center and temperature; FP32 sums in another order: 1e-5 relative."""
     settings, recorded = META["loss"], golden("loss")
     objective = DinoLoss(settings["out_dim"], settings["student_temp"], settings["center_momentum"])
     for epoch in range(settings["epochs"]):
@@ -218,5 +218,5 @@ class _RecordedSchedules(Schedules):
 @pytest.mark.parametrize("freeze", ["freeze0", "freeze1"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_training_trajectory_through_deepspeed(stage, freeze):
-    """Losses to 1e-4 relative, final student, teacher and centre; prototypes free, and frozen for an epoch."""
+    """Losses to 1e-4 relative, final student, teacher and center; prototypes free, and frozen for an epoch."""
     run_on_ranks(_trajectory, stage, freeze, world=1)

@@ -43,9 +43,9 @@ def test_no_warmup():
 def test_prototypes_are_frozen_then_released_once():
     knobs = [tiny_schedules(freeze_steps=3).at(i) for i in range(6)]
     assert [k.prototypes_frozen for k in knobs] == [True] * 3 + [False] * 3
-    assert [k.release_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
+    assert [k.unfreeze_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
     never = [dataclasses.replace(tiny_schedules(), freeze_steps=0).at(i) for i in range(3)]
-    assert not any(k.release_prototypes or k.release_backbone for k in never)
+    assert not any(k.unfreeze_prototypes or k.unfreeze_backbone for k in never)
 
 
 def test_what_is_decayed():

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
@@ -79,7 +79,7 @@ class PlainEngine:
         self, network: DinoNetwork, recipe: Recipe, clipping: float, fused: bool, device: torch.device
     ) -> None:
         self.device = device
-        self.config = SimpleNamespace(levers=Levers())  # a step asks what is compiled: nothing
+        self.config = SimpleNamespace(performance=PerformanceOptions())  # a step asks what is compiled: nothing
         self._network = network.to(device).train()
         self._clipping = clipping
         options = recipe.optimizer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine, normalise_prototypes
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
@@ -30,7 +30,7 @@ from dino_ds.training.build import build_network, build_schedules
 from dino_ds.training.step import DinoStep
 
 CLIPPING = 3.0
-_PLAIN = Levers(attention="naive", packed=False, cls_only_last_block=False)
+_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rung:
 
     name: str
     exact: bool = True
-    levers: Levers = _PLAIN
+    performance: PerformanceOptions = _PLAIN
     lean_prototypes: bool = False
     minimal_loss: bool = False
     fused_adamw: bool = False
@@ -59,20 +59,20 @@ def all_rungs() -> list[Rung]:
         rungs.append(rung)
         rung = dataclasses.replace(rung, name=name, **changes)
 
-    def lever(**changes: Any) -> Levers:
-        return dataclasses.replace(rung.levers, **changes)
+    def lever(**changes: Any) -> PerformanceOptions:
+        return dataclasses.replace(rung.performance, **changes)
 
-    add("SDPA", levers=lever(attention="sdpa"))
-    add("packed crops", levers=lever(packed=True))
-    add("CLS-only last block", levers=lever(cls_only_last_block=True))
+    add("SDPA", performance=lever(attention="sdpa"))
+    add("packed crops", performance=lever(packed=True))
+    add("CLS-only last block", performance=lever(cls_only_last_block=True))
     add("minimal-pass loss", minimal_loss=True)
     add("lean prototypes", lean_prototypes=True)
     add("fused AdamW", fused_adamw=True)
     add("one-pass EMA", one_pass_ema=True)
     add("DeepSpeed engine", engine=True)
     add("bf16", exact=False, precision="bf16")
-    add("torch.compile", levers=lever(compile="default"))
-    add("batched stochastic depth", levers=lever(compile="off"), batched_stochastic_depth=True)  # one or the other
+    add("torch.compile", performance=lever(compile="default"))
+    add("batched stochastic depth", performance=lever(compile="off"), batched_stochastic_depth=True)  # one or the other
     add("data workers", data_workers=True)
     return [*rungs, rung]
 
@@ -113,7 +113,7 @@ def build_rung(rung: Rung, recipe: Recipe, batch: int) -> Trial:
 
 def build_plain_step(recipe: Recipe, rung: Rung) -> DinoStep:
     """The step of a rung that has no engine: FP32, one process."""
-    network = build_network(recipe, rung.levers)
+    network = build_network(recipe, rung.performance)
     if not rung.lean_prototypes:
         normalise_prototypes(network)
     copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
@@ -128,9 +128,9 @@ def build_plain_step(recipe: Recipe, rung: Rung) -> DinoStep:
 
 def _ds_config(rung: Rung) -> dict[str, Any]:
     low = {} if rung.precision == "fp32" else {rung.precision: {"enabled": True}}
-    levers = dataclasses.asdict(rung.levers)
+    performance = dataclasses.asdict(rung.performance)
     stage = 0 if rung.precision == "fp32" else 1  # the shipped files' choice: stage 0 is FP32's
-    return {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}, "dino_ds": levers, **low}
+    return {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}, "dino_ds": performance, **low}
 
 
 def _cpu_has_bf16() -> bool:

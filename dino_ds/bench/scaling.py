@@ -40,16 +40,16 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
     rows = []
     for stage in map(str, STAGES):
-        alone, together = found[1][stage], found[ranks][stage]
-        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (ranks, together))}
+        alone, raise_on_all_ranks = found[1][stage], found[ranks][stage]
+        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (ranks, raise_on_all_ranks))}
         rows.append(
             {
                 "stage": int(stage),
                 "images_per_second_1": rate[1],
                 "images_per_second": rate[ranks],
                 "speedup": rate[ranks] / rate[1],
-                "communication_share": together["communication_share"],
-                "spread": together["spread"],
+                "communication_share": raise_on_all_ranks["communication_share"],
+                "spread": raise_on_all_ranks["spread"],
             }
         )
     result = about(recipe, batch) | {"processes": f"1 and {ranks}", "ranks": ranks, "stages": rows}

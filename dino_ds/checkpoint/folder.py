@@ -99,7 +99,7 @@ class Checkpoints:
         if problem := _first(problem):
             return None, problem
         assert manifest is not None
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             accept(manifest)
         if problem := _first(find_damage(folder, manifest)):
             return None, problem

@@ -1,7 +1,7 @@
 """One checkpoint folder: what its manifest says, whether every byte is as it says, and reading it.
 
 step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
-rank_*: each rank's part of student and optimizer; whole_*: teacher and centre, each tensor once, dealt out over ranks.
+rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor once, dealt out over ranks.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.checkpoint.writing import Files, Flight, HostCopies, as_os_error, bytes_of, files_of_this_rank
-from dino_ds.distributed import Votes
+from dino_ds.checkpoint.writing import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
+from dino_ds.distributed import RankFlags
 from dino_ds.errors import StorageError
 
 FAILED_SAVES_IN_A_ROW = 3
@@ -57,13 +57,13 @@ class Saving:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, votes: Votes, background: bool, finish: Callable[[Path], None]
+        self, checkpoints: Checkpoints, flags: RankFlags, background: bool, finish: Callable[[Path], None]
     ) -> None:
-        self._checkpoints, self._votes, self._background = checkpoints, votes, background
-        self._flight: Flight | None = None
+        self._checkpoints, self._votes, self._background = checkpoints, flags, background
+        self._flight: PendingSave | None = None
         self._last: dict[str, Any] | None = None
         self._number = self._failures = 0
-        self._chores = _Chores(checkpoints, finish)
+        self._background_tasks = _Chores(checkpoints, finish)
         self.copies = HostCopies()
         self.cost: SaveCost | None = None
 
@@ -71,7 +71,7 @@ class Saving:
         """Raises StorageError, on all ranks, where the disk has no room for one checkpoint and `more` bytes."""
         total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
         needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if distributed.rank() == 0 and needed > (free := self._checkpoints.free_bytes()):
                 raise StorageError(
                     f"a checkpoint and the teacher need {needed / 1e6:.1f} MB, {free / 1e6:.1f} MB are free in "
@@ -102,12 +102,12 @@ class Saving:
         if wait or not self._background:
             lines += self._land(must=wait)
         if wait:
-            lines += self._chores.wait(must=True)
+            lines += self._background_tasks.wait(must=True)
         return lines
 
     def look(self) -> list[str]:
         """After each applied step: commits a save that all ranks have written; lines to say. Raises StorageError."""
-        lines, flight = self._chores.ended(), self._flight
+        lines, flight = self._background_tasks.ended(), self._flight
         if flight is not None:
             written = self._votes.count("saved") + self._votes.count("save_failed")
             if written == flight.number * distributed.world_size():
@@ -119,14 +119,14 @@ class Saving:
 
         With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """
-        return self._land(must) + self._chores.wait(must)
+        return self._land(must) + self._background_tasks.wait(must)
 
     def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
         begun, step, size, reserved = time.perf_counter(), int(manifest["step"]), bytes_of(files), 0.0
         lines: list[str] = []
         total, problem = self._make_room(step, size)
         if problem:  # older checkpoints may be about to go
-            lines += self._chores.wait()
+            lines += self._background_tasks.wait()
             total, problem = self._make_room(step, size)
             if problem:
                 return lines + self._failed(step, problem, must=wait)
@@ -134,8 +134,8 @@ class Saving:
             reserved = self.copies.reserve(files)
             files = self.copies.take(files)
         number = self._number = self._number % _NUMBERS + 1
-        self._flight = Flight(number, manifest, layout, total, begun, reserved)
-        vote = self._votes.cast
+        self._flight = PendingSave(number, manifest, layout, total, begun, reserved)
+        vote = self._votes.set
         self._flight.start(
             self._checkpoints.writing_folder(step), files, lambda good: vote("saved" if good else "save_failed", number)
         )
@@ -168,11 +168,11 @@ class Saving:
         flight.stalled += time.perf_counter() - begun
         return self._commit(flight, must)
 
-    def _commit(self, flight: Flight, must: bool) -> list[str]:
+    def _commit(self, flight: PendingSave, must: bool) -> list[str]:
         begun = time.perf_counter()
         self._flight = None
-        self._votes.cast("saved", 0)
-        self._votes.cast("save_failed", 0)
+        self._votes.set("saved", 0)
+        self._votes.set("save_failed", 0)
         flight.is_written(_WAIT_SECONDS)  # it has voted: it is about to end
         mine = self._reason(flight, flight.error) if flight.error else ""
         answers = distributed.gather_objects((flight.records, flight.layout, mine))
@@ -192,12 +192,12 @@ class Saving:
             return self._failed(flight.step, reason, must)
         self._failures, self._last = 0, flight.manifest
         if folder is not None:
-            self._chores.start(folder, flight.step)
+            self._background_tasks.start(folder, flight.step)
         _, stalls, later, seconds = zip(*outcomes, strict=True)
         self.cost = SaveCost(max(stalls), max(later), max(seconds), flight.bytes)
         return [f"save     step {flight.step}: {self.cost}"]
 
-    def _reason(self, flight: Flight, error: OSError) -> str:
+    def _reason(self, flight: PendingSave, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             found = os.statvfs(self._checkpoints.folder)
             return self._no_space(flight.step, flight.bytes, found.f_bavail * found.f_frsize)
@@ -255,7 +255,7 @@ class _Chores:
             self._thread.join()
         lines = self.ended()
         if must:
-            with distributed.together():
+            with distributed.raise_on_all_ranks():
                 if lines:
                     raise StorageError(lines[0].removeprefix("warning  "))
         return lines

@@ -70,7 +70,7 @@ class HostCopies:
 
 
 @dataclass
-class Flight:
+class PendingSave:
     """A save that is being written. `number` tells it from others; `manifest` and `layout` as for Saving.save.
 
     bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it, `reserved` of

@@ -137,8 +137,8 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _check_levers(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
-    levers = config.get("dino_ds", {})
-    compiled = levers.get("compile", "off")
+    performance = config.get("dino_ds", {})
+    compiled = performance.get("compile", "off")
     if compiled != "off" and stage == 3:
         yield (
             "dino_ds.compile",
@@ -150,23 +150,23 @@ def _check_levers(config: dict[str, Any], stage: int, low: list[str]) -> Iterato
             "dino_ds.compile",
             '"reduce-overhead" does not go with activation_checkpointing, which runs blocks twice: use "default"',
         )
-    if levers.get("deterministic"):
-        yield from _check_deterministic(levers)
-    attention = levers.get("attention", "sdpa")
+    if performance.get("deterministic"):
+        yield from _check_deterministic(performance)
+    attention = performance.get("attention", "sdpa")
     if attention == "varlen" and not low:
         yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
-    if attention != "sdpa" and levers.get("attention_backend", "auto") != "auto":
+    if attention != "sdpa" and performance.get("attention_backend", "auto") != "auto":
         yield "dino_ds.attention_backend", f'it chooses among the kernels of "sdpa", and attention is "{attention}"'
-    if levers.get("teacher_copy") and not low:
+    if performance.get("teacher_copy") and not low:
         yield "dino_ds.teacher_copy", "in fp32 the copy would be the teacher itself: remove it"
 
 
-def _check_deterministic(levers: dict[str, Any]) -> Iterator[Problem]:
+def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
     """What may give other bits in another run."""
     name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
-    if levers.get("compile", "off") != "off":
+    if performance.get("compile", "off") != "off":
         yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"
-    if levers.get("attention") == "varlen" or levers.get("attention_backend") == "cudnn":
+    if performance.get("attention") == "varlen" or performance.get("attention_backend") == "cudnn":
         yield name, f"cuDNN's attention, whose gradients are added up in any order, {exact}"
 
 

@@ -31,7 +31,7 @@ COPIED_WEIGHTS = 200_000_000
 
 
 @dataclass(frozen=True)
-class Levers:
+class PerformanceOptions:
     """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
 
     attention: str = "sdpa"
@@ -60,13 +60,13 @@ class DsConfig:
     clipping: float
     checkpoint_blocks: int | str
     checkpoint_on_cpu: bool
-    levers: Levers
+    performance: PerformanceOptions
     notes: list[str] = field(default_factory=list)
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
         """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
         a GPU, where launching its casts counts."""
-        asked = self.levers.teacher_copy
+        asked = self.performance.teacher_copy
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
 
@@ -156,7 +156,7 @@ def resolve_ds_config(
         clipping=float(raw["gradient_clipping"]),
         checkpoint_blocks=blocks,
         checkpoint_on_cpu=on_cpu,
-        levers=Levers(**raw.get("dino_ds", {})),
+        performance=PerformanceOptions(**raw.get("dino_ds", {})),
         notes=notes,
     )
 

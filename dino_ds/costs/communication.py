@@ -64,7 +64,7 @@ def step_traffic(sizes: Mapping[str, int], prototypes: int, config: DsConfig, wo
         *([norms] if config.stage else []),
         *parameters,
         *_teacher(sum(sizes.values()), config, world_size),
-        Traffic("centre and votes", "all-reduce", _FP32 * (prototypes + 1 + _VOTES), 1, world_size),
+        Traffic("center and votes", "all-reduce", _FP32 * (prototypes + 1 + _VOTES), 1, world_size),
     ]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dino_ds.architectures import Architecture
 from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig, Levers
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import TEACHER_VIEWS, HeadSizes, tokens_of
 from dino_ds.costs.parameters import PROTOTYPES, mlp_widths, parameter_sizes
@@ -157,7 +157,11 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
 
 
 def block_bytes(
-    arch: Architecture, groups: list[tuple[int, int]], element: int, levers: Levers, cls_only: bool = False
+    arch: Architecture,
+    groups: list[tuple[int, int]],
+    element: int,
+    performance: PerformanceOptions,
+    cls_only: bool = False,
 ) -> int:
     """What autograd saves of one block; groups (sequences, tokens of each) per size; element: bytes of a number.
 
@@ -170,15 +174,15 @@ def block_bytes(
     d, statistics = arch.width, 8
     per_query = 5 * d + packed + hidden * (2 if arch.swiglu else 1) + (2 * d if arch.layer_scale is not None else 0)
     per_token = 4 * d
-    if levers.attention == "varlen":
+    if performance.attention == "varlen":
         per_query -= d
-    if levers.compile != "off":
+    if performance.compile != "off":
         per_query, per_token = per_query - d - hidden, per_token - d
     queries = sequences if cls_only else tokens
     # CLS only: the norm's CLS rows are gathered for the query.
     numbers = tokens * per_token + queries * (per_query + (d if cls_only else 0))
     floats = tokens * statistics + queries * statistics
-    if levers.attention == "naive":
+    if performance.attention == "naive":
         scores = sum(s * n * (1 if cls_only else n) for s, n in groups) * arch.heads
         return (numbers + scores - queries * d) * element + floats  # the softmax is kept, its product is not
     return numbers * element + floats + queries * arch.heads * 4
@@ -199,12 +203,12 @@ class _Step:
     def __init__(self, recipe: Recipe, config: DsConfig) -> None:
         arch, crops, images = recipe.model.architecture(), recipe.crops, config.micro_batch
         sides = [crops.global_size] * TEACHER_VIEWS + [crops.local_size] * crops.num_local
-        element, levers = element_bytes(config), config.levers
+        element, performance = element_bytes(config), config.performance
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
         tokens, rows = sum(s * n for s, n in groups), len(sides) * images
         pixels = images * sum(arch.in_chans * side**2 for side in sides)
-        whole = block_bytes(arch, groups, element, levers)
-        last = block_bytes(arch, groups, element, levers, cls_only=levers.cls_only_last_block)
+        whole = block_bytes(arch, groups, element, performance)
+        last = block_bytes(arch, groups, element, performance, cls_only=performance.cls_only_last_block)
         blocks = recomputed_blocks(recipe, config)
         stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
         kept = [stream] * blocks + self._blocks(recipe, whole, last, element * tokens)[blocks:]

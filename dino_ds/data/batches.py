@@ -17,7 +17,7 @@ from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, ViewParameters, crop_seed
-from dino_ds.data.photometric import Plan, augment, crops_per_plan
+from dino_ds.data.photometric import AugmentationParams, augment, crops_per_plan
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
@@ -38,7 +38,7 @@ class Batch:
     """
 
     groups: list[Tensor]
-    plans: list[list[Plan]] | None
+    plans: list[list[AugmentationParams]] | None
     indices: Tensor
     epoch: int
     names: list[str]
@@ -180,14 +180,14 @@ class MultiCropDataset(Dataset[Batch | DataError]):
             boxes = [shrunk_box(box, across, down) for box in boxes]
         return [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)], views
 
-    def _plan(self, groups: list[Tensor], views: list[list[ViewParameters]]) -> list[list[Plan]]:
+    def _plan(self, groups: list[Tensor], views: list[list[ViewParameters]]) -> list[list[AugmentationParams]]:
         """For each group the plans of its crops, view after view."""
         plans, first = [], 0
         for group in groups:
             ordered = [of_image[view] for view in range(first, first + len(group)) for of_image in views]
             piece = crops_per_plan(group.shape[2], self._device) or len(ordered)
             pieces = [ordered[i : i + piece] for i in range(0, len(ordered), piece)]
-            plans.append([Plan.build(some, self._channels) for some in pieces])
+            plans.append([AugmentationParams.build(some, self._channels) for some in pieces])
             first += len(group)
         return plans
 
@@ -206,7 +206,7 @@ def batch_bytes(multicrop: MultiCrop, images: int, channels: int, augment: Augme
     return images * one * (4 if deep or augment == "worker" else 1)
 
 
-def _augment_group(group: Tensor, plans: Sequence[Plan]) -> Tensor:
+def _augment_group(group: Tensor, plans: Sequence[AugmentationParams]) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), plans).unflatten(0, group.shape[:2])
 

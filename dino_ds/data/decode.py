@@ -27,7 +27,7 @@ MAX_PIXELS = 50_000_000
 """Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION = 0x0112
 _LITTLE = 64 * 2**20
-_UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+_EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
     4: lambda a: a[::-1],
@@ -115,7 +115,7 @@ class EncodedImage:
             _check_size(width, height, name, max_pixels)
             self.deep = is_deep(self._image, data)
             orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
-        self._upright = _UPRIGHT.get(orientation)
+        self._upright = _EXIF_TRANSFORMS.get(orientation)
         lies = self._upright is not None and orientation >= 5
         self.width, self.height = (height, width) if lies else (width, height)
 

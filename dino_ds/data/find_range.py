@@ -108,7 +108,7 @@ def with_value_range(
     ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels.
     """
     found: Any = None
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             known, is_files = recipe.data.known_range or earlier(), hasattr(source, "read")
             sample = Sample() if known and is_files else look_at_values([source])

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.data.encoded import EXTENSIONS, ListedImages, read_file
-from dino_ds.data.labels import FirstFolders
+from dino_ds.data.labels import FolderLabels
 from dino_ds.data.listing import Contents, Listing, Packer, Texts, find_listing, printable
 from dino_ds.errors import DataError
 
@@ -72,7 +72,7 @@ class _Folder:
 def _build(root: Path) -> Contents:
     begin = time.time_ns()
     folders = _scan(root)
-    names, classes, paths = Packer(), FirstFolders(), Packer()
+    names, classes, paths = Packer(), FolderLabels(), Packer()
     for path in _in_order(folders):
         names.add(path)
         classes.add(path)

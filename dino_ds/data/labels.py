@@ -11,7 +11,7 @@ from dino_ds.data.listing import Packer
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 
 
-class FirstFolders:
+class FolderLabels:
     """The class of an image is the first folder of its path, if every path has one and there are at least two.
 
     Folders named train, val or test are no classes.

@@ -20,9 +20,9 @@ from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.data.workers import (
-    end_after_a_death,
     end_after_a_hang,
     end_now,
+    handle_worker_crash,
     main_module_left_out,
     stop_workers,
     timed_out,
@@ -90,7 +90,7 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
             position = position.advance(self._chunk, self._per_epoch)
 
 
-class NoBatchYet(Exception):
+class DataTimeout(Exception):
     """The next batch has not come, and who waits for it was told to give up. It may be asked for again."""
 
 
@@ -133,7 +133,7 @@ class Loader:
     def next_unless(self, give_up: Callable[[], bool]) -> Batch:
         """The next batch; `give_up` is asked every few seconds without one.
 
-        Raises NoBatchYet where it says yes; DataError where too many images in a row are unreadable, or where a loader
+        Raises DataTimeout where it says yes; DataError where too many images in a row are unreadable, or where a loader
         process has died or hung again after a restart.
         """
         self._waits_since = time.monotonic()
@@ -141,7 +141,7 @@ class Loader:
             waited = time.monotonic() - self._waits_since
             if give_up():
                 self._gave_up = True
-                raise NoBatchYet
+                raise DataTimeout
             if self._patience is not None and waited >= self._patience:
                 self._start_again(end_after_a_hang(self._batches, waited))
         return batch
@@ -162,7 +162,7 @@ class Loader:
             except (RuntimeError, EOFError, OSError) as error:
                 if timed_out(error):
                     return None
-                obituary = end_after_a_death(self._batches)
+                obituary = handle_worker_crash(self._batches)
                 if obituary is None:
                     raise
                 self._start_again(obituary, error)

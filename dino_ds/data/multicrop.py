@@ -125,7 +125,7 @@ class MultiCrop:
 
 
 class EvalCrop:
-    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), centre crop, normalise.
+    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalise.
 
     Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
     the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
@@ -252,7 +252,7 @@ def _draw_view(
 
 
 def _draw_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
-    """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the centre."""
+    """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the center."""
     for _ in range(10):
         area = width * height * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))

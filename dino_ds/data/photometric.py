@@ -40,7 +40,7 @@ Kernels = Callable[[Tensor, Tensor, float, Tensor], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class AugmentationParams:
     """What is done to n crops of one size: a row (COLUMNS float32) for each.
 
     Of each jitter slot four numbers: clamp(pixel, own grey, the crop's mean grey, weighted by the first three), then
@@ -52,14 +52,14 @@ class Plan:
     there: Tensor
 
     @staticmethod
-    def build(views: Sequence[ViewParameters], channels: int) -> Plan:
+    def build(views: Sequence[ViewParameters], channels: int) -> AugmentationParams:
         """Saturation, hue and grey are left out where the channels are not RGB. A jitter holds an operation once."""
         table = torch.from_numpy(np.array([_row(view, channels == 3) for view in views], dtype=np.float32))
-        return Plan(table, table)
+        return AugmentationParams(table, table)
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Plan:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
         """The same plan with the copy moved."""
-        return Plan(self.table, move(self.there))
+        return AugmentationParams(self.table, move(self.there))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As plain bytes: between processes a tensor would take a file of shared memory.
@@ -81,8 +81,8 @@ def _row(view: ViewParameters, rgb: bool) -> list[float]:
     return row
 
 
-def _plan_of_array(table: np.ndarray) -> Plan:
-    return Plan(torch.from_numpy(table), torch.from_numpy(table))
+def _plan_of_array(table: np.ndarray) -> AugmentationParams:
+    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
 
 
 def crops_per_plan(size: int, device: torch.device) -> int | None:
@@ -90,7 +90,7 @@ def crops_per_plan(size: int, device: torch.device) -> int | None:
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
-def augment(crops: Tensor, plans: Sequence[Plan]) -> Tensor:
+def augment(crops: Tensor, plans: Sequence[AugmentationParams]) -> Tensor:
     """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
 
     Crops are uint8, or float32 in [0, 1]. The plans follow each other: the first is for the first crops.
@@ -140,7 +140,7 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     h, w, c = shape
     levels = torch.rand(len(views), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
-    plan, expected = Plan.build(views, c), torch.empty(len(views), c, h, w)
+    plan, expected = AugmentationParams.build(views, c), torch.empty(len(views), c, h, w)
     _augment(crops, plan, _scale(crops), expected)
     found = torch.empty_like(expected, device=device)
     kernels(crops.to(device), plan.table.to(device), _scale(crops), found)
@@ -152,7 +152,7 @@ def _scale(crops: Tensor) -> float:
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
-def _augment(crops: Tensor, plan: Plan, scale: float, x: Tensor) -> None:
+def _augment(crops: Tensor, plan: AugmentationParams, scale: float, x: Tensor) -> None:
     (n, _, _, c), table, there = crops.shape, plan.table.numpy(), plan.there
     which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
     counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()

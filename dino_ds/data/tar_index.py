@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.labels import FirstFolders, label_arrays
+from dino_ds.data.labels import FolderLabels, label_arrays
 from dino_ds.data.listing import Contents, Listing, Packer, printable
 
 INDEX = "index.safetensors"
@@ -53,7 +53,7 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
 
     A shard that is cut off or damaged gives what stands before the damage; about["notes"] says which.
     """
-    names, folders, packed = Packer(), FirstFolders(), Packer()
+    names, folders, packed = Packer(), FolderLabels(), Packer()
     counts, offsets, sizes, states = array("q"), array("q"), array("q"), array("q")
     labels, numbers, notes = array("i"), dict[bytes | None, int](), list[str]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)

@@ -76,7 +76,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
         )
 
 
-def end_after_a_death(batches: object) -> str | None:
+def handle_worker_crash(batches: object) -> str | None:
     """If a process of a torch DataLoader's iterator has died: ends the others, says which it was and why; else None."""
     workers = list(getattr(batches, "_workers", []))
     wait([worker.sentinel for worker in workers], _REPORT_SECONDS)

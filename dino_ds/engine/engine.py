@@ -19,7 +19,7 @@ from dino_ds.engine.masters import Masters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.optimizers import masters_of, norm_in_one_pass
 from dino_ds.engine.saved_state import EngineState, SavedState
-from dino_ds.engine.state import Flat, flats_of, put_back, take_out
+from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import DinoNetwork
 
@@ -48,7 +48,7 @@ class Engine:
         import deepspeed
 
         self.config = config
-        if config.levers.attention == "varlen" and not torch.cuda.is_available():
+        if config.performance.attention == "varlen" and not torch.cuda.is_available():
             raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
@@ -72,7 +72,7 @@ class Engine:
         if config.dynamic_loss_scale:
             # Of a window that was spoilt to stop, it would be no error: `scale_is_exhausted` tells who knows.
             self._optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._before_step = self._moving()
+        self._before_step = self._dynamic_state()
         if config.stage == 0 and distributed.world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
         self._stage0_norm: float | None = None
@@ -109,15 +109,15 @@ class Engine:
         """After every micro-batch. On all ranks the answer is the same."""
         boundary = self._engine.is_gradient_accumulation_boundary()
         skip = boundary and self.config.stage == 0 and not self._stage0_clip()
-        self._before_step = self._moving()
+        self._before_step = self._dynamic_state()
         self._engine.step()
         if not boundary:
             return Progress.ACCUMULATING
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
 
-    def forget_skip(self) -> None:
+    def restore_scaler_state(self) -> None:
         """After SKIPPED: as if the window had not been, for DeepSpeed's counters and the loss scale too."""
-        self._set_moving(self._before_step["counters"], self._before_step["loss_scaler"] or {})
+        self._set_dynamic_state(self._before_step["counters"], self._before_step["loss_scaler"] or {})
 
     @property
     def scale_is_exhausted(self) -> bool:
@@ -169,7 +169,7 @@ class Engine:
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
         assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
-        return take_out(self._flats(), self._shapes, self.config.stage > 0, self._moving())
+        return export_state(self._flats(), self._shapes, self.config.stage > 0, self._dynamic_state())
 
     def load_state(self, saved: SavedState) -> None:
         """Put back what the `state` of all ranks gave, under this engine's stage, ranks, precision and offload.
@@ -177,11 +177,11 @@ class Engine:
         In place: who follows the masters need not know. With the settings that saved, training goes on to the bit. All
         ranks must call it. Raises CheckpointError, on all ranks, for a state of another network.
         """
-        parameters = put_back(saved, self._flats(), self._shapes, self._optimizer)
-        self._set_moving(parameters.counters, parameters.loss_scaler)
+        parameters = import_state(saved, self._flats(), self._shapes, self._optimizer)
+        self._set_dynamic_state(parameters.counters, parameters.loss_scaler)
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 
-    def _moving(self) -> dict[str, Any]:
+    def _dynamic_state(self) -> dict[str, Any]:
         """DeepSpeed's counters, and of fp16's dynamic loss scaler what moves; its settings are the ds config's."""
         scaler = self._optimizer.loss_scaler if self.config.dynamic_loss_scale else None
         return {
@@ -189,7 +189,7 @@ class Engine:
             "counters": {name: getattr(self._engine, name) for name in _COUNTERS},
         }
 
-    def _set_moving(self, counters: Mapping[str, int], scaler: Mapping[str, float]) -> None:
+    def _set_dynamic_state(self, counters: Mapping[str, int], scaler: Mapping[str, float]) -> None:
         for name in _COUNTERS:
             setattr(self._engine, name, counters.get(name, 0))
         if self.config.dynamic_loss_scale:
@@ -197,7 +197,7 @@ class Engine:
             vars(self._optimizer.loss_scaler).update(known)
 
     def _flats(self) -> list[Flat]:
-        return flats_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
+        return partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
 
 def _read_finiteness_once(optimizer: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from dino_ds.models.network import DinoNetwork
-from dino_ds.schedules import Knobs
+from dino_ds.schedules import ScheduleValues
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
 BACKBONE = "backbone_"
@@ -36,7 +36,7 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
     return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
 
 
-def group_settings(knobs: Knobs) -> dict[str, dict[str, float]]:
+def group_settings(knobs: ScheduleValues) -> dict[str, dict[str, float]]:
     """lr and weight_decay of each group in this step; a frozen group has none of either."""
 
     def settings(frozen: bool, weight_decay: float) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Flat:
             tensor.zero_()
 
 
-def flats_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
+def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
     """All of `optimizer`, as deepspeed.initialize gives it for `network`. At stage 0 one a parameter, else one a shard.
 
     `shapes`: of the whole parameters.
@@ -86,7 +86,7 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes) -> Iterat
             yield Piece(name, first - offset, last - offset, first - left)
 
 
-def take_out(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
+def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
     """This rank's part. Without sharding every rank holds everything, and each takes an equal share of it.
 
     `common`: what all ranks share besides the `shapes`.
@@ -123,12 +123,12 @@ def _part(flat: Flat, piece: Piece) -> Flat:
     return Flat(flat.name, flat.group, cut(flat.master), adam, [piece])
 
 
-def put_back(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any) -> SavedParameters:
+def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any) -> SavedParameters:
     """Into `flats`, in place, then into the weights; all ranks must call it. Each reads only the elements it holds.
 
     Raises CheckpointError, on all ranks, where the saved state is of another network.
     """
-    with distributed.together(), torch.no_grad():
+    with distributed.raise_on_all_ranks(), torch.no_grad():
         parameters = SavedParameters(saved)
         parameters.check_fits(shapes)
         for flat in flats:

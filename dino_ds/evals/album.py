@@ -16,7 +16,7 @@ from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
-from dino_ds.evals.features import generators_kept, spread_indices
+from dino_ds.evals.features import evenly_spaced_indices, generators_kept
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
@@ -28,7 +28,7 @@ _PATCHES = 16
 _DPI = 60
 
 
-class Album:
+class PeriodicPictures:
     """Attention of each head and PCA of the patches, of the evaluation crops of a few images spread over `source`.
 
     Every `every` steps, 0 for never, into `folder`/step_00001500/. Only rank 0 draws, the others need not call it.
@@ -42,7 +42,7 @@ class Album:
         self._images: Tensor | None = None
 
     @classmethod
-    def build(cls, recipe: Recipe, source: Source, epoch_steps: int, folder: Path) -> Album:
+    def build(cls, recipe: Recipe, source: Source, epoch_steps: int, folder: Path) -> PeriodicPictures:
         every = recipe.eval.pictures_every.in_steps(recipe.data.global_batch, epoch_steps)
         return cls(source, every, folder, recipe.crops.global_size, recipe.data.known_range)
 
@@ -71,7 +71,7 @@ class Album:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
             crop, rows = EvalCrop(max(self._image_size, _PATCHES * patch_size)), []
-            for index in spread_indices(len(self._source), _IMAGES):
+            for index in evenly_spaced_indices(len(self._source), _IMAGES):
                 try:
                     rows.append(crop(load_image(self._source, index, self._range)))
                 except UnreadableImage:

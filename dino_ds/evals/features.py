@@ -27,7 +27,7 @@ _RAW_PIXELS = 32
 BATCH = 64
 
 
-def spread_indices(images: int, wanted: int) -> list[int]:
+def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
     """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
     count = min(images, wanted)
     return [i * images // count for i in range(count)]

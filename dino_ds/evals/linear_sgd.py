@@ -23,7 +23,7 @@ from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.evals.features import collate
-from dino_ds.evals.subject import GaveUp, Labelled, Settings, Subject
+from dino_ds.evals.subject import EvalContext, GaveUp, Labelled, Settings
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -36,7 +36,7 @@ Kind = tuple[int, bool]
 """The CLS tokens of so many last blocks, and whether the mean of the last block's patches goes with them."""
 
 
-def linear_sgd(subject: Subject) -> dict[str, float]:
+def linear_sgd(subject: EvalContext) -> dict[str, float]:
     """The papers' linear probe: SGD on augmented images, `--epochs 100`, the best of many learning rates"""
     # First, so that test images which can't be used are not found out after a hundred epochs.
     test = _test_inputs(subject)
@@ -123,7 +123,7 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight.flatten(0, 1).T).unflatten(1, weight.shape[:2]).transpose(0, 1)
 
 
-def _train(subject: Subject, probes: Probes, width: int) -> None:
+def _train(subject: EvalContext, probes: Probes, width: int) -> None:
     settings, describe = subject.settings, _describe(subject)
     for epoch, images, targets in augmented_batches(subject):
         inputs = describe(images.to(subject.device)) if len(images) else torch.empty(0, width, device=subject.device)
@@ -137,7 +137,7 @@ def _train(subject: Subject, probes: Probes, width: int) -> None:
             probes.step(inputs, labels, cosine * settings.batch / _REFERENCE_BATCH)
 
 
-def augmented_batches(subject: Subject) -> Iterator[tuple[int, Tensor, Tensor]]:
+def augmented_batches(subject: EvalContext) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(epoch, images (b, c, h, w), labels (b,)): this rank's share of each batch, which may be empty.
 
     Crops follow from (seed, epoch, image), the order from (seed, epoch): the same on any number of ranks and workers.
@@ -162,11 +162,11 @@ def augmented_batches(subject: Subject) -> Iterator[tuple[int, Tensor, Tensor]]:
     subject.note(f"left out, unreadable: {text}" for text in everybodys)
 
 
-def _describe(subject: Subject) -> Callable[[Tensor], Tensor]:
+def _describe(subject: EvalContext) -> Callable[[Tensor], Tensor]:
     return lambda images: probe_inputs(subject.backbone.last_tokens(images, BLOCKS))
 
 
-def _test_inputs(subject: Subject) -> Labelled:
+def _test_inputs(subject: EvalContext) -> Labelled:
     found = subject.compute(_describe(subject), subject.test_source, subject.test_indices, EvalCrop(subject.size))
     return Labelled(found.features, subject.train_labels_of(found.labels), len(subject.train_source.classes or []))
 

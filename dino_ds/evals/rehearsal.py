@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
-from dino_ds.evals.subject import NamedSources, Settings, Subject
+from dino_ds.evals.subject import EvalContext, NamedSources, Settings
 from dino_ds.evals.suite import EVALUATIONS
 
 
-def rehearse(name: str, settings: Settings, sources: NamedSources) -> Subject:
+def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
     """What an evaluation of EVALUATIONS was given, once it wants the first feature. All ranks must call it.
 
     Raises ConfigError or DataError, on all ranks, where there are no images or labels for it, or no benchmark.
     """
     subject = _Rehearsal(_NoModel(), settings, torch.device("cpu"), sources)
-    with distributed.together(), suppress(_Ready):
+    with distributed.raise_on_all_ranks(), suppress(_Ready):
         EVALUATIONS[name](subject)
     return subject
 
@@ -38,7 +38,7 @@ class _NoModel:
     patch_tokens = attention = last_tokens = features
 
 
-class _Rehearsal(Subject):
+class _Rehearsal(EvalContext):
     def begin(self) -> None:
         if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
             _ = self.test_indices

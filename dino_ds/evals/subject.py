@@ -18,7 +18,7 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
-from dino_ds.evals.features import BATCH, extract_features, spread_indices
+from dino_ds.evals.features import BATCH, evenly_spaced_indices, extract_features
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
 
@@ -84,7 +84,7 @@ class GaveUp(Exception):
     """`give_up` said yes on some rank; raised on all of them."""
 
 
-class Subject:
+class EvalContext:
     """A model, settings and images. Features are computed at first use, once, every rank its share.
 
     `sources` gives training and test images, None where none are named; it is asked when they are first needed.
@@ -114,7 +114,7 @@ class Subject:
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
         """Training and test images, labelled or not. Raises what opening them does."""
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             return self._named()
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ class Subject:
         source, limit = self.any_source, self.test_limit
         if _is_labelled(source):
             return labelled_indices(source, limit)
-        return spread_indices(len(source), limit or len(source))
+        return evenly_spaced_indices(len(source), limit or len(source))
 
     @property
     def test_limit(self) -> int | None:
@@ -272,7 +272,7 @@ def _labels_of(source: Source, indices: list[int]) -> set[int]:
 
 def labelled_indices(source: Source, limit: int | None) -> list[int]:
     labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
-    return [int(labelled[i]) for i in spread_indices(len(labelled), limit or len(labelled))]
+    return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
 
 
 def check_labels(train: Source, test: Source) -> None:

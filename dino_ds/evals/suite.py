@@ -16,7 +16,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.recipe import BENCHMARKS
 from dino_ds.errors import DataError
-from dino_ds.evals.features import spread_indices
+from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
@@ -26,7 +26,7 @@ from dino_ds.evals.protocols.landmarks import oxford, paris
 from dino_ds.evals.protocols.voc import voc
 from dino_ds.evals.retrieval import class_retrieval
 from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
-from dino_ds.evals.subject import Subject
+from dino_ds.evals.subject import EvalContext
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3
@@ -34,11 +34,11 @@ _RETRIEVAL_IMAGES = 5000
 _ALIGNMENT_IMAGES = 2000
 _PURITY_NEIGHBOURS = 10
 
-Evaluation = Callable[[Subject], dict[str, float]]
+Evaluation = Callable[[EvalContext], dict[str, float]]
 """Percent, unless it says otherwise."""
 
 
-def knn(subject: Subject) -> dict[str, float]:
+def knn(subject: EvalContext) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
     settings = subject.settings
     _with_neighbours(settings.ks, len(subject.train_indices))  # before features, which may take hours
@@ -59,7 +59,7 @@ def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
     return [k for k in ks if k <= images]
 
 
-def linear(subject: Subject) -> dict[str, float]:
+def linear(subject: EvalContext) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
     test, train = subject.test, subject.train
     seed, give_up = subject.settings.seed, subject.give_up
@@ -71,13 +71,13 @@ def linear(subject: Subject) -> dict[str, float]:
     }
 
 
-def ridge(subject: Subject) -> dict[str, float]:
+def ridge(subject: EvalContext) -> dict[str, float]:
     """Least squares to one-hot labels in closed form"""
     test, train = subject.test, subject.train
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
-def few_shot(subject: Subject) -> dict[str, float]:
+def few_shot(subject: EvalContext) -> dict[str, float]:
     """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
     test, train = subject.test, subject.train
     generator = torch.Generator().manual_seed(subject.settings.seed)
@@ -93,7 +93,7 @@ def few_shot(subject: Subject) -> dict[str, float]:
     return results
 
 
-def retrieval(subject: Subject) -> dict[str, float]:
+def retrieval(subject: EvalContext) -> dict[str, float]:
     """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
     test = subject.any_labelled
     rows = torch.arange(len(test.labels), device=test.labels.device)
@@ -103,13 +103,13 @@ def retrieval(subject: Subject) -> dict[str, float]:
     return {"retrieval_map": class_retrieval(test.features[rows], test.labels[rows])}
 
 
-def statistics(subject: Subject) -> dict[str, float]:
+def statistics(subject: EvalContext) -> dict[str, float]:
     """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
     source, settings = subject.any_source, subject.settings
     views = subject.compute(
         lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
-        spread_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
+        evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
         TwoViews(subject.size, settings.seed),
     ).features
     images = subject.any_images
@@ -137,12 +137,12 @@ EVALUATIONS: dict[str, Evaluation] = {
 }
 
 
-def evaluate(name: str, subject: Subject) -> dict[str, float]:
+def evaluate(name: str, subject: EvalContext) -> dict[str, float]:
     """Run one evaluation; all ranks must call it. The results are rank 0's, whatever the last bits of others are."""
     return distributed.gather_objects(EVALUATIONS[name](subject))[0]
 
 
-def images_of(name: str, subject: Subject, data: str | None = None) -> dict[str, Any]:
+def images_of(name: str, subject: EvalContext, data: str | None = None) -> dict[str, Any]:
     """What `describe_result` takes of the images: a benchmark has its own, the others those that `data` names."""
     if name in BENCHMARKS:
         return {"data": name}

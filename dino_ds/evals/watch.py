@@ -17,9 +17,9 @@ from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
-from dino_ds.evals.rehearsal import rehearse
+from dino_ds.evals.rehearsal import preflight_eval
 from dino_ds.evals.results import describe_result
-from dino_ds.evals.subject import GaveUp, Settings, Subject
+from dino_ds.evals.subject import EvalContext, GaveUp, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.teacher import Teacher
 
@@ -27,7 +27,7 @@ Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
 
 
-class Watch:
+class EvalRunner:
     """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images, `train` and `test`.
 
     Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
@@ -56,7 +56,7 @@ class Watch:
             self._check(name)
 
     @classmethod
-    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> Watch | None:
+    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
         """None where evaluation is switched off, or by itself and there is nothing labelled to evaluate on.
 
         All ranks must call it. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
@@ -68,7 +68,7 @@ class Watch:
         if every == 0 or not names:
             return None
         test = None
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if named:
                 root = settings.root if data.own_files else data.root
                 test = build_source(data.source, root, "test", data.download)
@@ -86,13 +86,13 @@ class Watch:
     def _check(self, name: str) -> None:
         """Raises ConfigError, DataError."""
         try:
-            rehearsed = rehearse(name, self._settings, lambda: self._sources)
+            rehearsed = preflight_eval(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
             raise _explained(name, error) from None
         if name == "knn":
             self._remember_neighbours(rehearsed)
 
-    def _remember_neighbours(self, subject: Subject) -> None:
+    def _remember_neighbours(self, subject: EvalContext) -> None:
         """What the accuracies depend on, and that of chance."""
         self.chance = 100.0 / len(subject.train_source.classes or ())
         images = len(subject.train_indices), len(subject.test_indices)
@@ -124,8 +124,8 @@ class Watch:
     def _evaluate(
         self, model: LiveTeacher, step: int, images: int, device: torch.device, give_up: Callable[[], bool]
     ) -> Results:
-        def subject(of: Any) -> Subject:
-            return Subject(of, self._settings, device, lambda: self._sources, give_up, progress=False)
+        def subject(of: Any) -> EvalContext:
+            return EvalContext(of, self._settings, device, lambda: self._sources, give_up, progress=False)
 
         asked, results, raw = subject(model), Results(), self.raw
         for name in self._names:
@@ -167,11 +167,11 @@ class Watch:
         self._notes.clear()
         for name, result in results.items():
             values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
-            label, text = ("k-NN", self.verdict()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
+            label, text = ("k-NN", self.knn_summary()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
             said.append(f"{label:<8} at step {result['step']}: {text}")
         return said
 
-    def verdict(self) -> str:
+    def knn_summary(self) -> str:
         """The honest line of k-NN: what pixels and chance give, before and after."""
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"

@@ -9,7 +9,7 @@ from dino_ds.ranges import PARTS
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
-WISHES = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
+STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
 """Why a watcher wants its rank to stop."""
 
 _BYTES = 4096
@@ -46,7 +46,7 @@ class Beat:
         words[_PART] = self._part_numbers.get(name, 0)
         words[_MOVES] += 1
 
-    def breathe(self) -> None:
+    def tick(self) -> None:
         """The rank makes progress inside a phase, in as many pieces as its share of the work has."""
         self._words[_BREATHS] += 1
 
@@ -77,11 +77,11 @@ class Beat:
 
     def wish(self, why: str) -> None:
         """The watcher wants the rank to stop at its next step."""
-        self._words[_WISH] = WISHES.index(why)
+        self._words[_WISH] = STOP_REASONS.index(why)
 
     @property
     def wished(self) -> str:
-        return WISHES[self._words[_WISH]]
+        return STOP_REASONS[self._words[_WISH]]
 
     @property
     def moves(self) -> int:

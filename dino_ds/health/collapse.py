@@ -14,7 +14,7 @@ WINDOWS = 10
 """So many lines of metrics in a row: single batches come near either end."""
 _HINTS = {
     "constant images": "look at the images, with dino-ds look-data, and at data.root",
-    "one prototype": "the targets are too sharp for the centre to keep up: raise objective.teacher_temp, lower "
+    "one prototype": "the targets are too sharp for the center to keep up: raise objective.teacher_temp, lower "
     "objective.center_momentum or optimizer.lr",
     "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
 }
@@ -24,8 +24,8 @@ class CollapseAlarm:
     """`look` at each line of metrics; it says a collapse once, and again only after a recovery. It never stops a run.
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
-    -> 0 without centring (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the end
-    of the learning rate's warm-up a uniform teacher is only one that has not begun.
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
+    end of the learning rate's warm-up a uniform teacher is only one that has not begun.
     """
 
     def __init__(self, prototypes: int, warmup_steps: int) -> None:

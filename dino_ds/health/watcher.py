@@ -62,7 +62,7 @@ def limit_of(beat: Beat, hang_seconds: float) -> float:
     return hang_seconds * (PATIENCE if patient else 1)
 
 
-class Watcher:
+class MonitorProcess:
     """One rank's watcher; `run` returns when the rank has ended."""
 
     def __init__(self, orders: Orders) -> None:
@@ -267,7 +267,7 @@ def main() -> None:
     # They are meant for the rank, which decides; the watcher ends with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    Watcher(Orders(**json.loads(sys.argv[1]))).run()
+    MonitorProcess(Orders(**json.loads(sys.argv[1]))).run()
     os._exit(0)  # a look at a dead disk may still be waiting
 
 

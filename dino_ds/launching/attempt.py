@@ -78,7 +78,7 @@ class StopSignals:
         return signal.SIGTERM if self.first in (None, signal.SIGHUP) else int(self.first or 0)
 
 
-class Attempt:
+class LaunchAttempt:
     """Runs `argv` in a session of its own; `run` returns when nothing of it is left on this machine.
 
     on_first_step is called when a step is done that no checkpoint held before.

@@ -18,7 +18,7 @@ from dino_ds.errors import ConfigError, UserError
 from dino_ds.health.disk import Disk
 from dino_ds.health.files import now
 from dino_ds.health.lock import RunLock
-from dino_ds.launching.attempt import LOST, STOPPED, Attempt, Outcome, StopSignals
+from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
 from dino_ds.launching.records import append_record, last_checkpoint_step
 from dino_ds.launching.restarts import DEADLY, FINAL, BackOff, Deaths, resumed
@@ -45,7 +45,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
         back_off, deaths = BackOff(last_checkpoint_step(run_dir)), Deaths()
         while True:
             tell = partial(_record_start, run_dir, restarts, failed_at)
-            outcome = Attempt(words, run_dir, signals, guard, tell).run()
+            outcome = LaunchAttempt(words, run_dir, signals, guard, tell).run()
             failed_at = outcome.failed_at
             if outcome.message and not outcome.said:
                 _say(f"error: {outcome.message}")
@@ -98,7 +98,7 @@ def _name_images(run_dir: Path, done: int) -> str:
 
     def name() -> str:
         # The data need torch, which takes seconds to load.
-        from dino_ds.launching.poison import write_step_images
+        from dino_ds.launching.suspect_images import write_step_images
 
         try:
             return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"

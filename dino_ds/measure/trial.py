@@ -15,9 +15,9 @@ from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
-from dino_ds.data.feed import Feed
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported
 from dino_ds.engine.process import init_distributed
@@ -25,7 +25,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.ranges import named_range
-from dino_ds.training.run import build_feed, build_step
+from dino_ds.training.run import build_prefetcher, build_step
 from dino_ds.training.step import DinoStep
 
 EPOCH_STEPS = 1000
@@ -47,21 +47,21 @@ class Trial:
         return torch.stack(losses).mean()
 
 
-def run_on_data(trial: Trial, feed: Feed, seed: int) -> None:
+def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
     """One optimizer step on real images; the wait for them is the part "data"."""
     for _ in range(trial.accumulation):
         with named_range("data"):
-            batch = next(feed)
+            batch = next(prefetcher)
         keys = sample_keys(seed, batch.epoch, batch.indices)
-        trial.step.micro_batch(batch.views, keys, feed.prefetch)
+        trial.step.micro_batch(batch.views, keys, prefetcher.prefetch)
 
 
-def real_feed(recipe: Recipe, trial: Trial) -> Feed:
+def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
     """The images that `train` would take, from its beginning. Raises DataError."""
     data, engine = recipe.data, trial.step.engine
     source = build_source(data.source, data.root, "train", data.download)
     recipe, _ = with_value_range(recipe, source)
-    return build_feed(recipe, source, engine.config.micro_batch, engine.device, Position())
+    return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
 
 
 def join(threads: int | None = None) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.models.weights import draw
+from dino_ds.models.weights import init_weights
 
 # Prototypes whose gradient is made at a time: 16 MiB at a bottleneck of 256.
 _BLOCK = 16384
@@ -116,7 +116,7 @@ class DinoHead(nn.Module):
             modules.append(nn.Linear(n_in, n_out))
         self.mlp = nn.Sequential(*modules)
         self.prototypes = Prototypes(bottleneck, prototypes)
-        draw(self)
+        init_weights(self)
 
     def forward(self, features: Tensor) -> Tensor:
         """features (b, width) -> logits (b, k), FP32."""

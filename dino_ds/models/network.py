@@ -30,7 +30,7 @@ class DinoNetwork(nn.Module):
         """Views (b, 3, h, w), equal sizes adjacent; drop_keys (b,) int64 or None -> logits (v * b, k), view-major."""
         features = self.backbone(views, drop_keys)
         if self._backbone_frozen and torch.is_grad_enabled():
-            features = _Silenced.apply(features)
+            features = _ZeroGrad.apply(features)
         return self.head(features)
 
     def checkpoint_activations(self, blocks: int, on_cpu: bool) -> None:
@@ -46,7 +46,7 @@ class DinoNetwork(nn.Module):
         self._backbone_frozen = frozen
 
 
-class _Silenced(torch.autograd.Function):
+class _ZeroGrad(torch.autograd.Function):
     """The identity, whose gradient is zero."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import Packing
 from dino_ds.models.positions import bicubic_matrix, resized
-from dino_ds.models.weights import draw
+from dino_ds.models.weights import init_weights
 
 
 class VisionTransformer(nn.Module):
@@ -60,9 +60,9 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
         self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
         self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
-        draw(self)
+        init_weights(self)
 
-    def draw_tokens(self) -> None:
+    def init_tokens(self) -> None:
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         if self.reg_token is not None:

@@ -1,7 +1,7 @@
 """Initial weights, drawn module by module, so that a network need not be whole anywhere to get them.
 
 A network built on a real device has them from its constructors. One built on the meta device gets the same ones, bit
-for bit, from `draw_in_pieces`: random numbers are used up in the order in which the constructors use them.
+for bit, from `init_weights_in_pieces`: random numbers are used up in the order in which the constructors use them.
 Source: facebookresearch/dino; what it leaves to torch's defaults is left to them here.
 """
 
@@ -13,17 +13,17 @@ from functools import partial
 import torch
 from torch import nn
 
-Place = Callable[[nn.Module], None]
+Placer = Callable[[nn.Module], None]
 """Takes the parameters that a module owns itself as soon as they have their values, and may replace their data."""
 
 
-def draw(part: nn.Module) -> None:
+def init_weights(part: nn.Module) -> None:
     """What backbone and head draw at the end of their constructors, over torch's defaults."""
     for module in part.modules():
-        _draw(module)
+        _init_module(module)
 
 
-def draw_in_pieces(part: nn.Module, place: Place) -> None:
+def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
     """Weights on the CPU for `part` (backbone or head), which is on the meta device; at most one module's at a time."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
@@ -31,20 +31,20 @@ def draw_in_pieces(part: nn.Module, place: Place) -> None:
         elif callable(reset := getattr(module, "reset_parameters", None)):
             _fill(module, reset, place)
     for module in part.modules():
-        if isinstance(module, nn.Linear) or hasattr(module, "draw_tokens"):
-            _fill(module, partial(_draw, module), place)
+        if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
+            _fill(module, partial(_init_module, module), place)
 
 
-def _fill(module: nn.Module, draw_own: Callable[[], None], place: Place) -> None:
+def _fill(module: nn.Module, draw_own: Callable[[], None], place: Placer) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
     draw_own()
     place(module)
 
 
-def _draw(module: nn.Module) -> None:
+def _init_module(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         nn.init.zeros_(module.bias)
-    elif callable(draw_tokens := getattr(module, "draw_tokens", None)):
-        draw_tokens()
+    elif callable(init_tokens := getattr(module, "init_tokens", None)):
+        init_tokens()

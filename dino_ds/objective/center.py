@@ -1,4 +1,4 @@
-"""The centre: the running mean of the teacher's logits that keeps one prototype from winning everywhere."""
+"""The center: the running mean of the teacher's logits that keeps one prototype from winning everywhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Center:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Move the centre by the window's total (k + 1,) over all ranks, and begin a new window."""
+        """Move the center by the window's total (k + 1,) over all ranks, and begin a new window."""
         self.value.lerp_(total[:-1] / total[-1], 1 - self.momentum)
         self.drop()
 
@@ -40,6 +40,6 @@ class Center:
         self._pending = torch.zeros_like(self._pending)
 
     def load(self, value: Tensor) -> None:
-        """Set the centre (k,), as a checkpoint has it, and begin a new window."""
+        """Set the center (k,), as a checkpoint has it, and begin a new window."""
         self.value.copy_(value)
         self.drop()

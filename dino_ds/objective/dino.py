@@ -26,7 +26,7 @@ class DinoLossOutput(NamedTuple):
 
 
 class DinoLoss:
-    """Centre and sharpen the teacher, compare with every student crop. All arithmetic in FP32."""
+    """Center and sharpen the teacher, compare with every student crop. All arithmetic in FP32."""
 
     def __init__(
         self, prototypes: int, student_temp: float, center_momentum: float, device: torch.device | str = "cpu"
@@ -37,7 +37,7 @@ class DinoLoss:
     def __call__(self, student_logits: Tensor, teacher_logits: Tensor, teacher_temp: float) -> DinoLossOutput:
         """student_logits (v * b, k), teacher_logits (2 * b, k), both view-major, global views first.
 
-        The centre used is the one of the last applied step; these teacher logits join the next one.
+        The center used is the one of the last applied step; these teacher logits join the next one.
         """
         targets, entropy = teacher_targets(teacher_logits, self.center.value, teacher_temp)
         self.center.gather(teacher_logits)
@@ -51,7 +51,7 @@ class DinoLoss:
 
 @torch.no_grad()
 def teacher_targets(teacher_logits: Tensor, center: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logits (rows, k) -> centred, sharpened probabilities (rows, k) FP32, and their mean entropy (scalar)."""
+    """Logits (rows, k) -> centered, sharpened probabilities (rows, k) FP32, and their mean entropy (scalar)."""
     log_probs = F.log_softmax((teacher_logits.float() - center) / temperature, dim=-1)
     probs = log_probs.exp()
     entropy = -(probs * log_probs).sum(dim=-1).mean()

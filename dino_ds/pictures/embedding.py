@@ -56,9 +56,9 @@ def _is_installed(method: str) -> bool:
 
 
 def _pca(unit: Tensor) -> np.ndarray:
-    centred = unit - unit.mean(dim=0)
-    _, _, axes = torch.linalg.svd(centred, full_matrices=False)
-    return (centred @ axes[:2].T).numpy()
+    centered = unit - unit.mean(dim=0)
+    _, _, axes = torch.linalg.svd(centered, full_matrices=False)
+    return (centered @ axes[:2].T).numpy()
 
 
 def _tsne(unit: Tensor) -> np.ndarray:

@@ -49,9 +49,9 @@ def foreground(tokens: Tensor, attention: Tensor) -> Tensor:
     negative is a matter of chance (facebookresearch/dinov2 issue 292).
     """
     flat = tokens.flatten(0, 2).double()
-    centred = flat - flat.mean(dim=0)
-    _, axes = _principal_axes(centred, 1)
-    above = (centred @ axes[:, 0] > 0).unflatten(0, tokens.shape[:3])
+    centered = flat - flat.mean(dim=0)
+    _, axes = _principal_axes(centered, 1)
+    above = (centered @ axes[:, 0] > 0).unflatten(0, tokens.shape[:3])
     looked_at = attention.mean(dim=1)
     if above.all() or not above.any():
         return torch.ones_like(above)
@@ -64,9 +64,9 @@ def patch_similarity(tokens: Tensor, image: int, row: int, column: int) -> Tenso
     return unit @ unit[image, row, column]
 
 
-def _principal_axes(centred: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _principal_axes(centered: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(n, d) -> variances (count,) and unit axes (d, count), the largest first."""
-    values, vectors = torch.linalg.eigh(centred.T @ centred / len(centred))
+    values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
     axes = vectors.flip(dims=(1,))[:, :count]
     signs = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
     return values.flip(dims=(0,))[:count].clamp_min(0), axes * signs

@@ -20,7 +20,7 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """On disk: masters and moments, the teacher and its centre."""
+    """On disk: masters and moments, the teacher and its center."""
     return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * recipe.head.prototypes
 
 

@@ -81,7 +81,7 @@ class StepTime:
 def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTime:
     """Of a resolved config whose batches make up the step."""
     gpu, world, times = cluster.gpu, cluster.world_size, config.accumulation
-    flops = recipe_step_flops(recipe, config.levers.cls_only_last_block)
+    flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
     compute, again = _micro_batch_seconds(recipe, config, gpu, flops)
     backward = compute * _backward_share(flops) + again
     traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
@@ -156,7 +156,7 @@ def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
 def _bytes_per_token(recipe: Recipe, config: DsConfig) -> float:
     arch = recipe.model.architecture()
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
-    return moved * (0.5 if config.levers.compile != "off" else 1.0)
+    return moved * (0.5 if config.performance.compile != "off" else 1.0)
 
 
 def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict[str, int]) -> tuple[float, float]:

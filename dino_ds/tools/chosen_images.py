@@ -21,7 +21,7 @@ from dino_ds.data.own_files import open_files
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import spread_indices
+from dino_ds.evals.features import evenly_spaced_indices
 
 _MOST_OF_A_FOLDER = 16
 _FORMS = "numbers or files with commas between, or a folder"
@@ -57,7 +57,7 @@ class Cut:
 
 def spread(source: Source, count: int) -> list[Picked]:
     """At most `count` images, evenly spread."""
-    return [Picked(source, index) for index in spread_indices(len(source), count)]
+    return [Picked(source, index) for index in evenly_spaced_indices(len(source), count)]
 
 
 def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]:

@@ -93,7 +93,7 @@ def look_at_compilers(config: DsConfig) -> list[Finding]:
     here = {name: shutil.which(name) for name in ("g++", "nvcc", "ninja")}
     text = ", ".join(f"{name} {path or 'absent'}" for name, path in here.items())
     found = [fine("compilers", text)]
-    if config.levers.compile != "off" and not here["g++"]:
+    if config.performance.compile != "off" and not here["g++"]:
         found = [failure("compilers", text, "dino_ds.compile needs a compiler: apt-get install g++")]
     return [*found, *_ops(config)]
 

@@ -21,12 +21,12 @@ from dino_ds.data.value_range import ValueRange
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.rehearsal import rehearse
+from dino_ds.evals.rehearsal import preflight_eval
 from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
-from dino_ds.evals.subject import Settings, Subject
+from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.tools.idle import refuse_idle
+from dino_ds.tools.idle import check_unused_options
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -69,25 +69,25 @@ def run(
     given = {"ks": k, "size": size, **how}
     settings = Settings(**{key: value for key, value in given.items() if value is not None})
     init_distributed()
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         _check_places(model, out)
     for name in (name for name in evals if name in BENCHMARKS):  # first: who gives --root for one is told what it wants
-        rehearse(name, settings, lambda: (None, None))
-    refuse_idle("evals", evals, _CONCERNS, {"k": k, **named, **how})
+        preflight_eval(name, settings, lambda: (None, None))
+    check_unused_options("evals", evals, _CONCERNS, {"k": k, **named, **how})
     began = time.monotonic()
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         backbone = load(model, device())
-    subject = Subject(backbone, settings, device(), lambda: _data(model, **named))
+    subject = EvalContext(backbone, settings, device(), lambda: _data(model, **named))
     of_images = [name for name in evals if name not in BENCHMARKS]
     for name in of_images:
-        rehearse(name, settings, lambda: subject.sources)
+        preflight_eval(name, settings, lambda: subject.sources)
     if of_images:
         subject.settings = replace(settings, value_range=_range_for(backbone, subject))
     results: dict[str, Any] = {}
     try:
         for name in tqdm(evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
             results[name] = _timed(name, subject, backbone.about, _name_of(**named))
-            with distributed.together():
+            with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, model, out)
     finally:  # an evaluation that fails takes nothing from those before it
@@ -97,10 +97,10 @@ def run(
             _show(results, subject, backbone, time.monotonic() - began, json)
 
 
-def _range_for(backbone: Backbone, subject: Subject) -> ValueRange | None:
+def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
     """The model's range for images deeper than 8 bits, else one for these images, which is said; all ranks call it."""
     sources, found = subject.sources, (backbone.value_range, "")
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and backbone.value_range is None:
             sample = look_at_values([source for source in sources if source is not None])
             found = sample.decide("the model has no range of its own, so make them images of 8 bits first")
@@ -109,7 +109,7 @@ def _range_for(backbone: Backbone, subject: Subject) -> ValueRange | None:
     return value_range
 
 
-def _timed(name: str, subject: Subject, about: dict[str, Any], data: str | None) -> dict[str, Any]:
+def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | None) -> dict[str, Any]:
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
@@ -181,7 +181,7 @@ def _not_written(place: Path, reason: object) -> ConfigError:
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
 
 
-def _show(results: dict[str, Any], subject: Subject, backbone: Backbone, seconds: float, json: bool) -> None:
+def _show(results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, json: bool) -> None:
     if json:
         about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
         print(jsons.dumps({**about, "results": as_json(results)}))

@@ -23,7 +23,7 @@ from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
-from dino_ds.training.run import build_feed
+from dino_ds.training.run import build_prefetcher
 
 _MICRO_BATCH = 16
 _ROUNDS = 3
@@ -129,7 +129,7 @@ def _measure_once(
 ) -> tuple[float, Position]:
     """Images per second from `start` on, and where the next measurement finds images that nobody has read yet."""
     changes = {"data.global_batch": str(micro_batch), "data.workers": str(workers)}
-    feed = build_feed(change_recipe(recipe, changes), source, micro_batch, device, start)
+    feed = build_prefetcher(change_recipe(recipe, changes), source, micro_batch, device, start)
     try:
         warm_up = max(workers, 1)  # the first batch of each process, which it needs time to start for
         for _ in range(warm_up):

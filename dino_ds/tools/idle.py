@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dino_ds.errors import ConfigError
 
 
-def refuse_idle(
+def check_unused_options(
     flag: str, asked: Collection[str], concerns: Mapping[str, Collection[str]], given: Mapping[str, object]
 ) -> None:
     """Raises ConfigError for a `given` option (None: it is not) that concerns nothing of what is `asked` by --`flag`.

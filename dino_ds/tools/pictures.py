@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import spread_indices
+from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.evals.knn import nearest
 from dino_ds.pictures import draw
 from dino_ds.pictures.curves import draw_curves
@@ -27,7 +27,7 @@ from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
 from dino_ds.tools.evaluate import find_images
 from dino_ds.tools.frozen import in_parts, load_frozen, side_of
-from dino_ds.tools.idle import refuse_idle
+from dino_ds.tools.idle import check_unused_options
 from dino_ds.tools.picture_files import PictureFiles
 from dino_ds.weights.load import Backbone
 
@@ -88,7 +88,7 @@ def run(
     given = {"source": source, "root": root, "images": images, "size": size, "queries": queries, "patch": patch}
     given |= {"foreground": foreground or None, "map": map, "bank": bank}
     concerns = _CONCERNS if shown.has_others else {**_CONCERNS, "images": _CONCERNS["root"]}
-    refuse_idle("only", kinds, concerns, given)
+    check_unused_options("only", kinds, concerns, given)
     if (source or root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
         raise ConfigError(f"--images {images} names files: no image of --{'root' if root else 'source'} is looked at")
     wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank or _BANK, size)
@@ -169,7 +169,7 @@ def _feature_figures(
             "with --root, or choose other pictures, such as --only attention,pca,similarity"
         )
     if "neighbours" in wishes.kinds:
-        some = [bank[i] for i in spread_indices(len(bank), _QUERIES)]
+        some = [bank[i] for i in evenly_spaced_indices(len(bank), _QUERIES)]
         yield "neighbours", _neighbours(_describe(backbone, asked, "queries") if asked else some, bank)
     if "map" in wishes.kinds:
         groups = [image.group for image in bank if image.group is not None]

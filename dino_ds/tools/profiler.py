@@ -28,7 +28,7 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, synchronize
 from dino_ds.measure.trial import build_trial, join, real_feed, resolve, run_on_data
 from dino_ds.ranges import PARTS, listen
-from dino_ds.tools.verdict import Call, judge, kind_of
+from dino_ds.tools.bottleneck import Call, judge, kind_of
 
 _WAIT, _OPERATORS = 1, 15
 
@@ -129,16 +129,16 @@ def _summarise(profiler: profile, parts: dict[str, float], steps: int, on_gpu: b
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if own > 0:
             calls.append(Call(event.name, own / 1e6))
-    verdict = judge(seconds, parts.get("data", 0.0), calls, on_gpu)
+    bound = judge(seconds, parts.get("data", 0.0), calls, on_gpu)
     return {
         "tool": "torch",
         "steps": steps,
         "step_seconds": seconds / steps,
         "parts": {part: parts[part] / steps for part in PARTS if part in parts},
         "operators": _by_operator(calls, steps),
-        "bound_by": verdict.resource,
-        "reason": verdict.reason,
-        "advice": verdict.advice,
+        "bound_by": bound.resource,
+        "reason": bound.reason,
+        "advice": bound.advice,
     }
 
 

@@ -4,46 +4,46 @@ from __future__ import annotations
 
 import torch
 
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.models.weights import Place, draw_in_pieces
+from dino_ds.models.weights import Placer, init_weights_in_pieces
 from dino_ds.schedules import Schedules
 from dino_ds.weights.initial import InitialWeights
 from dino_ds.weights.start import find_start
 
 
-def build_network(recipe: Recipe, levers: Levers, place: Place = lambda module: None) -> DinoNetwork:
+def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer = lambda module: None) -> DinoNetwork:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
     Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
     not fit.
     """
-    network = _build_meta(recipe, levers)
+    network = _build_meta(recipe, performance)
     if recipe.model.init_from is not None:
         place = InitialWeights(network, find_start(recipe.model), recipe.model.init_from, place)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
-    draw_in_pieces(network.backbone, place)
-    draw_in_pieces(network.head, place)
+    init_weights_in_pieces(network.backbone, place)
+    init_weights_in_pieces(network.head, place)
     return network
 
 
-def build_zeros(recipe: Recipe, levers: Levers, device: torch.device) -> DinoNetwork:
+def build_zeros(recipe: Recipe, performance: PerformanceOptions, device: torch.device) -> DinoNetwork:
     """A network as `build_network`'s, FP32, all zeros: for the teacher, which takes its weights from the student."""
-    network = _build_meta(recipe, levers).to_empty(device=device)
+    network = _build_meta(recipe, performance).to_empty(device=device)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
     return network
 
 
-def _build_meta(recipe: Recipe, levers: Levers) -> DinoNetwork:
-    if levers.compile != "off" and recipe.model.stochastic_depth == "batched":
+def _build_meta(recipe: Recipe, performance: PerformanceOptions) -> DinoNetwork:
+    if performance.compile != "off" and recipe.model.stochastic_depth == "batched":
         raise ConfigError(
             "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
             "and would be compiled anew; remove one of the two"
@@ -57,10 +57,10 @@ def _build_meta(recipe: Recipe, levers: Levers) -> DinoNetwork:
             model.drop_path,
             model.pos_embed_interpolation,
             model.stochastic_depth,
-            attention=levers.attention,
-            attention_backend=levers.attention_backend,
-            packed=levers.packed,
-            cls_only_last_block=levers.cls_only_last_block,
+            attention=performance.attention,
+            attention_backend=performance.attention_backend,
+            packed=performance.packed,
+            cls_only_last_block=performance.cls_only_last_block,
         )
         whole_head = DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
         return DinoNetwork(backbone, whole_head, freezes_backbone=model.freeze_backbone.value > 0)

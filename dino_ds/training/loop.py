@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.data.feed import Feed, Views
-from dino_ds.data.loader import NoBatchYet
+from dino_ds.data.loader import DataTimeout
+from dino_ds.data.prefetcher import DevicePrefetcher, Views
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
@@ -45,60 +45,60 @@ class Loop:
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
         self._window_start = run.position
         self._saved_step = run.step.applied_steps
-        self._gave_up_waiting = False
+        self._data_timed_out = False
 
     def run(self) -> None:
         """Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
-        self._stop.ready(lambda: step.votes.cast("stop"))
+        self._stop.ready(lambda: step.flags.set("stop"))
         if step.applied_steps == 0:
             self._evaluate()
             self._draw()
-        with closing(run.build_feed()) as feed:
+        with closing(run.build_prefetcher()) as prefetcher:
             self._clock.read()
             try:
                 while step.applied_steps < self._last_step:
-                    self._micro_batch(feed)
+                    self._micro_batch(prefetcher)
             except NumericError:  # of all ranks
-                self._say_save(run.finish_save())
+                self._log_save(run.finish_save())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._finish()
 
-    def _micro_batch(self, feed: Feed) -> None:
-        batch = self._next(feed)
+    def _micro_batch(self, prefetcher: DevicePrefetcher) -> None:
+        batch = self._next(prefetcher)
         self._beat.enter("step", self._run.step.applied_steps)
-        out = self._train(batch, feed) if batch else self._spoil_window()
+        out = self._train(batch, prefetcher) if batch else self._skip_window()
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
             assert batch is not None  # a spoilt window is never applied
             self._after_step(out, batch)
 
-    def _next(self, feed: Feed) -> Views | None:
+    def _next(self, prefetcher: DevicePrefetcher) -> Views | None:
         """The next micro-batch; None where a stop was asked for and it does not come."""
         self._beat.enter("data", self._run.step.applied_steps)
-        if self._gave_up_waiting:
+        if self._data_timed_out:
             return None
         with self._clock.waiting():
             try:
-                batch = feed.next_unless(self._stop.heard)
-            except NoBatchYet:
-                self._gave_up_waiting = True
+                batch = prefetcher.next_unless(self._stop.heard)
+            except DataTimeout:
+                self._data_timed_out = True
                 return None
-        self._reports.loaded(batch.bad, feed.take_notes())
+        self._reports.loaded(batch.bad, prefetcher.take_notes())
         return batch
 
-    def _train(self, batch: Views, feed: Feed) -> MicroStep:
+    def _train(self, batch: Views, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
         constant = constant_images(batch.views)
         keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
-        out = run.step.micro_batch(batch.views, keys, feed.prefetch)
+        out = run.step.micro_batch(batch.views, keys, prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
 
-    def _spoil_window(self) -> MicroStep:
+    def _skip_window(self) -> MicroStep:
         """A micro-batch of NaN: all ranks skip this window, moving nothing, and then agree on the stop.
 
         Without it the others would wait for this rank's gradient until its data come.
@@ -117,8 +117,8 @@ class Loop:
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
-        self._look_for_wishes()
-        self._say_save(run.look_at_save())
+        self._poll_stop_requests()
+        self._log_save(run.look_at_save())
         self._settle_interval()
         self._log.progress(done)
         last = done == self._last_step
@@ -126,7 +126,7 @@ class Loop:
             self._reports.write(out)
         elif done == 1:
             self._reports.collect_bad_images()  # rubbish is noticed at once
-        stop = run.step.votes.count("stop") > 0 and not last
+        stop = run.step.flags.count("stop") > 0 and not last
         evaluate = run.watch is not None and (last or run.watch.due(done)) and not stop
         if evaluate:
             stop = not self._evaluate() and not last
@@ -142,11 +142,11 @@ class Loop:
     def _after_skip(self) -> None:
         run = self._run
         window, self._window = self._window, []
-        stops = distributed.gather_objects(bool(self._stop.why) or self._gave_up_waiting)
-        gave_up = distributed.gather_objects(self._gave_up_waiting)
+        stops = distributed.gather_objects(bool(self._stop.why) or self._data_timed_out)
+        gave_up = distributed.gather_objects(self._data_timed_out)
         self._begin_window(again=any(gave_up))
         if any(gave_up):
-            run.step.engine.forget_skip()
+            run.step.engine.restore_scaler_state()
         else:
             self._bad_steps.report([(out, names) for out, names, _ in window])
         if any(stops):
@@ -154,7 +154,7 @@ class Loop:
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
             else:
-                self._say_save(run.finish_save(must=True))
+                self._log_save(run.finish_save(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
@@ -165,18 +165,18 @@ class Loop:
             self._run.position = self._window_start
         self._window_start = self._run.position
 
-    def _look_for_wishes(self) -> None:
+    def _poll_stop_requests(self) -> None:
         """What this rank's watcher has seen: RUN/stop, or the end of the launcher."""
-        votes = self._run.step.votes
-        if self._beat.wished and not votes.cast_by_me("stop"):
-            votes.cast("stop")
+        flags = self._run.step.flags
+        if self._beat.wished and not flags.own("stop"):
+            flags.set("stop")
 
     def _save(self, wait: bool) -> None:
         self._beat.enter("save", self._run.step.applied_steps)
         self._run.folder.check_there()
         with self._clock.paused():
             self._reports.collect_bad_images()
-            self._say_save(self._run.save(wait))
+            self._log_save(self._run.save(wait))
         self._saved_step = self._run.step.applied_steps
 
     def _settle_interval(self) -> None:
@@ -184,7 +184,7 @@ class Loop:
         if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.say(f"saves    {line}")
 
-    def _say_save(self, lines: str | None) -> None:
+    def _log_save(self, lines: str | None) -> None:
         if lines is not None:
             self._log.say(lines)
 
@@ -237,7 +237,7 @@ class Loop:
 
     def _stop_heard(self) -> bool:
         """Asked again and again by what takes long: the watcher sees that it goes on."""
-        self._beat.breathe()
+        self._beat.tick()
         return self._stop.heard()
 
     def _finish(self) -> None:
@@ -247,6 +247,6 @@ class Loop:
         self._log.say(f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it")
         self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
         if run.watch and run.watch.latest is not None:
-            self._log.say(f"k-NN     {run.watch.verdict()}")
+            self._log.say(f"k-NN     {run.watch.knn_summary()}")
             if warning := run.watch.warning():
                 self._log.say(f"warning  {warning}")

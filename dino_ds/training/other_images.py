@@ -13,7 +13,7 @@ from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import Source, UnreadableImage
 from dino_ds.errors import CheckpointError, DataError
-from dino_ds.evals.features import spread_indices
+from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.schedules import Schedules
 from dino_ds.training.build import build_schedules
 
@@ -84,7 +84,7 @@ def _check_same_images(source: Source) -> None:
 
     Raises DataError on all ranks. Looks at the number of images and at some of their names.
     """
-    names = "".join(Path(source.name(i)).name for i in spread_indices(len(source), 1000))
+    names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
     found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
     for other, images in enumerate(found):
         if images != found[0]:
@@ -99,7 +99,7 @@ def same_images(source: Source, images: ImageSet) -> list[str]:
     sizes = set(images.sample.values())
     if images.count < 2 or len(sizes) > 1 or min(sizes) <= 0 or not isinstance(source, EncodedImages):
         return []
-    indices = spread_indices(images.count, _COMPARED)
+    indices = evenly_spaced_indices(images.count, _COMPARED)
     try:
         if len({source.read(index) for index in indices}) > 1:
             return []

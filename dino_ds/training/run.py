@@ -19,9 +19,9 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.data.batches import batch_bytes
-from dino_ds.data.feed import Feed
 from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.durable import replace_file, replacing
@@ -29,8 +29,8 @@ from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import CheckpointError, StorageError
-from dino_ds.evals.album import Album
-from dino_ds.evals.watch import Watch
+from dino_ds.evals.album import PeriodicPictures
+from dino_ds.evals.watch import EvalRunner
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
@@ -49,21 +49,21 @@ class Run:
     def __init__(self, recipe: Recipe, config: DsConfig, source: Source, folder: RunFolder) -> None:
         self.recipe, self.config, self.source, self.folder = recipe, config, source, folder
         folder.agree()
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             self.epoch_steps = steps_per_epoch(len(source), recipe.data.global_batch)
-        self.watch = Watch.build(recipe, source, self.epoch_steps)
+        self.watch = EvalRunner.build(recipe, source, self.epoch_steps)
         keep_every = recipe.keep_every.in_steps(recipe.data.global_batch, self.epoch_steps)
-        self.album = Album.build(recipe, source, self.epoch_steps, folder.path / "pictures")
+        self.album = PeriodicPictures.build(recipe, source, self.epoch_steps, folder.path / "pictures")
         self._checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, keep_every)
         self._images = describe_images(source, recipe.data.root)
         images = OtherImages(recipe, self._images, folder.allows_other_images)
         choice = self._choose(images)
-        folder.take_id(choice.saved.manifest if choice.saved else None)
+        folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
         self.crops = MultiCrop(**recipe.crops.model_dump())
         # Weights of a checkpoint take the place of others, whose file may be gone.
         begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
         self.step = build_step(begins, config, self.epoch_steps)
-        self._saving = Saving(self._checkpoints, self.step.votes, recipe.save_in_background, self._write_teacher)
+        self._saving = Saving(self._checkpoints, self.step.flags, recipe.save_in_background, self._write_teacher)
         self.position = Position(0, 0)
         self.skipped_steps = 0
         self.bad_images: set[str] = set()
@@ -100,7 +100,7 @@ class Run:
             teacher = sum(4 * p.numel() for p in backbone.parameters())
             self._saving.check_space(self.step.engine.state().tensors, self._whole(), teacher)
         self.folder.write()
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             try:
                 self.notes += self._checkpoints.tidy(self.step.applied_steps)
             except OSError as error:
@@ -108,22 +108,24 @@ class Run:
 
     def attention_kernels(self) -> str:
         """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-        levers, arch, crops = self.config.levers, self.recipe.model.architecture(), self.recipe.crops
-        if levers.attention != "sdpa":
-            return levers.attention
+        performance, arch, crops = self.config.performance, self.recipe.model.architecture(), self.recipe.crops
+        if performance.attention != "sdpa":
+            return performance.attention
         sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
         kernels: dict[str, list[str]] = {}
         for tokens in [tokens_of(arch, size) for size in sizes]:
-            kernel = levers.attention_backend
+            kernel = performance.attention_backend
             if kernel == "auto":
                 where, dtype = self.step.engine.device, DTYPES[self.config.precision]
                 kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, dtype, where)
             kernels.setdefault(kernel, []).append(str(tokens))
         return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 
-    def build_feed(self) -> Feed:
+    def build_prefetcher(self) -> DevicePrefetcher:
         """As the function of that name, from `position` on."""
-        return build_feed(self.recipe, self.source, self.config.micro_batch, self.step.engine.device, self.position)
+        return build_prefetcher(
+            self.recipe, self.source, self.config.micro_batch, self.step.engine.device, self.position
+        )
 
     def advance(self) -> None:
         """One micro-batch of every rank has been used."""
@@ -226,13 +228,15 @@ def _text(lines: list[str]) -> str | None:
     return "\n".join(lines) or None
 
 
-def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position) -> Feed:
+def build_prefetcher(
+    recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position
+) -> DevicePrefetcher:
     """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
 
     Raises DataError where shared memory is too small for them.
     """
     data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment, data.is_deep), data.workers)
     loader = build_loader(
         source,
@@ -252,27 +256,27 @@ def build_feed(recipe: Recipe, source: Source, micro_batch: int, where: torch.de
         # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
         patience=recipe.hang_seconds / 3 or None,
     )
-    return Feed(loader, where)
+    return DevicePrefetcher(loader, where)
 
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
     """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
     optimizer = recipe.optimizer
-    if config.levers.deterministic:
+    if config.performance.deterministic:
         use_deterministic_kernels()
-    network = build_network(recipe, config.levers, Placement(config))
-    if config.levers.compile != "off":
+    network = build_network(recipe, config.performance, Placement(config))
+    if config.performance.compile != "off":
         # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
-        network.backbone.compile_blocks(config.levers.compile)
+        network.backbone.compile_blocks(config.performance.compile)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-    network = build_zeros(recipe, config.levers, device())
+    network = build_zeros(recipe, config.performance, device())
     weights = sum(p.numel() for p in network.parameters())
     teacher = Teacher(
         network,
         engine.masters(),
         DTYPES[config.precision],
         keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
-        compiled=config.levers.compile,
+        compiled=config.performance.compile,
     )
     objective = DinoLoss(
         recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device

@@ -104,7 +104,7 @@ class RunFolder:
         mine = (self.resume, self.run_id, secrets.token_hex(8))
         self.resume, self.run_id, self._new_id = distributed.gather_objects(mine)[0]
 
-    def take_id(self, saved: Manifest | None) -> None:
+    def adopt_run_id(self, saved: Manifest | None) -> None:
         """The run goes on under the id of the checkpoint, or that of the folder; a new one gets a new id."""
         self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
 
@@ -113,10 +113,10 @@ class RunFolder:
 
         Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
         """
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if distributed.rank() == 0:
                 self._write_files()
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if not _comes_to_be_seen(self.path / "config.yaml"):
                 raise ConfigError(
                     f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
@@ -125,7 +125,7 @@ class RunFolder:
 
     def check_there(self) -> None:
         """Raises CheckpointError, on all ranks, where the folder was removed or renamed while the run was at work."""
-        with distributed.together():
+        with distributed.raise_on_all_ranks():
             if distributed.rank() == 0 and is_gone(self.path / "config.yaml"):
                 raise CheckpointError(
                     f"{self.path} is gone, removed or renamed while the run was at work: training ends, and nothing "

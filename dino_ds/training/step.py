@@ -1,6 +1,6 @@
 """The algorithm on one screen: what one micro-batch does, and what moves when its window ends.
 
-EMA teacher, centre and schedules move once per *applied* optimizer step. Accumulation and fp16 overflow are then
+EMA teacher, center and schedules move once per *applied* optimizer step. Accumulation and fp16 overflow are then
 right by construction.
 """
 
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_ds.distributed import Votes, sum_across_ranks
+from dino_ds.distributed import RankFlags, sum_across_ranks
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
 from dino_ds.ranges import named_range
-from dino_ds.schedules import Knobs, Schedules
+from dino_ds.schedules import Schedules, ScheduleValues
 from dino_ds.teacher import Teacher
 
 VOTES = ("stop", "saved", "save_failed")
-"""What ranks tell each other with every step; see `dino_ds.distributed.Votes`."""
+"""What ranks tell each other with every step; see `dino_ds.distributed.RankFlags`."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class MicroStep:
     loss: Tensor
     teacher_entropy: Tensor
     progress: Progress
-    knobs: Knobs
+    knobs: ScheduleValues
 
 
 class DinoStep:
     """Student, teacher, objective and schedules moving together; `applied_steps` is the clock of the run.
 
-    `votes` (VOTES) travel with the centre's all-reduce.
+    `votes` (VOTES) travel with the center's all-reduce.
     """
 
     def __init__(self, engine: Engine, teacher: Teacher, objective: DinoLoss, schedules: Schedules) -> None:
@@ -46,7 +46,7 @@ class DinoStep:
         self.objective = objective
         self.schedules = schedules
         self.applied_steps = 0
-        self.votes = Votes(VOTES, engine.device)
+        self.flags = RankFlags(VOTES, engine.device)
         self._set_knobs()
 
     def micro_batch(
@@ -57,7 +57,7 @@ class DinoStep:
         after_backward: what the host does while the device works, before the optimizer's results are read.
         """
         knobs = self.knobs
-        if self.engine.config.levers.compile == "reduce-overhead":
+        if self.engine.config.performance.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
             teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
@@ -77,20 +77,20 @@ class DinoStep:
             self.objective.center.drop()
         return MicroStep(loss.detach(), entropy, progress, knobs)
 
-    def _commit(self, knobs: Knobs) -> None:
+    def _commit(self, knobs: ScheduleValues) -> None:
         center = self.objective.center
         with named_range("center"):
             pending = center.pending()
-            total = sum_across_ranks(torch.cat((pending, self.votes.ballot())))
+            total = sum_across_ranks(torch.cat((pending, self.flags.tensor_to_sum())))
             center.commit(total[: len(pending)])
-            self.votes.push(total[len(pending) :])
+            self.flags.push(total[len(pending) :])
         with named_range("ema"):
             self.teacher.update(knobs.teacher_momentum)
         self.applied_steps += 1
         self._set_knobs()
 
     def restore(self, applied_steps: int) -> None:
-        """Set the clock, after student, teacher and centre were loaded."""
+        """Set the clock, after student, teacher and center were loaded."""
         self.applied_steps = applied_steps
         self._set_knobs()
 
@@ -100,8 +100,8 @@ class DinoStep:
         self.engine.freeze_prototypes(self.knobs.prototypes_frozen)
         self.engine.freeze_backbone(self.knobs.backbone_frozen)
         # The reference gives a frozen layer no gradient at all, so its Adam state begins here.
-        if self.knobs.release_prototypes:
+        if self.knobs.unfreeze_prototypes:
             self.engine.reset_optimizer_state(PROTOTYPES)
-        if self.knobs.release_backbone:
+        if self.knobs.unfreeze_backbone:
             for name in (DECAY, NO_DECAY):
                 self.engine.reset_optimizer_state(BACKBONE + name)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
-from dino_ds.distributed import announce, announced
+from dino_ds.distributed import set_store_flag, store_flag_is_set
 from dino_ds.errors import STOPPED
 from dino_ds.health.beat import Beat
 
@@ -69,8 +69,8 @@ class StopRequests:
     def heard(self) -> bool:
         """Whether any rank was asked, for work in which ranks do not vote; it asks rank 0's store, 0.1 ms."""
         if self.why:
-            announce(self._name)
-        return bool(self.why) or announced(self._name)
+            set_store_flag(self._name)
+        return bool(self.why) or store_flag_is_set(self._name)
 
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
@@ -86,7 +86,7 @@ class StopRequests:
                 self._ready()
                 # For ranks that wait for data: this one's main thread may wait for them, and so never vote.
                 with suppress(RuntimeError):
-                    announce(self._name)
+                    set_store_flag(self._name)
             else:
                 self._nothing_to_save(name)
                 _leave(STOPPED)

@@ -48,7 +48,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             _USE[library].format(folder=folder, width=arch.width),
             "```",
             "",
-            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), centre crop, mean {mean}, "
+            f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
             f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
             f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
             "their own way, so features at other sizes may differ a little.",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.models.network import DinoNetwork
-from dino_ds.models.weights import Place
+from dino_ds.models.weights import Placer
 from dino_ds.weights.fit import fit_tensors
 from dino_ds.weights.read import Weights
 
@@ -18,7 +18,7 @@ class InitialWeights:
     resized as the network does. The head is taken where there is one of the same shapes, and stays as drawn where not.
     """
 
-    def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Place) -> None:
+    def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Placer) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._resized: list[str] = []

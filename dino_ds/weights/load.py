@@ -54,7 +54,7 @@ class Backbone(nn.Module):
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
         """An image, or (h, w, c) of other channels than RGB -> (c, image_size, image_size).
 
-        Resized, cut to its centre and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
+        Resized, cut to its center and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
         limits they must not exceed. Raises ConfigError where the model knows no range.
         """
         try:

@@ -9,7 +9,7 @@ import torch
 
 from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
 from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
 from dino_ds.models.head import Prototypes
@@ -57,7 +57,7 @@ def test_normalised_prototypes_are_ours():
 
 
 def test_the_loop_over_the_teacher_is_one_pass():
-    student = build_network(tiny_recipe(), Levers())
+    student = build_network(tiny_recipe(), PerformanceOptions())
     masters = [WholeMasters(list(student.named_parameters()))]
     teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, Teacher)]
     with torch.no_grad():
@@ -91,7 +91,7 @@ def plain():
 
 @pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
 def test_exact_rungs_are_the_plain_step(rung, plain):
-    """Four steps with clipping, stochastic depth, centre and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
+    """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
     losses, teacher, center = _losses_and_teacher(rung)
     torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
@@ -102,10 +102,10 @@ def test_exact_rungs_are_the_plain_step(rung, plain):
 
 def test_rungs_grow_from_the_plain_step():
     rungs = all_rungs()
-    assert rungs[0].levers == Levers(attention="naive", packed=False, cls_only_last_block=False)
+    assert rungs[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
     assert [rung.exact for rung in rungs] == sorted((rung.exact for rung in rungs), reverse=True)
-    assert EXACT[-1].engine and EXACT[-1].levers == Levers()
-    assert not last_without_engine().engine and last_without_engine().levers == Levers()
+    assert EXACT[-1].engine and EXACT[-1].performance == PerformanceOptions()
+    assert not last_without_engine().engine and last_without_engine().performance == PerformanceOptions()
 
 
 def test_rungs_that_cannot_be_stood_on_say_why(monkeypatch):
@@ -122,7 +122,7 @@ def test_rungs_that_cannot_be_stood_on_say_why(monkeypatch):
 
 def test_the_plain_engine_clips_the_global_norm():
     recipe = tiny_recipe()
-    engine = PlainEngine(build_network(recipe, Levers()), recipe, 1e-3, True, torch.device("cpu"))
+    engine = PlainEngine(build_network(recipe, PerformanceOptions()), recipe, 1e-3, True, torch.device("cpu"))
     seen = []
     engine._optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(

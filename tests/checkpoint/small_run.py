@@ -13,7 +13,7 @@ from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints, Choice
 from dino_ds.checkpoint.manifest import SavedCheckpoint
 from dino_ds.checkpoint.saving import Saving
-from dino_ds.distributed import Votes
+from dino_ds.distributed import RankFlags
 
 RUN_ID = "0123456789abcdef"
 SETTINGS: dict[str, Any] = {
@@ -37,7 +37,7 @@ def part_of(step: int, rank: int, numel: int = 5000) -> dict[str, Tensor]:
 
 
 def whole_of(step: int) -> dict[str, Tensor]:
-    """Teacher and centre after `step`, on all ranks."""
+    """Teacher and center after `step`, on all ranks."""
     return {
         "teacher.a": torch.full((30, 40), step / 7),
         "teacher.b": torch.full((9,), -1.0 * step),
@@ -59,14 +59,14 @@ class SmallRun:
     ) -> None:
         run_dir.mkdir(exist_ok=True)
         self.checkpoints = Checkpoints(run_dir, keep, keep_every)
-        self.votes = Votes(("stop", "saved", "save_failed"), torch.device("cpu"))
-        self.saving = Saving(self.checkpoints, self.votes, background, finish)
+        self.flags = RankFlags(("stop", "saved", "save_failed"), torch.device("cpu"))
+        self.saving = Saving(self.checkpoints, self.flags, background, finish)
         self.step, self.numel, self.said = 0, numel, list[str]()
         self._part, self._whole = part_of(0, distributed.rank(), numel), whole_of(0)
 
     def train(self, steps: int = 1) -> SmallRun:
         for _ in range(steps):
-            self.votes.push(distributed.sum_across_ranks(self.votes.ballot().clone()))
+            self.flags.push(distributed.sum_across_ranks(self.flags.tensor_to_sum().clone()))
             self.step += 1
             for name, tensor in part_of(self.step, distributed.rank(), self.numel).items():
                 self._part[name].copy_(tensor)  # in place, as training does

@@ -89,10 +89,10 @@ def test_waiting_copies_nothing_either(tmp_path):
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate, monkeypatch):
     """Nothing is written before somebody waits for it."""
-    is_written = checkpoint_writing.Flight.is_written
+    is_written = checkpoint_writing.PendingSave.is_written
     waiting = lambda flight, seconds: gate.set() or is_written(flight, seconds)  # noqa: E731
     run = SmallRun(tmp_path).train(1).save().train(1)
-    monkeypatch.setattr(checkpoint_writing.Flight, "is_written", waiting)
+    monkeypatch.setattr(checkpoint_writing.PendingSave, "is_written", waiting)
     run.save()
     assert run.said[0].startswith("save     step 1: ") and "step 2 waited " in run.said[1]
     _train_until_said(run, "step 2:")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dino_ds.config.ds_config import DsConfig, Levers, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions, find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import REFUSED, SECTIONS, key_names
 from dino_ds.errors import ConfigError
 
@@ -284,7 +284,7 @@ def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], s
 def test_compile_was_true_or_false_before(tmp_path: Path, given: object, taken: str):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"gradient_clipping": 0, "dino_ds": {"compile": given}}))
-    assert _resolve(load_ds_config(str(path), {})).levers.compile == taken
+    assert _resolve(load_ds_config(str(path), {})).performance.compile == taken
     overridden = load_ds_config(str(path), {"dino_ds.compile": str(given).lower()})
     assert overridden["dino_ds"]["compile"] == taken
 
@@ -309,10 +309,10 @@ def test_the_teacher_s_copy_is_for_low_precision_and_small_networks_on_a_gpu(
 
 
 def test_levers_have_defaults_and_are_read():
-    assert _resolve({}).levers == Levers()
+    assert _resolve({}).performance == PerformanceOptions()
     section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": "default"}
-    assert _resolve({"dino_ds": section}).levers == Levers(**section)
-    assert _resolve({"dino_ds": {"attention_backend": "auto"}}).levers.attention_backend == "auto"
+    assert _resolve({"dino_ds": section}).performance == PerformanceOptions(**section)
+    assert _resolve({"dino_ds": {"attention_backend": "auto"}}).performance.attention_backend == "auto"
 
 
 @pytest.mark.parametrize("stage", [1, 2])

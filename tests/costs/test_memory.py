@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dino_ds.architectures import ARCHITECTURES, Architecture
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.memory import (
     GIB,
@@ -64,7 +64,7 @@ def _saved_bytes(network, views) -> int:
 @pytest.mark.parametrize("attention", ["sdpa", "naive"])
 def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     """Exact in FP32; in bf16 a CPU keeps the norms' statistics in bf16 too, a GPU in FP32."""
-    images, levers = 3, Levers(attention=attention)
+    images, performance = 3, PerformanceOptions(attention=attention)
     views = [torch.randn(images, 3, 64, 64)] * 2 + [torch.randn(images, 3, 32, 32)] * 3
 
     def saved(depth: int, cls_only: bool) -> int:
@@ -74,11 +74,11 @@ def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
 
     arch = Architecture(8, 64, 2, 4, **kind)
     groups = [(2 * images, tokens_of(arch, 64)), (3 * images, tokens_of(arch, 32))]
-    whole = block_bytes(arch, groups, dtype.itemsize, levers)
+    whole = block_bytes(arch, groups, dtype.itemsize, performance)
     tokens = sum(s * n for s, n in groups)
     tolerance = 16 * tokens if dtype == torch.bfloat16 else 0
     assert saved(2, False) - saved(1, False) == pytest.approx(whole, abs=tolerance)
-    last = block_bytes(arch, groups, dtype.itemsize, levers, cls_only=True)
+    last = block_bytes(arch, groups, dtype.itemsize, performance, cls_only=True)
     # With CLS only the final norm's input is the block's output itself, and indices of the CLS tokens are kept.
     assert saved(2, False) - saved(2, True) == pytest.approx(whole - last, abs=tolerance + 20 * 5 * images)
 
@@ -110,7 +110,7 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int) -> tuple[i
     [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)],
 )
 def test_state_is_what_the_engine_holds(stage, precision, accumulation, ranks):
-    """Within 2 %: DeepSpeed pads its shards, and there are the centre and some counters."""
+    """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
     if ranks == 1:
         init_distributed()
         found = [_held_by_an_engine(stage, precision, accumulation)]

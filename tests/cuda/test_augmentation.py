@@ -9,9 +9,9 @@ from torch import Tensor
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import photometric
 from dino_ds.data.batches import Batch
-from dino_ds.data.feed import to_device
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.photometric import Plan, augment
+from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, Counter, fake_cuda
 
 IMAGES = 64

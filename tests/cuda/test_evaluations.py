@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.evals import knn, retrieval
 from dino_ds.evals.features import raw_pixels
@@ -18,7 +18,7 @@ from tests.fake_cuda import CUDA, fake_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_backbone_s_outputs(dtype: torch.dtype):
     with fake_cuda() as gpu:
-        network = gpu.module(_build_meta(Recipe(), Levers()))
+        network = gpu.module(_build_meta(Recipe(), PerformanceOptions()))
         backbone = Backbone(network.backbone, 224, "here", {})
         images, large = (torch.empty(8, 3, side, side, device=CUDA) for side in (224, 384))
         with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32), gpu.part("features"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.distributed import Votes
+from dino_ds.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
@@ -20,17 +20,19 @@ from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 IMAGES = 64
 
 
-def step(gpu: FakeCuda, model: dict[str, object], levers: Levers, dtype: torch.dtype, checkpoint: int = 0) -> None:
+def step(
+    gpu: FakeCuda, model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int = 0
+) -> None:
     """What `DinoStep.micro_batch` does, by parts; DeepSpeed's own is counted in test_engine.py."""
     recipe = Recipe.model_validate({"model": {"backbone": "vit_small_patch16_224", "drop_path": 0.0} | model})
-    student = gpu.module(_build_meta(recipe, levers), dtype).train()
+    student = gpu.module(_build_meta(recipe, performance), dtype).train()
     student.checkpoint_activations(checkpoint, False)
     with gpu.part("start"):
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
-        network = gpu.module(_build_meta(recipe, levers))
-        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(levers.teacher_copy))
+        network = gpu.module(_build_meta(recipe, performance))
+        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(performance.teacher_copy))
         objective = DinoLoss(recipe.head.prototypes, 0.1, 0.9, CUDA)
-        votes, meter = Votes(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
+        flags, meter = RankFlags(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix
     gpu.problems.clear()
     views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * GLOBAL_VIEWS + [96] * 8]
@@ -47,13 +49,13 @@ def step(gpu: FakeCuda, model: dict[str, object], levers: Levers, dtype: torch.d
         gpu.backward(loss)
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in student.parameters())
     with gpu.part("ema"):
-        total = torch.cat((objective.center.pending(), votes.ballot()))
+        total = torch.cat((objective.center.pending(), flags.tensor_to_sum()))
         objective.center.commit(total[: recipe.head.prototypes + 1])
         teacher.update(0.996)
         meter.add(loss.detach(), entropy)
 
 
-COPY = Levers(teacher_copy=True)  # as on a GPU where nothing is stated
+COPY = PerformanceOptions(teacher_copy=True)  # as on a GPU where nothing is stated
 
 # At most (launches, GB) of a part, counted with torch 2.15.
 BF16 = {
@@ -74,32 +76,35 @@ def test_step_in_bf16():
 def test_fp32_is_exact_and_the_same_in_every_run():
     """No convolution of cuDNN, which is TF32 unless told otherwise; no bicubic gradient, which adds up in any order."""
     with fake_cuda() as gpu:
-        step(gpu, {"depth": 1}, Levers(), torch.float32)
+        step(gpu, {"depth": 1}, PerformanceOptions(), torch.float32)
     operators = {name for counts in gpu.parts.values() for name in counts.kernels}
     assert not [name for name in operators if "convolution" in name or ("upsample" in name and "backward" in name)]
 
 
-VARLEN, NAIVE = Levers(attention="varlen"), Levers(attention="naive", packed=False, cls_only_last_block=False)
+VARLEN, NAIVE = (
+    PerformanceOptions(attention="varlen"),
+    PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False),
+)
 
 
 @pytest.mark.parametrize(
     "model, levers, dtype, checkpoint, launches",
     [
         ({"drop_path": 0.1}, COPY, torch.float16, 0, 608),
-        ({}, Levers(), torch.float32, 0, 496),
-        ({}, Levers(teacher_copy=False), torch.bfloat16, 0, 541),
-        ({"drop_path": 0.1, "stochastic_depth": "batched"}, Levers(), torch.bfloat16, 0, 690),
-        ({}, Levers(), torch.bfloat16, 2, 564),
+        ({}, PerformanceOptions(), torch.float32, 0, 496),
+        ({}, PerformanceOptions(teacher_copy=False), torch.bfloat16, 0, 541),
+        ({"drop_path": 0.1, "stochastic_depth": "batched"}, PerformanceOptions(), torch.bfloat16, 0, 690),
+        ({}, PerformanceOptions(), torch.bfloat16, 2, 564),
         ({}, VARLEN, torch.bfloat16, 0, 524),
         ({}, NAIVE, torch.bfloat16, 0, 693),
     ],
     ids=["fp16 drop path", "fp32", "no teacher copy", "batched depth", "checkpointing", "varlen", "naive unpacked"],
 )
 def test_two_blocks_otherwise(
-    model: dict[str, object], levers: Levers, dtype: torch.dtype, checkpoint: int, launches: int
+    model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int, launches: int
 ):
     with fake_cuda() as gpu:
-        step(gpu, {"depth": 2} | model, levers, dtype, checkpoint)
+        step(gpu, {"depth": 2} | model, performance, dtype, checkpoint)
     gpu.check({})
     total = sum(gpu.parts[part].launches for part in BF16)
     assert total <= launches, "\n".join(f"{part}: {gpu.parts[part]}" for part in BF16)

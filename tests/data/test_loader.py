@@ -20,7 +20,7 @@ from dino_ds.data import workers as workers_module
 from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views, batch_bytes
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import (
-    NoBatchYet,
+    DataTimeout,
     Position,
     ResumableSampler,
     build_loader,
@@ -370,7 +370,7 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.2)
     loader = build_loader(Stuck(8), CROPS, 0, 8, 8, 0, 1, 1, START, patience=2.0)
     assert loader.next_if_ready() is None
-    with pytest.raises(NoBatchYet):
+    with pytest.raises(DataTimeout):
         loader.next_unless(lambda: True)
     first = _workers_of_this_process()
     with pytest.raises(DataError, match=r"loader processes \d+ gave no batch for \d s.*after a restart"):

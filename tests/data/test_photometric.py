@@ -19,7 +19,7 @@ from dino_ds.data.photometric import (
     SIGMA,
     SLOTS,
     SOLARIZE,
-    Plan,
+    AugmentationParams,
     augment,
     blend,
     find_kernels,
@@ -71,7 +71,7 @@ def reference(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
 
 
 def augmented(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
-    return augment(some, [Plan.build(views, some.shape[-1])])
+    return augment(some, [AugmentationParams.build(views, some.shape[-1])])
 
 
 ALONE = {
@@ -133,7 +133,7 @@ def test_pieces_give_what_the_whole_gives():
     multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, "dino")
     views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
     some = crops(len(views))
-    pieces = [Plan.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
+    pieces = [AugmentationParams.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
     torch.testing.assert_close(augment(some, pieces), augmented(some, views), rtol=0, atol=1e-5)
 
 
@@ -156,7 +156,7 @@ def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
 def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
     views = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
-    plan = Plan.build(views, 3).moved(lambda tensor: tensor.to("meta"))
+    plan = AugmentationParams.build(views, 3).moved(lambda tensor: tensor.to("meta"))
     out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan])
     assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
 
@@ -165,7 +165,7 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch):
     views = MultiCrop(64, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
-    some, plan = crops(len(views), 64), Plan.build(views, 3)
+    some, plan = crops(len(views), 64), AugmentationParams.build(views, 3)
     there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
     assert find_kernels(there.device, there.dtype, there.shape[1:])[1] == ""
     if not fused:
@@ -209,7 +209,7 @@ def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
     multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 2, "dino")
     views = [multicrop.draw(100, 80, seed) for seed in range(2000)]
     for kind, blur in ((0, 1.0), (1, 0.1), (2, 0.5)):
-        table = Plan.build([view[kind] for view in views], 3).table
+        table = AugmentationParams.build([view[kind] for view in views], 3).table
         jitter = table[:, : 4 * SLOTS].view(-1, SLOTS, 4)
         hues, sigmas = jitter[..., 3], table[:, SIGMA]
         rates = ((FLIP, 0.5), (GRAY, 0.2), (SIGMA, blur), (SOLARIZE, 0.2 * (kind == 1)))
@@ -242,6 +242,6 @@ def test_the_worker_sees_nearly_the_same():
 
 
 def test_a_plan_travels_between_processes_as_plain_bytes():
-    plan = Plan.build([replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)], 3)
+    plan = AugmentationParams.build([replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)], 3)
     other = pickle.loads(pickle.dumps(plan))
     assert torch.equal(other.table, plan.table) and torch.equal(other.there, plan.table)

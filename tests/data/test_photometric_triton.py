@@ -10,7 +10,7 @@ import torch
 
 from dino_ds.data import photometric
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import Plan, augment, find_kernels
+from dino_ds.data.photometric import AugmentationParams, augment, find_kernels
 from tests.data.test_photometric import NOTHING, crops
 
 triton = pytest.importorskip("triton")
@@ -40,12 +40,12 @@ def fused(kernels, some, views):
     n, height, width, channels = some.shape
     out = torch.empty(n, channels, height, width)
     scale = 1 / 255 if some.dtype == torch.uint8 else 1.0
-    kernels(some, Plan.build(views, channels).table, scale, out)
+    kernels(some, AugmentationParams.build(views, channels).table, scale, out)
     return out
 
 
 def assert_same(kernels, some, views):
-    expected = augment(some, [Plan.build(views, some.shape[3])])
+    expected = augment(some, [AugmentationParams.build(views, some.shape[3])])
     torch.testing.assert_close(fused(kernels, some, views), expected, rtol=0, atol=1e-5)
 
 

@@ -90,7 +90,7 @@ def main() -> None:
             largest = max(largest, sum(p.numel() * p.element_size() for p in module.parameters(recurse=False)))
             placement(module)
 
-        network = build_network(recipe, config.levers, place)
+        network = build_network(recipe, config.performance, place)
         network_bytes = live.peak
         Engine(network, config, (0.9, 0.999), 1e-8)
     found = {

@@ -56,7 +56,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
 @pytest.mark.parametrize(("stage", "precision"), _CASES)
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_host_reads_the_device_once_a_step(stage: int, precision: str, world: int):
-    """Whether the step is applied decides EMA, centre and schedules. Nothing else is read, and nothing in between."""
+    """Whether the step is applied decides EMA, center and schedules. Nothing else is read, and nothing in between."""
     for counts in run_on_ranks(_reads_of_a_window, stage, precision, world=world):
         assert counts == [0, 1]
 
@@ -95,7 +95,7 @@ def test_the_copy_is_what_runs_and_follows():
     run_on_ranks(_copy_follows, world=1)
 
 
-def _losses(stage: int, **levers: Any) -> list[float]:
+def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
     from dino_ds.architectures import Architecture
@@ -105,8 +105,8 @@ def _losses(stage: int, **levers: Any) -> list[float]:
     from tests.engine.harness import PROTOTYPES
 
     torch.manual_seed(3)
-    compiled = levers.pop("compile", False)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=0.2, **levers)
+    compiled = performance.pop("compile", False)
+    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=0.2, **performance)
     network = DinoNetwork(backbone, DinoHead(32, 48, 16, PROTOTYPES, 3))
     if compiled:
         torch._dynamo.reset()
@@ -134,7 +134,7 @@ def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: dict[str, 
     assert other == pytest.approx(plain, rel=1e-5)
 
 
-def _norms(stage: int, precision: str, poison: bool) -> list[tuple[float, float]]:
+def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:
     """(ours, DeepSpeed's own) of two windows; with frozen prototypes, and the gradients of several groups."""
     settings = {"fp16_settings": {"initial_scale_power": 4}} if precision == "fp16" else {}
     config = ds_config(stage, precision, 8, gradient_clipping=1.0, **settings)
@@ -144,7 +144,7 @@ def _norms(stage: int, precision: str, poison: bool) -> list[tuple[float, float]
     ours = getattr(optimizer, name)
 
     def both() -> Any:
-        if poison:
+        if suspect_images:
             next(iter(optimizer.averaged_gradients.values()))[0].view(-1)[0] = torch.nan
         theirs, mine = getattr(type(optimizer), name)(optimizer), ours()
         if stage == 3:

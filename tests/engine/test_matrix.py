@@ -107,7 +107,7 @@ def test_zero3_layouts(zero, references):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_micro_batches_equal_one_batch(stage, references):
-    """Accumulation is an implementation detail: 4 micro-batches of 2 give the loss, gradient norm, centre and
+    """Accumulation is an implementation detail: 4 micro-batches of 2 give the loss, gradient norm, center and
     teacher of one batch of 8. FP32 sums in another order: 1e-6; losses after Adam's first steps, which divide
     rounding by small moments, 1e-5."""
     losses, teacher, _, norms, center = run_on_ranks(_train, stage, "fp32", 4, world=1)[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.config.ds_config import DsConfig, Levers, resolve_ds_config
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes
@@ -71,7 +71,7 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
     """Bit for bit, and the random numbers that follow are the same."""
     size = {"model.patch_size": "8", "model.depth": "3", "model.width": "96", "model.heads": "3"}
     recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})
-    pieces, after = build_network(recipe, Levers()), torch.rand(1)
+    pieces, after = build_network(recipe, PerformanceOptions()), torch.rand(1)
     torch.manual_seed(recipe.seed)
     arch, head = recipe.model.architecture(), recipe.head
     backbone = VisionTransformer(arch, recipe.crops.global_size)
@@ -132,10 +132,10 @@ def _peaks_of_construction() -> tuple[int, int, int]:
     kept: list[object] = []
 
     def build() -> None:
-        kept.append(build_network(recipe, config.levers, Placement(config)))
+        kept.append(build_network(recipe, config.performance, Placement(config)))
 
     def build_all() -> None:
-        network = build_network(recipe, config.levers, Placement(config))
+        network = build_network(recipe, config.performance, Placement(config))
         kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
 
     head = HeadSizes(**recipe.head.model_dump())

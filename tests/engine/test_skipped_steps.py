@@ -128,7 +128,7 @@ def _skip_and_forget(stage):
         views[0][:] = float("nan")
         out = step.micro_batch(views, None)
     moved = step.engine.state().layout != before
-    step.engine.forget_skip()
+    step.engine.restore_scaler_state()
     return out.progress is Progress.SKIPPED, moved, step.engine.state().layout == before
 
 

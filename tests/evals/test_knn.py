@@ -14,7 +14,7 @@ from PIL import Image
 
 import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import UnreadableImage
-from dino_ds.evals.features import extract_features, generators_kept, raw_pixels, spread_indices
+from dino_ds.evals.features import evenly_spaced_indices, extract_features, generators_kept, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -118,8 +118,8 @@ def test_lengths_do_not_matter():
 
 
 def test_spread_indices():
-    assert spread_indices(10, 5) == [0, 2, 4, 6, 8]
-    assert spread_indices(3, 10) == [0, 1, 2]
+    assert evenly_spaced_indices(10, 5) == [0, 2, 4, 6, 8]
+    assert evenly_spaced_indices(3, 10) == [0, 1, 2]
 
 
 class _Colours:

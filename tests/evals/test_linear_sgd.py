@@ -15,7 +15,7 @@ import dino_ds.evals.linear_sgd as module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import STD, RandomCrop, to_tensor
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
-from dino_ds.evals.subject import GaveUp, Settings, Subject
+from dino_ds.evals.subject import EvalContext, GaveUp, Settings
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone, _images
 
@@ -47,7 +47,7 @@ class _Blobs:
 
 def _subject(train=None, test=None, **more):
     sources = (train or _Blobs(), test or _Blobs(seed=1))
-    return Subject(_backbone(), SETTINGS, torch.device("cpu"), lambda: sources, progress=False, **more)
+    return EvalContext(_backbone(), SETTINGS, torch.device("cpu"), lambda: sources, progress=False, **more)
 
 
 def test_the_tokens_of_the_last_blocks():

@@ -9,7 +9,7 @@ from PIL import Image
 
 from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import DataError
-from dino_ds.evals.subject import GaveUp, Settings, Subject
+from dino_ds.evals.subject import EvalContext, GaveUp, Settings
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
@@ -35,7 +35,7 @@ class _Images:
 
 def _subject(train, test, settings=None, **more):
     settings = settings or Settings(workers=0)
-    return Subject(_backbone(), settings, torch.device("cpu"), lambda: (train, test), progress=False, **more)
+    return EvalContext(_backbone(), settings, torch.device("cpu"), lambda: (train, test), progress=False, **more)
 
 
 def test_classes_are_matched_by_name():

@@ -17,10 +17,10 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import album as album_module
 from dino_ds.evals import watch as watch_module
-from dino_ds.evals.album import Album
+from dino_ds.evals.album import PeriodicPictures
 from dino_ds.evals.subject import Settings
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.evals.watch import Watch
+from dino_ds.evals.watch import EvalRunner
 from tests.evals.protocols.tiny import clips
 from tests.training.harness import image_folder
 
@@ -61,7 +61,7 @@ def sources(tmp_path_factory):
 
 def _watch(sources, names=("knn", "linear"), k=K, limit=None, **changes):
     settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
-    return Watch(names, 2, *sources, Settings(**settings), 32)
+    return EvalRunner(names, 2, *sources, Settings(**settings), 32)
 
 
 def _evaluate(watch, step, give_up=lambda: False):
@@ -116,7 +116,7 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     same.raw = -1.0  # measured once
     _evaluate(same, 2)
     assert same.raw == -1
-    assert "untrained" not in other.verdict() and "untrained" in same.verdict()
+    assert "untrained" not in other.knn_summary() and "untrained" in same.knn_summary()
 
 
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
@@ -143,12 +143,12 @@ def test_the_recipe_says_how(sources, tmp_path):
     values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "temperature": "0.2", "bank_images": "20"}
     values |= {"test_images": "5", "benchmark_root": "/bench", "evals": "knn,ridge"}
     keys = {f"eval.{key}": value for key, value in values.items()} | {"data.source": "folder", "data.workers": "0"}
-    watch = Watch.build(load_recipe(None, keys), sources[0], 10)
+    watch = EvalRunner.build(load_recipe(None, keys), sources[0], 10)
     assert watch._settings == Settings(
         ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, benchmark_root=Path("/bench")
     )
     assert [step for step in range(5) if watch.due(step)] == [0, 2, 4]
-    assert Watch.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
+    assert EvalRunner.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
 
 
 def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
@@ -169,7 +169,7 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
     train, test = sources
     for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
-            Watch(("davis",), 2, train, test, Settings(benchmark_root=root), 32)
+            EvalRunner(("davis",), 2, train, test, Settings(benchmark_root=root), 32)
 
 
 def test_the_papers_probe_is_rehearsed_too(sources):
@@ -181,7 +181,7 @@ def test_the_papers_probe_is_rehearsed_too(sources):
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
-    watch = Watch(("davis",), 2, *sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
+    watch = EvalRunner(("davis",), 2, *sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
     assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
@@ -197,7 +197,7 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)
     (root / "005.png").write_bytes(b"")
-    album, shown = Album(source, 2, tmp_path / "pictures", 32), []
+    album, shown = PeriodicPictures(source, 2, tmp_path / "pictures", 32), []
     for step in (0, 2):
         assert album.draw(None, step, CPU, lambda name, image, step: shown.append((name, step, image))) is None
         (root / "000.png").write_bytes(b"")  # read once
@@ -213,11 +213,11 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
 def test_a_picture_that_can_not_be_drawn_costs_a_line(sources, tmp_path):
     """Here: a file where the folder should be."""
     (tmp_path / "pictures").write_text("")
-    line = Album(sources[0], 2, tmp_path / "pictures", 32).draw(None, 2, CPU, lambda *_: None)
+    line = PeriodicPictures(sources[0], 2, tmp_path / "pictures", 32).draw(None, 2, CPU, lambda *_: None)
     assert line.startswith("no pictures of step 2: ") and line.endswith("training goes on")
 
 
 def test_when_pictures_are_due(sources, tmp_path):
-    album, never = Album(sources[0], 2, tmp_path, 32), Album(sources[0], 0, tmp_path, 32)
+    album, never = PeriodicPictures(sources[0], 2, tmp_path, 32), PeriodicPictures(sources[0], 0, tmp_path, 32)
     assert [step for step in range(5) if album.due(step)] == [0, 2, 4] and album.due(3, last=True)
     assert not never.due(0) and not never.due(3, last=True)

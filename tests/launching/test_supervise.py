@@ -22,8 +22,8 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import StopSignals
-from dino_ds.launching.poison import write_step_images
 from dino_ds.launching.supervise import _wait
+from dino_ds.launching.suspect_images import write_step_images
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
@@ -157,7 +157,7 @@ def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
     code, lines = job.end()
     assert code == 6 and len(job.starts) == 3
     assert "step 5 has ended the run 3 times in a row" in lines[-1]
-    named = (run / "poison-5.txt").read_text().splitlines()
+    named = (run / "suspect_images-5.txt").read_text().splitlines()
     assert "step 5, epoch 2" in named[0]
     source, crops = build_source("folder", str(images), "train", False), MultiCrop(**recipe.crops.model_dump())
     loaded = []

@@ -34,7 +34,7 @@ def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
     assert [tuple(view.shape) for view in trial.views] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     knobs = trial.step.knobs
-    assert not knobs.prototypes_frozen and not knobs.release_prototypes
+    assert not knobs.prototypes_frozen and not knobs.unfreeze_prototypes
     assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
     before = trial.step.teacher.state_dict()
     first = trial.run()

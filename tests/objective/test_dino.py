@@ -1,4 +1,4 @@
-"""The loss against the paper's double loop, and the centre's rules."""
+"""The loss against the paper's double loop, and the center's rules."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def test_colours_are_the_first_three_components_whitened_through_a_sigmoid():
     assert colours.shape == (2, 6, 6, 3)
     for axes in (PatchColours(flat).axes, PatchColours(-flat).axes):
         assert bool((axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)) > 0).all())
-    centred = flat.double().numpy() - flat.double().numpy().mean(0)
-    _, _, axes = np.linalg.svd(centred, full_matrices=False)
-    scores = centred @ axes[:3].T
+    centered = flat.double().numpy() - flat.double().numpy().mean(0)
+    _, _, axes = np.linalg.svd(centered, full_matrices=False)
+    scores = centered @ axes[:3].T
     wanted = 1 / (1 + np.exp(-2 * scores / scores.std(axis=0)))
     found = colours.flatten(0, 2).numpy()
     for i in range(3):

@@ -32,7 +32,7 @@ def test_one_json_object_with_all_that_was_asked(capsys):
     assert {"student", "teacher", "activations", "masters and moments"} <= found["bytes_per_gpu"].keys()
     assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
     assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
-    assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "centre and votes"}
+    assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "center and votes"}
 
 
 def test_the_written_config_is_the_planned_one(capsys, tmp_path):

@@ -166,10 +166,10 @@ _JOB = """
 import signal
 import sys
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.feed import Feed
+from dino_ds.data.feed import DevicePrefetcher
 from dino_ds.tools import find_workers
 
-def bring(feed, bring=Feed.__next__):
+def bring(feed, bring=DevicePrefetcher.__next__):
     views = bring(feed)
     if feed._loader._batches is not None and hasattr(feed._loader._batches, "_workers"):
         print("a loader process works", flush=True)
@@ -177,7 +177,7 @@ def bring(feed, bring=Feed.__next__):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & hands on that it is ignored
-    Feed.__next__ = bring
+    DevicePrefetcher.__next__ = bring
     find_workers.run(
         seconds=float(sys.argv[2]), max_workers=1, step_images_per_second=None, json=True,
         recipe=load_recipe(None, {"data.root": sys.argv[1], "data.augment": "worker"}),  # so it waits for the loader

@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.feed import Feed
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.data.statistics import look_at
 from dino_ds.errors import ConfigError, DataError
@@ -134,9 +134,11 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     source = build_source("folder", str(folder), "train", False)
     rows = list(look_data._seen(source, recipe))
     crops = MultiCrop(**recipe.crops.model_dump())
-    feed = Feed(build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu"))
-    batch = next(feed)
-    feed.close()
+    prefetcher = DevicePrefetcher(
+        build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu")
+    )
+    batch = next(prefetcher)
+    prefetcher.close()
     replaced = {text.partition(" (")[0] for text in batch.bad}
     order = [source.name(index) for index in batch.indices.tolist()]
     assert [row.name for row in rows] == [name for name in order if name not in replaced]
@@ -177,7 +179,7 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     tags: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
-    parser.feed(page)
+    parser.prefetcher(page)
     assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
     assert not re.search(r'(src|href)="(?!data:)', page)
     # Crops of 32 and 16 pixels are shown at 128, as they are.

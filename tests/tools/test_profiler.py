@@ -10,8 +10,8 @@ import torch
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.ranges import named_range
+from dino_ds.tools.bottleneck import Call, judge, kind_of
 from dino_ds.tools.profiler import profile_torch, run
-from dino_ds.tools.verdict import Call, judge, kind_of
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
 FLAGS = {"ds_path": "test.json", "batch": 4, "steps": 2, "warmup": 1, "threads": 1, "json": True}
@@ -69,8 +69,8 @@ def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
     ],
 )
 def test_the_rule(data, calls, on_gpu, resource):
-    verdict = judge(1.0, data, calls, on_gpu)
-    assert verdict.resource == resource and verdict.reason and verdict.advice
+    bound = judge(1.0, data, calls, on_gpu)
+    assert bound.resource == resource and bound.reason and bound.advice
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def train_tiny(
 
 
 def whole_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:
-    """Teacher and centre of a checkpoint."""
+    """Teacher and center of a checkpoint."""
     parts = (run_dir / f"checkpoints/step_{step:08d}").glob("whole_*.safetensors")
     return {name: tensor for part in parts for name, tensor in load_file(part).items()}
 

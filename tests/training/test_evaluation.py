@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dino_ds
 from dino_ds.data.sources import build_source
 from dino_ds.evals.results import read_results
-from dino_ds.evals.subject import Settings, Subject
+from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate
 from dino_ds.teacher import Teacher
 from tests.ranks import run_on_ranks
@@ -83,7 +83,7 @@ def test_results_are_those_of_the_saved_teacher(runs, images):
     kept = read_results(run / "evaluations.json")
     assert list(kept) == list(FROM_FEATURES)
     sources = tuple(build_source("folder", str(images / part), "train", False) for part in ("images", "test"))
-    subject = Subject(dino_ds.load(run), Settings(ks=(K,), workers=0), torch.device("cpu"), lambda: sources)
+    subject = EvalContext(dino_ds.load(run), Settings(ks=(K,), workers=0), torch.device("cpu"), lambda: sources)
     for name, result in kept.items():
         assert (result["step"], result["images"], result["train_images"] or 24, result["test_images"]) == (4, 32, 24, 9)
         assert result["results"] == pytest.approx(evaluate(name, subject), rel=1e-3, abs=1e-3)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.head import DinoHead
 from dino_ds.tools.export import run as dino_ds_export
@@ -77,7 +77,7 @@ def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
     if of != "a run":
         export_dino(model, source := tmp_path / "checkpoint.pth")
     recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
-    network = build_network(recipe, Levers())
+    network = build_network(recipe, PerformanceOptions())
     assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.head.items())
     assert all(torch.equal(t, network.backbone.get_parameter(name)) for name, t in model.vit.named_parameters())
     kind, heads = "dino_ds", ""

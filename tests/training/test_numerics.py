@@ -23,7 +23,7 @@ CELLS = [
 CELLS += [(f"zero{s}_fp16.json", "overflow") for s in (1, 2, 3)]
 
 
-def _moving(step):
+def _dynamic_state(step):
     """Everything that a skipped step must leave alone, on this rank."""
     state = {f"engine.{name}": tensor for name, tensor in step.engine.state().tensors.items()}
     state.update({f"teacher.{name}": tensor for name, tensor in step.teacher.state_dict().items()})
@@ -39,7 +39,7 @@ def _train_with_bad_numbers(root, run, ds, kind):
         if step.applied_steps < GOOD_STEPS:
             return original(step, views, *others)
         if not before:
-            before.update({name: tensor.clone() for name, tensor in _moving(step).items()})
+            before.update({name: tensor.clone() for name, tensor in _dynamic_state(step).items()})
         bad.append(step)
         if kind == "nan" and os.environ["RANK"] == "1":
             views = [view * math.nan for view in views]
@@ -57,7 +57,7 @@ def _train_with_bad_numbers(root, run, ds, kind):
         message = train_tiny(root, run, ds, ds_changes=SCALE if "fp16" in ds else {})
     finally:
         DinoStep.micro_batch = original
-    after = _moving(bad[-1])
+    after = _dynamic_state(bad[-1])
     return message, len(bad), [name for name in before if not torch.equal(before[name], after[name])]
 
 

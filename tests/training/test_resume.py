@@ -14,7 +14,7 @@ from tests.training.harness import image_folder, log_of, losses_of, read_manifes
 
 
 def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
-    """To the last bit: student, optimizer, teacher, centre and position; they differ in the id of the run alone."""
+    """To the last bit: student, optimizer, teacher, center and position; they differ in the id of the run alone."""
     mine, other = read_manifest(ours, step), read_manifest(theirs, step)
     assert mine.pop("run_id") != other.pop("run_id") and mine.pop("crc32") != other.pop("crc32")
     for name in mine.pop("files").keys() | other.pop("files").keys():

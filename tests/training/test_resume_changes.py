@@ -42,7 +42,7 @@ class Setup:
 
 
 def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
-    """Writes which samples (their keys) this rank sees in each step, and sums of the teacher and centre it loads."""
+    """Writes which samples (their keys) this rank sees in each step, and sums of the teacher and center it loads."""
     seen: list[tuple[int, list[int]]] = []
     begun: list[int] = []
     loaded: dict[str, int] = {}
@@ -104,7 +104,7 @@ if SOAK:
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_resume_under_another_setup(tmp_path, pair):
-    """Against the run that was not interrupted: the same images in each global batch, teacher and centre exact at the
+    """Against the run that was not interrupted: the same images in each global batch, teacher and center exact at the
     start, and the loss of every step. FP32 sums in another order, bf16 and fp16 round at other places; a loss in bf16
     differs from that in fp16 by percents, as the logits are divided by a temperature of 0.04."""
     before, after = PAIRS[pair]
@@ -137,7 +137,7 @@ CELLS = ["zero0_fp32", *(f"zero{s}_{p}" for s in (1, 2, 3) for p in ("fp32", "bf
 @pytest.mark.parametrize("ds", CELLS)
 def test_every_cell_is_bit_identical(tmp_path, ds, where):
     """ZeRO x precision x place in the epoch, 20 steps after the resume: no bit differs in losses, student, optimizer,
-    teacher, centre, loss scale or position."""
+    teacher, center, loss scale or position."""
     root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
     setup, saved_at = Setup(ds, 2, 2), STEPS[where]
     setup.train(root, straight, saved_at + MORE)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.data.feed import Feed
-from dino_ds.data.loader import NoBatchYet
+from dino_ds.data.loader import DataTimeout
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
 from dino_ds.training.step import DinoStep
@@ -87,10 +87,10 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
 
 def _slow_evaluation(rank):
     """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
-    from dino_ds.evals.subject import Subject
+    from dino_ds.evals.subject import EvalContext
     from dino_ds.teacher import Teacher
 
-    Subject.gather = functools.partialmethod(Subject.gather, batch=1)
+    EvalContext.gather = functools.partialmethod(EvalContext.gather, batch=1)
     original, asked, steps = Teacher.features, [], _steps_of_this_process()
 
     def slow(teacher, views):
@@ -179,22 +179,22 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
 
 def _give_up_waiting(root, run, changes, ds_changes):
     """After step 5 rank 1's next images do not come, and it is asked to stop."""
-    original, micro_batch, rank = Feed.next_unless, DinoStep.micro_batch, int(os.environ["RANK"])
+    original, micro_batch, rank = DevicePrefetcher.next_unless, DinoStep.micro_batch, int(os.environ["RANK"])
     steps = _steps_of_this_process()
 
-    def next_unless(feed, give_up):
+    def next_unless(prefetcher, give_up):
         if rank == 0 or not steps or steps[0].applied_steps < 5:
-            return original(feed, give_up)
+            return original(prefetcher, give_up)
         os.kill(os.getpid(), signal.SIGTERM)
         while not give_up():
             time.sleep(0.01)
-        raise NoBatchYet
+        raise DataTimeout
 
-    Feed.next_unless = next_unless
+    DevicePrefetcher.next_unless = next_unless
     try:
         return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
     finally:
-        Feed.next_unless, DinoStep.micro_batch = original, micro_batch
+        DevicePrefetcher.next_unless, DinoStep.micro_batch = original, micro_batch
 
 
 def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):

@@ -20,7 +20,7 @@ from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.health.watcher import Watcher, limit_of
+from dino_ds.health.watcher import MonitorProcess, limit_of
 from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
@@ -69,13 +69,13 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
 def test_work_inside_a_phase_is_progress_that_is_not_compared():
     """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
     beat = Beat()
-    watcher = object.__new__(Watcher)
+    watcher = object.__new__(MonitorProcess)
     watcher._beat, watcher._moves, watcher._idle, watcher._slowest = beat, (-1, 0), 0.0, 0.0
     beat.enter("evaluate", 5)
     moves, idle = beat.moves, []
     for breathes in (False, False, True, False):
         if breathes:
-            beat.breathe()
+            beat.tick()
         watcher._count(10.0)
         idle.append(watcher._idle)
     assert idle == [0.0, 10.0, 0.0, 10.0] and beat.moves == moves

@@ -13,7 +13,7 @@ from torch import nn
 
 import dino_ds.cli as cli
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.config.ds_config import Levers
+from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.errors import CheckpointError
@@ -76,13 +76,13 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
     """With them, and with from_source, the student computes what transformers computes: 1e-5."""
     theirs = _huggingface(tmp_path, kind, **changes)
     with pytest.raises(CheckpointError) as caught:
-        build_network(_recipe(tmp_path), Levers())
+        build_network(_recipe(tmp_path), PerformanceOptions())
     line = str(caught.value)
     assert "\n" not in line and said in line
     assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
     given = dict(re.findall(r"--(\S+) (\S+)", flags))
     for recipe in (_recipe(tmp_path, **given), _from_source(tmp_path)):
-        torch.testing.assert_close(_features(build_network(recipe, Levers())), theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(_features(build_network(recipe, PerformanceOptions())), theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
 )
 def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
     _huggingface(tmp_path, kind, **changes)
-    for start in (lambda: build_network(_recipe(tmp_path), Levers()), lambda: _from_source(tmp_path)):
+    for start in (lambda: build_network(_recipe(tmp_path), PerformanceOptions()), lambda: _from_source(tmp_path)):
         with pytest.raises(CheckpointError, match=f"dino_ds builds no network with {said}") as caught:
             start()
         assert "\n" not in str(caught.value)
@@ -114,14 +114,14 @@ def test_tensors_that_the_model_has_no_place_for(tmp_path):
     state = Original(32, 8, 64, 2, 2).state_dict() | {"blocks.1.ls1.gamma": torch.ones(64)}
     torch.save(state, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match=r"1 tensors too many, backbone\.blocks\.1\.ls1\.gamma"):
-        build_network(_recipe(tmp_path / "a.pth"), Levers())
+        build_network(_recipe(tmp_path / "a.pth"), PerformanceOptions())
 
 
 def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     """DINO's file says nothing of heads; its positions of other sizes are made in its own way."""
     torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
-    said = build_network(_recipe(tmp_path / "a.pth", **changes), Levers()).started_from
+    said = build_network(_recipe(tmp_path / "a.pth", **changes), PerformanceOptions()).started_from
     assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; there is no head in it" in said
     assert "1 tensors not used (mask_token)" in said and "no file says its attention heads: 2 as the model" in said
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
@@ -129,7 +129,7 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
 
 def test_another_epsilon_is_noted(tmp_path):
     _huggingface(tmp_path, "ViT", layer_norm_eps=1e-3)
-    said = build_network(_recipe(tmp_path), Levers()).started_from
+    said = build_network(_recipe(tmp_path), PerformanceOptions()).started_from
     assert "LayerNorm's epsilon is 1e-06 here and 0.001 there" in said
 
 
@@ -179,7 +179,7 @@ def test_timm_s_own_file_starts_a_run(tmp_path):
         "vit_small_patch14_reg4_dinov2", embed_dim=64, num_heads=2, depth=2, patch_size=8, img_size=32
     ).eval()
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "a.safetensors")
-    network = build_network(_from_source(tmp_path / "a.safetensors", **{"model.heads": "2"}), Levers())
+    network = build_network(_from_source(tmp_path / "a.safetensors", **{"model.heads": "2"}), PerformanceOptions())
     with torch.no_grad():
         expected = theirs.forward_features(IMAGES)[:, 0]
     torch.testing.assert_close(_features(network), expected, rtol=1e-5, atol=1e-5)

@@ -20,7 +20,7 @@ from dino_ds.errors import DataError
 from dino_ds.evals.protocols.places import Benchmark
 from dino_ds.evals.protocols.work import Files, describe_files
 from dino_ds.evals.retrieval import average_precision, rank_database
-from dino_ds.evals.subject import Subject
+from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(
     "Copydays",
@@ -37,9 +37,9 @@ _GROUP = 4
 _GEM_POWER = 4
 
 
-def copydays(subject: Subject) -> dict[str, float]:
+def copydays(subject: EvalContext) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(subject.settings.benchmark_root)
         blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
         extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
@@ -115,7 +115,7 @@ def _as_they_are(features: Tensor) -> Tensor:
     return features
 
 
-def _describe(subject: Subject, paths: Sequence[Path], what: str) -> Tensor:
+def _describe(subject: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
     backbone = subject.backbone
     side = max(1, (subject.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
 

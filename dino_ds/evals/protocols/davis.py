@@ -21,7 +21,7 @@ from dino_ds.errors import DataError
 from dino_ds.evals.protocols.mask_metrics import boundary_similarity, region_similarity
 from dino_ds.evals.protocols.places import Benchmark
 from dino_ds.evals.protocols.work import read_image, read_label_map, share
-from dino_ds.evals.subject import Subject
+from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(
     "DAVIS 2017",
@@ -35,9 +35,9 @@ _LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
 
 
-def davis(subject: Subject) -> dict[str, float]:
+def davis(subject: EvalContext) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(subject.settings.benchmark_root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
@@ -136,7 +136,7 @@ def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[tuple[float
     return rows  # type: ignore[return-value]
 
 
-def _judge(subject: Subject, clip: Clip) -> list[tuple[float, float, float, float]]:
+def _judge(subject: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
     """Of each object of a clip; neither its first frame nor its last one counts."""
     first = read_image(clip.frames[0])
     wanted = [_read_mask(path, first.size) for path in clip.masks]
@@ -148,7 +148,7 @@ def _judge(subject: Subject, clip: Clip) -> list[tuple[float, float, float, floa
     return judge_masks(pair[0], pair[1], objects)
 
 
-def _carry(subject: Subject, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
+def _carry(subject: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
     """Found labels (height, width) of all frames but the first and the last."""
     model, device = subject.backbone, subject.device
     height, width = frame_sides(*first.size, subject.settings.size or _SIZE, model.patch_size)

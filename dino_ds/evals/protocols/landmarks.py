@@ -24,7 +24,7 @@ from dino_ds.evals.protocols.places import Benchmark, plain_name
 from dino_ds.evals.protocols.plain_pickle import read_plain_pickle
 from dino_ds.evals.protocols.work import Files, describe_files
 from dino_ds.evals.retrieval import average_precision, rank_database
-from dino_ds.evals.subject import Subject
+from dino_ds.evals.subject import EvalContext
 
 _KS = (1, 5, 10)
 _SCALES = (1.0, 2**-0.5, 0.5)
@@ -38,12 +38,12 @@ _SETUPS = {
 """What counts as found, and what is passed over."""
 
 
-def oxford(subject: Subject) -> dict[str, float]:
+def oxford(subject: EvalContext) -> dict[str, float]:
     """Revisited Oxford: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
     return _evaluate(subject, "oxford", "roxford5k", size=224, scales=(1.0,))
 
 
-def paris(subject: Subject) -> dict[str, float]:
+def paris(subject: EvalContext) -> dict[str, float]:
     """Revisited Paris: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
     return _evaluate(subject, "paris", "rparis6k", size=512, scales=_SCALES)
 
@@ -106,7 +106,7 @@ def thumbnail(image: Image.Image, size: int) -> Tensor:
     return to_tensor(small)
 
 
-def describe_at_scales(subject: Subject, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
+def describe_at_scales(subject: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
     """One image (1, 3, h, w) of any size -> (1, d): the sum of its features at these scales, unit length."""
     patch = subject.backbone.patch_size
 
@@ -136,9 +136,9 @@ def _whole_patches(images: Tensor, patch: int) -> Tensor:
     return images[..., : height // patch * patch, : width // patch * patch]
 
 
-def _evaluate(subject: Subject, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
+def _evaluate(subject: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     benchmark = _benchmark(dataset)
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         folder = benchmark.find(subject.settings.benchmark_root)
         truth = read_ground_truth(folder / f"gnd_{dataset}.pkl")
         images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]

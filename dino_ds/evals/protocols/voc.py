@@ -22,7 +22,7 @@ from dino_ds.evals.linear import LinearProbe
 from dino_ds.evals.protocols.patch_probe import fit_patch_probe
 from dino_ds.evals.protocols.places import Benchmark
 from dino_ds.evals.protocols.work import read_image, read_label_map, share
-from dino_ds.evals.subject import Subject
+from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(
     "Pascal VOC 2012",
@@ -35,9 +35,9 @@ _CLASSES, _IGNORED = 21, 255
 _SIZE = 512
 
 
-def voc(subject: Subject) -> dict[str, float]:
+def voc(subject: EvalContext) -> dict[str, float]:
     """Pascal VOC 2012: linear layer on patch tokens, mean IoU of 21 classes"""
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(subject.settings.benchmark_root)
         train, val = (_read_split(folder, split) for split in ("train", "val"))
         _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
@@ -77,7 +77,7 @@ class Pair:
 def pixels_of_patches(labels: np.ndarray, rows: int, columns: int) -> Tensor:
     """uint8 (h, w) -> how many pixels of each class lie in each patch of the grid, (rows * columns, 21) FP32.
 
-    A pixel belongs to the patch that its centre lies in; ignored ones (255) to none.
+    A pixel belongs to the patch that its center lies in; ignored ones (255) to none.
     """
     height, width = labels.shape
     row = ((np.arange(height) + 0.5) * rows / height).astype(np.int64)
@@ -128,7 +128,7 @@ def _read(pair: Pair) -> tuple[Image.Image, np.ndarray]:
     return image, labels
 
 
-def _patches(subject: Subject, image: Image.Image) -> Tensor:
+def _patches(subject: EvalContext, image: Image.Image) -> Tensor:
     """(rows, columns, d) of the photo, its shorter side resized to 512 pixels, both to multiples of the patch size."""
     patch = subject.backbone.patch_size
     scale = (subject.settings.size or _SIZE) / min(image.size)

@@ -18,7 +18,7 @@ from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import DataError
-from dino_ds.evals.subject import GaveUp, Subject
+from dino_ds.evals.subject import EvalContext, GaveUp
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ class Files(NamedFiles):
 
 
 def describe_files(
-    subject: Subject,
+    subject: EvalContext,
     files: Files,
     transform: Callable[[Image.Image], Tensor],
     describe: Callable[[Tensor], Tensor],
@@ -57,7 +57,7 @@ def describe_files(
     return features
 
 
-def share(subject: Subject, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
+def share(subject: EvalContext, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
     """work(item) of all items, in their order, on all ranks; each rank does its share. Small host objects.
 
     `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `subject.give_up` says yes on one.
@@ -65,7 +65,7 @@ def share(subject: Subject, items: Sequence[T], work: Callable[[T], R], what: st
     subject.begin()
     rank, world = distributed.rank(), distributed.world_size()
     results, gave_up = list[R](), False
-    with distributed.together():
+    with distributed.raise_on_all_ranks():
         for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(subject.progress)):
             results.append(work(item))
             gave_up = subject.give_up()

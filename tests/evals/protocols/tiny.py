@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.data.multicrop import MEAN, STD
-from dino_ds.evals.subject import Settings, Subject
+from dino_ds.evals.subject import EvalContext, Settings
 
 COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
 
@@ -38,8 +38,10 @@ class Colours:
         raise NotImplementedError
 
 
-def subject_of(root: Path | None, **settings: object) -> Subject:
-    return Subject(Colours(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False)
+def subject_of(root: Path | None, **settings: object) -> EvalContext:
+    return EvalContext(
+        Colours(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False
+    )
 
 
 def photo(path: Path, blocks: list[list[int]], side: int = 40) -> None:

@@ -30,7 +30,7 @@ class Views:
     bad: list[str]
 
 
-class Feed:
+class DevicePrefetcher:
     """An endless iterator of Views over a loader. Raises what the loader raises.
 
     On a GPU, who calls `prefetch` when a step's backward pass is launched finds the next views ready: they are copied
@@ -44,7 +44,7 @@ class Feed:
         self._notes: list[str] = []
         self._first = True
 
-    def __iter__(self) -> Feed:
+    def __iter__(self) -> DevicePrefetcher:
         return self
 
     def __next__(self) -> Views:

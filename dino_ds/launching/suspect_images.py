@@ -14,7 +14,7 @@ from dino_ds.launching.records import last_checkpoint_step
 
 
 def write_step_images(run_dir: Path, done: int) -> Path:
-    """RUN/poison-STEP.txt: the global batch of the step after `done`. Raises UserError if it can't be known."""
+    """RUN/suspect_images-STEP.txt: the global batch of the step after `done`. Raises UserError if it can't be known."""
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
     data = recipe.data
     source = build_source(data.source, data.root, "train", download=False)
@@ -26,7 +26,7 @@ def write_step_images(run_dir: Path, done: int) -> Path:
         position = position.advance(data.global_batch, per_epoch)
     sampler = ResumableSampler(len(source), recipe.seed, data.global_batch, data.global_batch, 0, 1, position)
     images = next(iter(sampler))
-    path = run_dir / f"poison-{done + 1}.txt"
+    path = run_dir / f"suspect_images-{done + 1}.txt"
     head = f"# step {done + 1}, epoch {images[0][0]}: the {len(images)} images of its global batch, in order"
     note = "# loader processes (data.workers) may have been reading images of the steps after it"
     path.write_text("\n".join([head, note, *(source.name(index) for _, index in images)]) + "\n")

@@ -9,22 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dino_ds.data import feed as feed_module
+from dino_ds.data import prefetcher as feed_module
 from dino_ds.data.batches import augmented_views
-from dino_ds.data.feed import Feed
-from dino_ds.data.loader import NoBatchYet
+from dino_ds.data.loader import DataTimeout
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import DataError
 from tests.data.test_loader import BOTH, CROPS, GLOBAL, START, Noise, batches, build_loader
 
 
-def feed(device: str, augment: str, workers: int = 0) -> Feed:
+def prefetcher(device: str, augment: str, workers: int = 0) -> DevicePrefetcher:
     where = torch.device(device)
-    return Feed(build_loader(Noise(), CROPS, 0, GLOBAL, 4, 0, 1, workers, START, augment=augment, device=where), where)
+    return DevicePrefetcher(
+        build_loader(Noise(), CROPS, 0, GLOBAL, 4, 0, 1, workers, START, augment=augment, device=where), where
+    )
 
 
 @BOTH
 def test_views_are_those_of_the_batches(augment):
-    fed = feed("cpu", augment)
+    fed = prefetcher("cpu", augment)
     for views, batch in zip(itertools.islice(fed, 5), batches(5, 4, augment=augment), strict=True):
         assert torch.equal(views.indices, batch.indices)
         assert (views.epoch, views.names, views.bad) == (batch.epoch, batch.names, batch.bad)
@@ -43,11 +45,11 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
         monkeypatch.setattr(feed_module, "to_device", self.to_device)
-        self.feed = Feed(self, torch.device("cuda", 0))
+        self.prefetcher = DevicePrefetcher(self, torch.device("cuda", 0))
 
     def next_unless(self, give_up):
         if give_up():
-            raise NoBatchYet
+            raise DataTimeout
         self.did.append("wait")
         return next(self.batches)
 
@@ -74,9 +76,9 @@ class Recorder:
     def step(self):
         """What the host does in one step; the batch it got."""
         self.did.clear()
-        got = next(self.feed).number
+        got = next(self.prefetcher).number
         self.did.append("backward")
-        self.feed.prefetch()
+        self.prefetcher.prefetch()
         self.did.append("optimizer")
         return got, self.did
 
@@ -89,7 +91,7 @@ def test_the_next_batch_is_launched_behind_the_backward_pass(monkeypatch):
     assert recorder.step() == (1, ["wait", "augment 1 on side", *[x.format(1) for x in handed_over], *expected])
     expected[1] = "augment 3 on side"
     assert recorder.step() == (2, [*[x.format(2) for x in handed_over], *expected])
-    recorder.feed.prefetch()  # one batch ahead, no more
+    recorder.prefetcher.prefetch()  # one batch ahead, no more
     assert recorder.step()[0] == 3
 
 
@@ -100,24 +102,24 @@ def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypat
         assert (
             got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
         )
-    with pytest.raises(NoBatchYet):
-        recorder.feed.next_unless(lambda: True)
+    with pytest.raises(DataTimeout):
+        recorder.prefetcher.next_unless(lambda: True)
     assert recorder.step()[0] == 3
     recorder.ready = True
     recorder.step()
-    assert recorder.feed.next_unless(lambda: True).number == 5  # it is there: nothing to give up
+    assert recorder.prefetcher.next_unless(lambda: True).number == 5  # it is there: nothing to give up
 
 
 def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):
     recorder = Recorder(monkeypatch, ready=DataError("100 images in a row"))
     assert recorder.step()[1][-1] == "optimizer"
     with pytest.raises(DataError, match="in a row"):
-        next(recorder.feed)
+        next(recorder.prefetcher)
 
 
 def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
     monkeypatch.setattr(feed_module, "find_kernels", lambda device, dtype, shape: (None, "no C compiler"))
-    fed = feed("cpu", "device")
+    fed = prefetcher("cpu", "device")
     next(fed), next(fed)
     [note] = fed.take_notes()
     assert "(no C compiler)" in note and fed.take_notes() == []
@@ -129,7 +131,7 @@ def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
 @BOTH
 def test_a_gpu_is_fed_the_same_views(augment, workers):
     """Also when the step writes over its memory: nothing of the next batch may lie there yet."""
-    fed = feed("cuda", augment, workers)
+    fed = prefetcher("cuda", augment, workers)
     for views, batch in zip(itertools.islice(fed, 12), batches(12, 4, augment=augment), strict=True):
         fed.prefetch()
         assert views.indices.is_cuda and torch.equal(views.indices.cpu(), batch.indices)
