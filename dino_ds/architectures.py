@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import abc
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """A ViT as timm's `VisionTransformer` describes it.
+class BackboneSpec(abc.ABC):
+    """What the program knows of a backbone without building it. `builder` is "module:class" of its `Backbone`.
+
+    stride: pixels from one patch feature to the next; the sides of crops are multiples of it. width: of a feature;
+    depth: segments that are compiled and recomputed one by one.
+    """
+
+    stride: int
+    width: int
+    depth: int
+    in_chans: int = field(default=3, kw_only=True)
+    builder: ClassVar[str]
+
+    @abc.abstractmethod
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
+        """The name and the arguments by which timm.create_model builds this backbone, called `name` here; None if timm
+        does not know it."""
+
+
+@dataclass(frozen=True)
+class BackboneOptions:
+    """What a recipe and a ds config ask of a backbone; the second five change speed, not results.
+
+    `drop_path` rate of the last block, growing linearly from 0 at the first; `stochastic_depth` "per_image", or
+    "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
+    sizes than the native. `attention` and `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one
+    pass a size; `cls_only_last_block` False computes the last block for all tokens.
+    """
+
+    drop_path: float = 0.0
+    stochastic_depth: str = "per_image"
+    pos_embed_interpolation: str = "dino"
+    attention: str = "sdpa"
+    attention_backend: str = "auto"
+    packed: bool = True
+    cls_only_last_block: bool = True
+
+
+@dataclass(frozen=True)
+class Architecture(BackboneSpec):
+    """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
@@ -16,21 +57,21 @@ class Architecture:
     other projects' weights may have been trained with another.
     """
 
-    patch_size: int
-    width: int
-    depth: int
+    builder = "dino_ds.models.vit:VisionTransformer"
     heads: int
     mlp_ratio: float = 4.0
     swiglu: bool = False
     layer_scale: float | None = None
     registers: int = 0
-    in_chans: int = 3
     timm: str | None = None
     norm_eps: float = 1e-6
 
-    def timm_model(self, name: str) -> tuple[str, dict[str, int | float]]:
-        """The name and the arguments by which timm.create_model builds this architecture, called `name` here."""
-        arguments: dict[str, int | float] = {
+    @property
+    def patch_size(self) -> int:
+        return self.stride
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]]:
+        arguments: dict[str, Any] = {
             "patch_size": self.patch_size,
             "embed_dim": self.width,
             "depth": self.depth,
@@ -77,7 +118,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # positions are learned here and rotary there, and its queries, keys and values have no bias.
     "vit_7b_patch16_reg4": replace(
         _GIANT,
-        patch_size=16,
+        stride=16,
         width=4096,
         heads=32,
         mlp_ratio=4.0,

@@ -215,7 +215,8 @@ class Loop:
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             images = done * run.recipe.data.global_batch
-            found = run.watch.evaluate(run.step.teacher, done, images, run.step.engine.device, self._stop_heard)
+            teacher, device = run.step.teachers.exported, run.step.engine.device
+            found = run.watch.evaluate(teacher, done, images, device, self._stop_heard)
             if found is not None:
                 self._reports.evaluated(found)
         if found is None and done == 0:
@@ -230,7 +231,7 @@ class Loop:
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             if distributed.rank() == 0:
-                failure = run.album.draw(run.step.teacher, done, run.step.engine.device, self._log.picture)
+                failure = run.album.draw(run.step.teachers.exported, done, run.step.engine.device, self._log.picture)
                 if failure:
                     self._log.say(f"warning  {failure}")
             distributed.barrier()

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dino_ds.architectures import BackboneOptions
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.value_range import ValueRange, prepared
@@ -74,7 +75,7 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """CLS features after the final norm, (b, width)."""
-        return self.vit([self._checked(images)])
+        return self.vit.features(self._checked(images))
 
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
@@ -129,7 +130,9 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
         found = describe(weights, heads)
         if heads not in (None, found.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        vit = VisionTransformer(found.arch, found.image_size, pos_embed_interpolation=found.interpolation)
+        vit = VisionTransformer(
+            found.arch, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
+        )
         take_weights(vit, weights.backbone)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from dino_ds.models.vit import VisionTransformer
 class PlainBackbone(nn.Module):
     """Images (b, c, h, w) -> CLS features (b, d), with the weights of `vit`; h and w multiples of the patch size.
 
-    Equal to `vit([images])`; without packing, and with the position embedding resized by two matrix products whose
+    Equal to `vit.features`; without packing, and with the position embedding resized by two matrix products whose
     entries are arithmetic of the image's size: a traced or exported program works at any size.
     """
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.objectives.dino import HEAD as HEAD_NAME
 from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.reference import by_group, dino_network
 
 HEAD = HeadSizes(prototypes=64, hidden=48, bottleneck=16, layers=3)
 ARCHS = {
@@ -48,14 +48,16 @@ def _count_flops():
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
-    backbone = VisionTransformer(arch, 32, attention="naive", packed=packed, cls_only_last_block=cls_only)
-    network = DinoNetwork(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
+    backbone = VisionTransformer(
+        arch, 32, BackboneOptions(attention="naive", packed=packed, cls_only_last_block=cls_only)
+    )
+    network = dino_network(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
     sides = [32, 32, 16, 16, 16]
     views = [torch.randn(2, arch.in_chans, side, side) for side in sides]
     with _count_flops() as counted:
         with torch.no_grad():
-            network(views[:GLOBAL_VIEWS])
-        network(views).sum().backward()
+            network({"global": views[:2]})
+        network(by_group(views))[HEAD_NAME].sum().backward()
     assert counted.get_total_flops() == 2 * sum(step_flops(arch, HEAD, sides, cls_only).values())
 
 

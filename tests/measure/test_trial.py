@@ -19,6 +19,7 @@ from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,13 @@ def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     knobs = trial.step.knobs
     assert not knobs.prototypes_frozen and not knobs.unfreeze_prototypes
     assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
-    before = trial.step.teacher.state_dict()
+    before = copied(trial.step.teachers["ema"].state())
     first = trial.run()
     assert math.isfinite(float(first))
     assert trial.step.applied_steps == 10001
-    assert any(not torch.equal(before[name], value) for name, value in trial.step.teacher.state_dict().items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in copied(trial.step.teachers["ema"].state()).items()
+    )
 
 
 def test_the_batch_is_of_a_step_and_accumulation_divides_it():
@@ -89,7 +92,7 @@ def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
     trial.run()
-    kept = [weakref.ref(p) for p in (*trial.step.teacher.network.parameters(), trial.views[0])]
+    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.views[0])]
     del trial
     free_memory()
     assert not [ref for ref in kept if ref() is not None]

@@ -11,17 +11,19 @@ import torch._inductor
 from torch._dynamo.utils import counters
 
 import dino_ds.models.attention as attention
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys
 from dino_ds.models.packing import Packing
 from dino_ds.models.vit import VisionTransformer
+from tests.reference import by_group
 
 _ARCH = Architecture(8, 32, 4, 2)
 
 
 def _model(arch=_ARCH, **options):
     torch.manual_seed(0)
-    return VisionTransformer(arch, 32, **options)
+    return VisionTransformer(arch, 32, BackboneOptions(**options))
 
 
 def _views(images=5):
@@ -30,7 +32,7 @@ def _views(images=5):
 
 
 def _outputs_and_gradients(model, keys=None):
-    out = model(_views(), keys)
+    out = model(by_group(_views()), keys)[CLS]
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     return [out.detach(), *(p.grad for p in model.parameters())]
 
@@ -102,7 +104,7 @@ def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only):
     results = []
     for kind, dtype in ((implementation, torch.bfloat16), ("naive", torch.float32)):
         model = _model(arch, attention=kind, cls_only_last_block=cls_only).cuda().to(dtype)
-        features = model([view.cuda().to(dtype) for view in _views()]).float()
+        features = model(by_group([view.cuda().to(dtype) for view in _views()]))[CLS].float()
         (features * torch.linspace(-1, 1, features.numel(), device="cuda").view_as(features)).sum().backward()
         results.append((features.detach(), [block.attn.qkv.weight.grad.float() for block in model.blocks]))
     (ours, gradients), (exact, expected) = results
