@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import abc
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 
-@dataclass(frozen=True)
-class BackboneSpec(abc.ABC):
-    """What the program knows of a backbone without building it. `builder` is "module:class" of its `Backbone`.
+class BackboneSpec(Protocol):
+    """What the program knows of a backbone without building it: a frozen dataclass of plain numbers.
 
-    stride: pixels from one patch feature to the next; the sides of crops are multiples of it. width: of a feature;
-    depth: segments that are compiled and recomputed one by one.
+    `builder` is "module:class" of its `dino_ds.models.base.Backbone`; stride: pixels from one patch feature to the
+    next, of which the sides of crops are multiples; width: of a feature; depth: segments that are compiled and
+    recomputed one by one; in_chans: channels of the images.
     """
 
-    stride: int
-    width: int
-    depth: int
-    in_chans: int = field(default=3, kw_only=True)
     builder: ClassVar[str]
 
-    @abc.abstractmethod
+    @property
+    def stride(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def in_chans(self) -> int: ...
+
     def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
         """The name and the arguments by which timm.create_model builds this backbone, called `name` here; None if timm
         does not know it."""
@@ -47,7 +53,7 @@ class BackboneOptions:
 
 
 @dataclass(frozen=True)
-class Architecture(BackboneSpec):
+class Architecture:
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
@@ -57,18 +63,22 @@ class Architecture(BackboneSpec):
     other projects' weights may have been trained with another.
     """
 
-    builder = "dino_ds.models.vit:VisionTransformer"
+    builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
+    patch_size: int
+    width: int
+    depth: int
     heads: int
     mlp_ratio: float = 4.0
     swiglu: bool = False
     layer_scale: float | None = None
     registers: int = 0
+    in_chans: int = 3
     timm: str | None = None
     norm_eps: float = 1e-6
 
     @property
-    def patch_size(self) -> int:
-        return self.stride
+    def stride(self) -> int:
+        return self.patch_size
 
     def timm_model(self, name: str) -> tuple[str, dict[str, Any]]:
         arguments: dict[str, Any] = {
@@ -118,7 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     # positions are learned here and rotary there, and its queries, keys and values have no bias.
     "vit_7b_patch16_reg4": replace(
         _GIANT,
-        stride=16,
+        patch_size=16,
         width=4096,
         heads=32,
         mlp_ratio=4.0,

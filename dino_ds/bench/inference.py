@@ -129,7 +129,7 @@ def _reason(error: Exception) -> str:
 
 def _compiled(backbone: Backbone) -> Features:
     other = copy.deepcopy(backbone)
-    other.vit.compile_blocks()
+    other.vit.compile_segments()
     return other.features
 
 
@@ -141,7 +141,7 @@ def _bf16(backbone: Backbone, compiled: bool) -> Features:
         raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
     other = copy.deepcopy(backbone).bfloat16()
     if compiled:
-        other.vit.compile_blocks()
+        other.vit.compile_segments()
     return lambda images: other.features(images.bfloat16())
 
 

@@ -135,7 +135,7 @@ def _ratio(timings: dict[str, Timing], name: str) -> float:
 def _features_seconds(images: int, patch_size: int) -> tuple[float, float]:
     """Wall and CPU time from images in memory to features, preparation included, by a ViT-Ti with random weights."""
     source = PhotoPatches("train")
-    arch = dataclasses.replace(ARCHITECTURES["vit_tiny_patch16_224"], stride=patch_size)
+    arch = dataclasses.replace(ARCHITECTURES["vit_tiny_patch16_224"], patch_size=patch_size)
     network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -56,10 +57,11 @@ class NormalisedPrototypes(Prototypes):
 
 def normalise_prototypes(network: Network) -> None:
     """Put `NormalisedPrototypes` into the network, with its weight."""
-    k, bottleneck = network.head.prototypes.weight.shape
+    head: Any = network.head
+    k, bottleneck = head.prototypes.weight.shape
     plain = NormalisedPrototypes(bottleneck, k)
-    plain.weight = network.head.prototypes.weight
-    network.head.prototypes = plain
+    plain.weight = head.prototypes.weight
+    head.prototypes = plain
 
 
 class LoopTeacher(EmaTeacher):

@@ -55,8 +55,9 @@ class Network(nn.Module):
 
     def freeze_prototypes(self, frozen: bool) -> None:
         for head in self.heads().values():
-            if hasattr(head, "prototypes"):
-                head.prototypes.frozen = frozen
+            prototypes = getattr(head, "prototypes", None)
+            if prototypes is not None:
+                prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
         """While frozen its gradients are exactly zero: as of the prototypes, every ZeRO stage gets one for each."""

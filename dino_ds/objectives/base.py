@@ -86,7 +86,7 @@ class Objective:
     def entropies(self) -> list[Entropy]:
         """The entropies of all terms."""
         return [
-            Entropy(scalar, *(self._own(name) or ("loss",)), scalar.replace("teacher_entropy", "kl"), prototypes)
+            Entropy(scalar, next(iter(self._own(name)), "loss"), scalar.replace("teacher_entropy", "kl"), prototypes)
             for name, term in self.terms.items()
             for scalar, prototypes in term.entropies.items()
         ]

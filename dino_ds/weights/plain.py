@@ -76,7 +76,7 @@ def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
     grid = vit.grid
     there = torch.arange(grid, device=device, dtype=torch.float32)
     wanted = torch.arange(size, device=device, dtype=torch.float32)
-    if vit.pos_embed_interpolation == "dino":
+    if vit.options.pos_embed_interpolation == "dino":
         centers = (wanted + 0.5) * (grid / (size + 0.1)) - 0.5
         # Pixels beyond each edge count for the edge.
         padded = torch.arange(-3, grid + 3, device=device, dtype=torch.float32)

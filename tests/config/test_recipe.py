@@ -205,7 +205,7 @@ def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
 
 def test_architecture_takes_the_overrides():
     recipe = load_recipe(None, {"model.patch_size": "8", "model.width": "96", "model.heads": "3", "model.depth": "2"})
-    expected = dataclasses.replace(ARCHITECTURES["vit_small_patch16_224"], stride=8, width=96, heads=3, depth=2)
+    expected = dataclasses.replace(ARCHITECTURES["vit_small_patch16_224"], patch_size=8, width=96, heads=3, depth=2)
     assert recipe.model.architecture() == expected
 
 

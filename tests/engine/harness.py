@@ -23,7 +23,7 @@ from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.step import TrainingStep
-from tests.reference import by_group, copied, dino_network
+from tests.reference import copied, dino_network
 
 PROTOTYPES = 40
 
@@ -68,15 +68,15 @@ def ds_config(stage: int, precision: str, global_batch: int, accumulation: int =
 
 
 def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> dict[str, list[Tensor]]:
-    """DINO's groups, one crop (b, 3, size, size) a size, each image a function of its index alone."""
-    views = []
+    """One crop (b, 3, size, size) a size, the first two global ones; each image a function of its index alone."""
+    found = []
     for v, size in enumerate(sizes):
         rows = []
         for index in indices.tolist():
             generator = torch.Generator().manual_seed(1000 * index + v)
             rows.append(torch.randn(3, size, size, generator=generator))
-        views.append(torch.stack(rows))
-    return by_group(views)
+        found.append(torch.stack(rows))
+    return {"global": found[:2], "local": found[2:]}
 
 
 def build_step(

@@ -99,19 +99,19 @@ def test_the_copy_is_what_runs_and_follows():
 def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
-    from dino_ds.architectures import Architecture
+    from dino_ds.architectures import Architecture, BackboneOptions
     from dino_ds.models.head import DinoHead
     from dino_ds.models.vit import VisionTransformer
     from tests.engine.harness import PROTOTYPES
 
     torch.manual_seed(3)
     compiled = performance.pop("compile", False)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=0.2, **performance)
+    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, BackboneOptions(drop_path=0.2, **performance))
     network = dino_network(backbone, DinoHead(32, 48, 16, PROTOTYPES, 3))
     if compiled:
         torch._dynamo.reset()
         # Not inductor: its C++ takes a minute to build, and the question here is what the engine sees.
-        backbone.compile_blocks(backend="aot_eager")
+        backbone.compile_segments(backend="aot_eager")
     return run_windows(build_step(ds_config(stage, "fp32", 8, accumulation=2), network), 0, 4)
 
 

@@ -75,7 +75,7 @@ def test_every_architecture_has_timm_s_parameters(name):
 
 def _model(**changes):
     torch.manual_seed(1)
-    arch = dataclasses.replace(ARCHITECTURES["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, stride=4)
+    arch = dataclasses.replace(ARCHITECTURES["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, patch_size=4)
     model = VisionTransformer(arch, 24, BackboneOptions(drop_path=0.3, **changes))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

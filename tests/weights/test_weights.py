@@ -35,7 +35,7 @@ SIZE, PATCH = 32, 8
 def _backbone(name: str = KINDS[0], interpolation: str = "antialias", size: int = SIZE) -> Backbone:
     """Two narrow blocks of a kind, weights that matter everywhere, and what a run writes beside them."""
     torch.manual_seed(0)
-    arch = dataclasses.replace(ARCHITECTURES[name], stride=PATCH, width=64, depth=2, heads=1)
+    arch = dataclasses.replace(ARCHITECTURES[name], patch_size=PATCH, width=64, depth=2, heads=1)
     if arch.swiglu:
         arch = dataclasses.replace(arch, mlp_ratio=2.75 * 2)  # 176 = (int(64 * 4 * 2 / 3) + 7) // 8 * 8, as DINOv2
     vit = VisionTransformer(arch, size, BackboneOptions(pos_embed_interpolation=interpolation))
@@ -248,7 +248,7 @@ def test_dinov2_s_own_network_takes_ours(tmp_path, name):
 
 
 def _with_dino_positions(model: Backbone) -> Backbone:
-    model.vit.pos_embed_interpolation = "dino"
+    model.vit.options = dataclasses.replace(model.vit.options, pos_embed_interpolation="dino")
     return model
 
 
