@@ -25,7 +25,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_network, build_step
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
-from tests.reference import dino_network
+from tests.reference import copied, dino_network
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
@@ -62,7 +62,8 @@ def _config(recipe: Recipe, stage: int, precision: str, **sections) -> DsConfig:
 
 def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections) -> dict[str, torch.Tensor]:
     """The teacher, which is made of the FP32 masters."""
-    return build_step(recipe, _config(recipe, stage, precision, **sections), 10).teacher.state_dict()
+    step = build_step(recipe, _config(recipe, stage, precision, **sections), 10)
+    return copied(step.teachers["ema"].state())
 
 
 @pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_giant_patch14_reg4_dinov2"])
