@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
     {"config", "distributed", "health"},
-    {"data", "models", "objective", "schedules", "costs", "checkpoint"},
+    {"data", "models", "objective", "schedules", "costs", "checkpoint", "options"},
     {"weights", "engine", "pictures"},
     {"teacher"},
     {"evals"},
@@ -17,7 +17,7 @@ LAYERS = [
     {"measure"},
     {"plan", "report"},
     {"train", "bench", "tools", "launching"},
-    {"preflight", "options"},
+    {"preflight"},
     {"cli"},
     {"__main__"},
 ]

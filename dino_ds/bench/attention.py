@@ -17,6 +17,7 @@ from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
 from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.options.bench import BenchAttentionOptions
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""
@@ -28,9 +29,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
+def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
     """Forward and backward of one block's attention without its linear layers; bf16 on a GPU, else FP32."""
-    batch = begin(batch, threads, "bench attention")
+    batch = begin(options.batch, options.threads, "bench attention")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     shapes = _shapes(recipe, batch)
     cases = {
@@ -43,7 +44,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     for (name, shape), case in cases.items():
         if skipped[name, shape] is None:
             runs |= {f"{name}|{shape}|forward": case.forward, f"{name}|{shape}|both": case.forward_and_backward}
-    timings = time_interleaved(runs, steps, warmup, device())
+    timings = time_interleaved(runs, options.steps, options.warmup, device())
     rows = []
     for name, shape in cases:
         row: dict[str, Any] = {"name": name, "shape": shape, "skipped": skipped[name, shape]}
@@ -53,7 +54,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         rows.append(row)
     result = about(recipe, batch) | {"attention": rows, "dtype": str(dtype).removeprefix("torch.")}
     result["auto_is"] = _automatic(recipe, dtype)
-    print_result(_page(result, list(shapes)), result, json)
+    print_result(_page(result, list(shapes)), result, options.json)
 
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
