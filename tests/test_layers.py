@@ -24,7 +24,7 @@ LONG_SIGNATURES = {
                 "launching/launch.py:run",
                 "models/vit.py:VisionTransformer.__init__",
             ),
-            *("plan/command.py:run", "report/chart.py:draw_chart", "tools/attention_video.py:run"),
+            *("plan/command.py:run", "tools/attention_video.py:run"),
             *("tools/evaluate.py:run", "tools/find_batch_size.py:run", "tools/find_batch_size.py:_Trials.__init__"),
             *("tools/find_workers.py:_measure_once", "tools/pictures.py:run", "tools/profiler.py:run"),
             *("tools/shard.py:run", "tools/simulate_goodput.py:run", "train.py:train"),
