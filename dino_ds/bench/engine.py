@@ -9,13 +9,14 @@ from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
+from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved
 from dino_ds.measure.trial import build_trial, resolve
-from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.objective.dino import DinoLoss
 from dino_ds.ranges import PARTS, named_range
 
 STAGES = (0, 1, 3)
@@ -68,11 +69,11 @@ class _LossAlone:
     """From logits to their gradient: in a step the second half of it is inside the backward pass."""
 
     def __init__(self, recipe: Recipe, batch: int) -> None:
-        objective, k = recipe.objective, recipe.head.prototypes
+        objective, k, crops = recipe.objective, recipe.head.prototypes, recipe.crops.groups
         self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
         self._temperature = objective.teacher_temp
-        self._student = self._cosines((GLOBAL_VIEWS + recipe.crops.num_local) * batch, k)
-        self._teacher = self._cosines(GLOBAL_VIEWS * batch, k)
+        self._student = self._cosines(len(student_sizes(crops)) * batch, k)
+        self._teacher = self._cosines(len(teacher_sizes(crops)) * batch, k)
 
     @staticmethod
     def _cosines(rows: int, k: int) -> Tensor:
