@@ -39,7 +39,7 @@ CYCLES = [[f"data/{name}.py" for name in _SOURCES], ["data/photometric.py", "dat
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
     {"config", "distributed", "health"},
-    {"data", "models", "objective", "schedules", "costs", "checkpoint"},
+    {"data", "models", "objective", "schedules", "costs", "checkpoint", "options"},
     {"weights", "engine", "pictures"},
     {"teacher"},
     {"evals"},
@@ -47,7 +47,7 @@ LAYERS = [
     {"measure"},
     {"plan", "report"},
     {"train", "bench", "tools", "launching"},
-    {"preflight", "options"},
+    {"preflight"},
     {"cli"},
     {"__main__"},
 ]

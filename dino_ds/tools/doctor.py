@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.recipe import Recipe
+from dino_ds.options.machine import DoctorOptions
 from dino_ds.tools.doctor_finding import FAILURE, WARNING, Finding
 from dino_ds.tools.doctor_software import look_at_compilers, look_at_software
 
@@ -23,12 +24,12 @@ _PROBLEMS = 2
 Look = Callable[[], list[Finding]]
 
 
-def run(*, recipe: Recipe, ds: Mapping[str, Any], ds_path: str, run_dir: str, quick: bool, json: bool) -> None:
+def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
     """Print the page. Exits with code 2 where something stops training; warnings don't."""
     found = look_at_software()
     if all(finding.level != FAILURE for finding in found):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        looks = _looks(recipe, _resolve(ds, ds_path, recipe), Path(run_dir), quick)
+        looks = _looks(recipe, _resolve(ds, ds_path, recipe), Path(options.run_dir), options.quick)
         for look in tqdm(looks, "doctor", leave=False, disable=None):
             found += look()
     problems = sum(finding.level == FAILURE for finding in found)
@@ -38,7 +39,8 @@ def run(*, recipe: Recipe, ds: Mapping[str, Any], ds_path: str, run_dir: str, qu
         "trains": problems == 0,
         "findings": [vars(finding) for finding in found],
     }
-    print(dumps(result, indent=1) if json else _page(result, found), flush=True)  # also where torch does not load
+    # Also where torch does not load.
+    print(dumps(result, indent=1) if options.json else _page(result, found), flush=True)
     if problems:
         sys.exit(_PROBLEMS)
 
