@@ -165,7 +165,7 @@ def _trajectory(stage, freeze):
     step = DinoStep(engine, teacher, objective, schedules)
     for i, expected in enumerate(run["losses"]):
         views = [recorded[f"step{i}.crop{c}"] for c in range(len(settings["crops"]))]
-        out = step.micro_batch(views, None)
+        out = step.micro_batch({"global": views[:2], "local": views[2:]}, None)
         assert out.progress is Progress.STEPPED
         assert out.loss.item() == pytest.approx(expected, rel=1e-4)
         center = recorded[f"{freeze}.step{i}.center_after"][0]

@@ -19,21 +19,20 @@ from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import Prototypes
 from dino_ds.models.network import DinoNetwork
-from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss, DinoLossOutput
+from dino_ds.objective.dino import DinoLoss, DinoLossOutput
 from dino_ds.teacher import Teacher
 
 
 class PairwiseLoss(DinoLoss):
-    """A log-softmax for every pair of views, as facebookresearch/dino's `DINOLoss`, whose entropy nobody asks for."""
+    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, whose entropy nobody asks for."""
 
     def __call__(self, student_logits: Tensor, teacher_logits: Tensor, teacher_temp: float) -> DinoLossOutput:
-        targets = F.softmax((teacher_logits - self.center.value) / teacher_temp, dim=-1)
+        targets = F.softmax((teacher_logits - self.center.value) / teacher_temp, dim=-1).chunk(2)
         self.center.gather(teacher_logits)
-        images = teacher_logits.shape[0] // GLOBAL_VIEWS
-        student = (student_logits / self.student_temp).split(images)
+        student = (student_logits / self.student_temp).split(len(targets[0]))
         losses = [
             torch.sum(-target * F.log_softmax(logits, dim=-1), dim=-1).mean()
-            for t, target in enumerate(targets.split(images))
+            for t, target in enumerate(targets)
             for s, logits in enumerate(student)
             if s != t
         ]

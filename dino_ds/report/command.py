@@ -8,16 +8,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from dino_ds import __version__
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import RunFiles, read_run
-from dino_ds.report.html import build_document, page_script, page_style
-from dino_ds.report.one import draw_one
+from dino_ds.report.html import TEMPLATES, build_document, render
+from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
 
@@ -60,13 +58,13 @@ def _check_out(page: Path, folder: Path) -> None:
 
 def _write(page: Path, runs: list[RunFiles]) -> None:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names_of(runs))}"
-    body = draw_one(runs[0]) if len(runs) == 1 else draw_comparison(runs)
+    body = draw_run(runs[0]) if len(runs) == 1 else draw_comparison(runs)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    foot = Markup("<footer>Made by dino_ds {} on {} from {}.</footer>").format(
-        __version__, today, ", ".join(str(one.path.resolve()) for one in runs)
-    )
+    folders = [str(one.path.resolve()) for one in runs]
+    body += render("foot.html", version=__version__, today=today, folders=folders)
+    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     try:
-        replace_file(page, build_document(title, body + foot, page_style(), page_script()))
+        replace_file(page, build_document(title, body, style, script))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
 

@@ -12,10 +12,8 @@ from tqdm import tqdm
 
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import batch_bytes
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.workers import check_shared_memory, worker_options
 from dino_ds.errors import ConfigError
@@ -63,10 +61,7 @@ def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     data = recipe.data
     counts = _counts(options.max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    batch = batch_bytes(
-        MultiCrop(**recipe.crops.model_dump()), _MICRO_BATCH, recipe.model.in_chans, data.augment, data.is_deep
-    )
-    check_shared_memory(batch, counts[-1])
+    check_shared_memory(recipe.batch_bytes(_MICRO_BATCH), counts[-1])
     stages = measure_stages(source, recipe, device, _MICRO_BATCH, options.seconds)
     rates = _measure(source, recipe, device, counts, options.seconds)
     chosen = _recommend({count: median(rates[count]) for count in counts}, share, options.step_images_per_second)

@@ -22,7 +22,7 @@ from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.evals.knn import nearest
 from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
-from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
 from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread

@@ -18,7 +18,6 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
-from dino_ds.data.batches import batch_bytes
 from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
@@ -59,7 +58,7 @@ class Run:
         images = OtherImages(recipe, self._images, folder.allows_other_images)
         choice = self._choose(images)
         folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
-        self.crops = MultiCrop(**recipe.crops.model_dump())
+        self.crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
         # Weights of a checkpoint take the place of others, whose file may be gone.
         begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
         self.step = build_step(begins, config, self.epoch_steps)
@@ -108,12 +107,11 @@ class Run:
 
     def attention_kernels(self) -> str:
         """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-        performance, arch, crops = self.config.performance, self.recipe.model.architecture(), self.recipe.crops
+        performance, arch = self.config.performance, self.recipe.model.architecture()
         if performance.attention != "sdpa":
             return performance.attention
-        sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
         kernels: dict[str, list[str]] = {}
-        for tokens in [tokens_of(arch, size) for size in sizes]:
+        for tokens in [tokens_of(arch, group.size) for group in self.recipe.crops.groups]:
             kernel = performance.attention_backend
             if kernel == "auto":
                 where, dtype = self.step.engine.device, DTYPES[self.config.precision]
@@ -235,9 +233,9 @@ def build_prefetcher(
 
     Raises DataError where shared memory is too small for them.
     """
-    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
     with distributed.raise_on_all_ranks():
-        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment, data.is_deep), data.workers)
+        check_shared_memory(recipe.batch_bytes(micro_batch), data.workers)
     loader = build_loader(
         source,
         crops,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import all_crops
 from dino_ds.distributed import RankFlags, sum_across_ranks
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
-from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.objective.dino import DinoLoss
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Schedules, ScheduleValues
 from dino_ds.teacher import Teacher
@@ -50,9 +51,9 @@ class DinoStep:
         self._set_knobs()
 
     def micro_batch(
-        self, views: list[Tensor], drop_keys: Tensor | None, after_backward: Callable[[], None] | None = None
+        self, crops: dict[str, list[Tensor]], drop_keys: Tensor | None, after_backward: Callable[[], None] | None = None
     ) -> MicroStep:
-        """Views (b, 3, h, w) on the device, global ones first; drop_keys (b,) int64 for stochastic depth.
+        """Crops (b, 3, h, w) by group on the device; drop_keys (b,) int64 for stochastic depth.
 
         after_backward: what the host does while the device works, before the optimizer's results are read.
         """
@@ -60,9 +61,9 @@ class DinoStep:
         if self.engine.config.performance.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
-            teacher_logits = self.teacher(views[:GLOBAL_VIEWS])
+            teacher_logits = self.teacher(crops["global"])
         with named_range("student"):
-            student_logits = self.engine(views, drop_keys)
+            student_logits = self.engine(all_crops(crops), drop_keys)
         with named_range("loss"):
             loss, entropy = self.objective(student_logits, teacher_logits, knobs.teacher_temp)
         with named_range("backward"):

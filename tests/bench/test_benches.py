@@ -68,7 +68,8 @@ def test_step(capsys, no_children):
     assert set(setting["parts"]) == {*PARTS, "other"}
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
-    flops = sum(step_flops(tiny_recipe().model.architecture(), HeadSizes(64, 48, 16, 3), [32, 32, 16, 16]).values())
+    recipe = tiny_recipe()
+    flops = sum(step_flops(recipe.model.architecture(), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])

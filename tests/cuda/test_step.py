@@ -10,7 +10,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.objective.dino import DinoLoss
 from dino_ds.teacher import Teacher
 from dino_ds.training.build import _build_meta
 from dino_ds.training.metrics import Meter
@@ -35,12 +35,12 @@ def step(
         flags, meter = RankFlags(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix
     gpu.problems.clear()
-    views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * GLOBAL_VIEWS + [96] * 8]
+    views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * 2 + [96] * 8]
     with gpu.part("student"):
         drops = student.backbone.drop_path > 0
         keys = sample_keys(0, 0, torch.empty(IMAGES, dtype=torch.long, device=CUDA)) if drops else None
     with gpu.part("teacher"):
-        teacher_logits = teacher(views[:GLOBAL_VIEWS])
+        teacher_logits = teacher(views[:2])
     with gpu.part("student"):
         student_logits = student(views, keys)
     with gpu.part("loss"):

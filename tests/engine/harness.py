@@ -64,16 +64,16 @@ def ds_config(stage: int, precision: str, global_batch: int, accumulation: int =
     return resolve_ds_config(config, "test.json", global_batch, distributed.world_size(), fp16_supported=True)
 
 
-def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> list[Tensor]:
-    """One view (b, 3, size, size) a size, each image a function of its index alone."""
-    views = []
+def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> dict[str, list[Tensor]]:
+    """One crop (b, 3, size, size) a size, the first two global ones; each image a function of its index alone."""
+    found = []
     for v, size in enumerate(sizes):
         rows = []
         for index in indices.tolist():
             generator = torch.Generator().manual_seed(1000 * index + v)
             rows.append(torch.randn(3, size, size, generator=generator))
-        views.append(torch.stack(rows))
-    return views
+        found.append(torch.stack(rows))
+    return {"global": found[:2], "local": found[2:]}
 
 
 def build_step(

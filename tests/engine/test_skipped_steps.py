@@ -75,7 +75,7 @@ def _nan_on_rank_one(stage, precision, **sections):
     for m in range(2):
         views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
         if m == 0 and distributed.rank() == 1:
-            views[2][0, 0, 0, 0] = float("nan")
+            views["local"][0][0, 0, 0, 0] = float("nan")
         out = step.micro_batch(views, None)
     skipped = out.progress is Progress.SKIPPED
     unmoved = max_difference(before, _state(step)) == 0.0 and step.knobs == knobs and step.applied_steps == 2
@@ -106,7 +106,7 @@ def _overflow_for_ever():
     settings = {"initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
     step = build_step(ds_config(2, "fp16", BATCH, fp16_settings=settings))
     views = crops(torch.arange(8))
-    views[0][:] = float("inf")
+    views["global"][0][:] = float("inf")
     told = []
     for _ in range(4):
         step.micro_batch(views, None)
@@ -125,7 +125,7 @@ def _skip_and_forget(stage):
     before = step.engine.state().layout
     for _ in range(2):
         views = crops(torch.arange(2) + 2 * distributed.rank())
-        views[0][:] = float("nan")
+        views["global"][0][:] = float("nan")
         out = step.micro_batch(views, None)
     moved = step.engine.state().layout != before
     step.engine.restore_scaler_state()

@@ -35,22 +35,22 @@ def _train_with_bad_numbers(root, run, ds, kind):
     has moved since."""
     original, before, bad = DinoStep.micro_batch, {}, []
 
-    def micro_batch(step, views, *others):
+    def micro_batch(step, crops, *others):
         if step.applied_steps < GOOD_STEPS:
-            return original(step, views, *others)
+            return original(step, crops, *others)
         if not before:
             before.update({name: tensor.clone() for name, tensor in _dynamic_state(step).items()})
         bad.append(step)
         if kind == "nan" and os.environ["RANK"] == "1":
-            views = [view * math.nan for view in views]
+            crops = {name: [crop * math.nan for crop in group] for name, group in crops.items()}
         if kind == "overflow":
             backward = step.engine.backward
             step.engine.backward = lambda loss: backward(loss * 1e30)
             try:
-                return original(step, views, *others)
+                return original(step, crops, *others)
             finally:
                 step.engine.backward = backward
-        return original(step, views, *others)
+        return original(step, crops, *others)
 
     DinoStep.micro_batch = micro_batch
     try:
