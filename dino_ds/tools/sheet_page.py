@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from markupsafe import Markup
-
 from dino_ds.report.html import build_document, embedded_picture
 from dino_ds.tools.data_report import bin_name, duplicates_sentence
 from dino_ds.tools.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
@@ -30,7 +28,7 @@ def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
         statistics=_statistics(found),
     )
     style = _STYLE.replace("GLOBAL", GLOBAL_COLOUR).replace("LOCAL", LOCAL_COLOUR)
-    return build_document(title, Markup(body), style, _SCRIPT)
+    return build_document(title, body, style, _SCRIPT)
 
 
 def _card(number: int, row: Seen) -> str:

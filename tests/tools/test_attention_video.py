@@ -18,6 +18,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, head_colours, heat, overlay
 from dino_ds.pictures.maps import mass_mask
 from dino_ds.tools.attention_video import _shown, run
@@ -63,7 +64,7 @@ def place(tmp_path_factory):
 
 def _run(place, out, **changes):
     values = {"model": str(place), "clip": str(place / "clip"), "format": None, "show": "attention", "head": None}
-    run(**{**values, "out": out and str(out), "fps": None, "size": 32, "json": True, **changes})
+    run(AttentionVideoOptions(**{**values, "out": out and str(out), "fps": None, "size": 32, "json": True, **changes}))
 
 
 def _read(path):
