@@ -12,8 +12,7 @@ from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import Placer, init_weights_in_pieces
 from dino_ds.schedules import Schedules
-from dino_ds.weights.initial import InitialWeights
-from dino_ds.weights.start import find_start
+from dino_ds.weights.start import InitialWeights, find_start
 
 
 def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer = lambda module: None) -> DinoNetwork:
