@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
+from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second

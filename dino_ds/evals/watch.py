@@ -15,11 +15,11 @@ from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import generators_kept, raw_pixels
+from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.rehearsal import preflight_eval
 from dino_ds.evals.results import describe_result
-from dino_ds.evals.subject import EvalContext, GaveUp, Settings
+from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.teachers.base import Teacher
 
@@ -141,7 +141,7 @@ class EvalRunner:
                     raise _explained(name, error) from None
                 asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
                 continue
-            results[name] = describe_result(found, time.monotonic() - began, step, images, **images_of(name, asked))
+            results[name] = describe_result(found, time.monotonic() - began, step, images, images_of(name, asked))
         self._notes += asked.notes
         if "knn" in results:
             (self.latest,) = results["knn"]["results"].values()

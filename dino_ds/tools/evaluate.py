@@ -103,7 +103,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | N
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
-    return describe_result(values, seconds, about.get("step"), about.get("images"), **images_of(name, subject, data))
+    return describe_result(values, seconds, about.get("step"), about.get("images"), images_of(name, subject, data))
 
 
 def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:

@@ -21,8 +21,7 @@ from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.step import TrainingStep
-from dino_ds.weights.initial import InitialWeights
-from dino_ds.weights.start import find_start
+from dino_ds.weights.start import InitialWeights, find_start
 
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:

@@ -24,8 +24,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.describe import describe
-from dino_ds.weights.fit import take_weights
+from dino_ds.weights.fit import describe, take_weights
 from dino_ds.weights.read import find_weights
 
 

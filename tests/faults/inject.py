@@ -69,7 +69,7 @@ def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times
 
 
 def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
-    from dino_ds.checkpoint import writing as checkpoint_writing
+    from dino_ds.checkpoint import files as checkpoint_writing
 
     original, done = checkpoint_writing.write_tensors, []
 

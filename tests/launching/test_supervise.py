@@ -31,7 +31,7 @@ FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import restarts
+from dino_ds.launching import supervise
 from dino_ds.launching.supervise import supervise
 restarts._FIRST_WAIT = restarts._FIRST_WAIT_STORAGE = 0.02
 sys.exit(supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))
