@@ -75,12 +75,12 @@ class Beat:
         self._words[_LENGTH], self._words[_CODE] = len(text), code
         self._words[_END] = ENDS.index(how)
 
-    def wish(self, why: str) -> None:
+    def request_stop(self, why: str) -> None:
         """The watcher wants the rank to stop at its next step."""
         self._words[_WISH] = STOP_REASONS.index(why)
 
     @property
-    def wished(self) -> str:
+    def stop_reason(self) -> str:
         return STOP_REASONS[self._words[_WISH]]
 
     @property

@@ -33,7 +33,7 @@ class Failures:
         self._heartbeats, self._disk = Heartbeats(run_dir), Disk()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def reported(self) -> Iterator[None]:
         """What ends the block is told to the watcher and the other ranks; what follows from another rank's end
         becomes that rank's error.
 
@@ -65,8 +65,10 @@ class Failures:
             self._beat.end("done", 0, "")
 
     def stopped_early(self, why: str) -> None:
-        """This rank ends at a signal before the first step: the others need not ask what has become of it."""
+        """Tell the other ranks that this one ends at a signal before the first step."""
         self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
+        if self._rank == 0:
+            print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
     def ended_at_once(self, code: int, message: str) -> None:
         """This rank ends with `code` in a moment; it says why."""

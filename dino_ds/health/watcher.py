@@ -130,9 +130,9 @@ class MonitorProcess:
         self._failure = self._failure or self._heartbeats.first_failure()
         guarded, self._guarded = self._guarded, self._lock.guards_a_run
         if guarded and not self._guarded:
-            self._beat.wish("the loss of the run folder")
+            self._beat.request_stop("the loss of the run folder")
         if (self._run_dir / "stop").exists():
-            self._beat.wish("the stop file")
+            self._beat.request_stop("the stop file")
         if self._orders.rank == 0 and not self._lock.refresh():
             other = self._lock.holder()
             whom = f"pid {other.pid} on {other.host}" if other else "another run"
@@ -163,7 +163,7 @@ class MonitorProcess:
         """A rank without its launcher saves and ends; one that does not get that far is ended."""
         if self._doomed_at is not None or all(alive(p.pid, p.ticks) for p in self._launchers):
             return
-        self._beat.wish("the end of the launcher")
+        self._beat.request_stop("the end of the launcher")
         if self._beat.phase != "save" and self._idle > _LONE_SECONDS + 2 * self._slowest:
             self._doomed_at = now
             message = f"the launcher is gone, and no step came to its end; {last_checkpoint(self._run_dir)}"

@@ -215,7 +215,7 @@ SAVING = [
         "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, _fill_disk,
         before=scene.small_disk, changes={"save_every": "1 steps"}, goes_on=False,
     ),
-    Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training goes on", before=scene.log_full),
+    Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training continues", before=scene.log_full),
 ]  # fmt: skip
 
 

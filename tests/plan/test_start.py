@@ -44,10 +44,10 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
     monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
     options, files = cli._collect(TRAIN, parse_flags(TRAIN, _readme_command()[1:]))
-    asked, resume = (files["ds"], files["ds_path"], files["ds_overrides"]), options["resume"]
-    start, memory = train._settle(files["recipe"], asked, tmp_path / "run", resume, options["allow_oversize"])
+    recipe, path = files.pop("recipe"), tmp_path / options.pop("run_dir")
+    start, memory = train._choose_ds_config(recipe, train._Request(**options, **files, path=path))
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
-    again = fit(files["recipe"], start.ds, start.path, 1, RTX3090.card_gib)
+    again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
     assert memory.gib < again.memory.gib  # without the margins
 

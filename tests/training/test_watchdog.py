@@ -125,7 +125,7 @@ def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats,
     beat = Beat()
     beat.list_in_folder()
     heartbeats.claim(Failure(1, "here", 3, "error", 2, "images are gone"))
-    with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).told():
+    with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
     assert (caught.value.exit_code, caught.value.said_by_me) == (2, False)
     assert beat.ended == "error" and beat.last_word == (2, "images are gone")
@@ -134,7 +134,7 @@ def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats,
 def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):
     beat = Beat()
     beat.list_in_folder()
-    with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).told():
+    with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("shapes differ")
     assert heartbeats.first_failure().message == "RuntimeError: shapes differ"
     assert heartbeats.first_failure().code == 1
@@ -147,7 +147,7 @@ def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_pat
     beat = Beat()
     beat.list_in_folder()
     beat.enter("step", 7)
-    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).told():
+    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).reported():
         sys.exit(code)
     assert isinstance(caught.value.__cause__, SystemExit)
     failure = heartbeats.first_failure()
@@ -192,8 +192,8 @@ def test_a_beat_is_read_through_its_descriptor():
     mine.enter("step", 2**40)
     mine.part("backward")
     assert (theirs.phase, theirs.where, theirs.step, theirs.moves) == ("step", "backward", 2**40, 2)
-    theirs.wish("the stop file")
-    assert mine.wished == "the stop file"
+    theirs.request_stop("the stop file")
+    assert mine.stop_reason == "the stop file"
     mine.end("error", 4, "ü" * 5000)
     mine.end("done", 0, "too late")
     assert theirs.ended == "error" and theirs.last_word[0] == 4 and theirs.last_word[1].startswith("üü")
