@@ -103,7 +103,7 @@ def train(
             try:
                 init_distributed()
                 lock_note = _take(lock, heartbeats)
-                beat.list_in_folder()
+                beat.listed = True
                 try:
                     start, memory = _choose_ds_config(recipe, request)
                     memory_guard.expect(recipe, start.config, memory.gib)
@@ -111,7 +111,7 @@ def train(
                     run, saver, more_notes = _build(folder, source, max_steps, memory.gib)
                 except UserError:  # of all ranks
                     if lock.guards_a_run:
-                        beat.unlist()
+                        beat.listed = False  # this start was refused: the run in the folder is another start's
                     raise
                 if rank == 0:
                     heartbeats.forget_earlier()
@@ -125,7 +125,7 @@ def train(
                         )
                     )
             finally:
-                _give_back(lock, heartbeats, beat.listed)
+                _give_back(lock, heartbeats, bool(beat.listed))
 
 
 def _take(lock: RunLock, heartbeats: Heartbeats) -> list[str]:

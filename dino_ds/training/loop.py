@@ -161,7 +161,7 @@ class Loop:
 
     def _begin_window(self, again: bool = False) -> None:
         """A window ends. again: its images were not used, the next run begins with them."""
-        self._beat.first_step_done()
+        self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
         if again:
             self._run.state.position = self._window_start

@@ -284,11 +284,11 @@ def freeze_loader() -> None:
         os.kill(process.pid, signal.SIGSTOP)
 
 
-def kill_watcher() -> None:
+def kill_monitor() -> None:
     import psutil
 
     for process in psutil.Process().children():
-        if any("watcher" in word for word in process.cmdline()):
+        if any("dino_ds.health.monitor" in word for word in process.cmdline()):
             process.kill()
 
 

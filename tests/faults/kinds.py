@@ -168,7 +168,7 @@ PROCESSES = [
         "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
         at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
     ),
-    Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
+    Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind(
         "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
         at_step(8, (0,), inject.kill_parent),
