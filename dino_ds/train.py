@@ -47,14 +47,14 @@ from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.measure.machine import host_memory_gib
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.announcement import announce
+from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.other_images import OtherImages, describe_images, same_images
-from dino_ds.training.run import build_prefetcher, build_step
+from dino_ds.training.run import Run, RunState
 from dino_ds.training.run_folder import Resume, RunFolder
 from dino_ds.training.saver import Saver
-from dino_ds.training.state import Run, RunState
 from dino_ds.training.stop import StopRequests
 
 
@@ -243,7 +243,7 @@ def _build(
         config=config,
         path=folder.path,
         images=len(source),
-        crops=MultiCrop(**recipe.crops.model_dump()),
+        crops=MultiCrop(recipe.crops.groups, recipe.crops.augment),
         epoch_steps=epoch_steps,
         last_step=last_step,
         predicted_gib=predicted_gib,

@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
     {"config", "distributed", "health"},
-    {"data", "models", "objective", "schedules", "costs", "checkpoint"},
-    {"weights", "engine", "pictures"},
-    {"teacher"},
+    {"data", "models", "schedules", "costs", "checkpoint"},
+    {"weights", "engine", "pictures", "objectives"},
+    {"teachers"},
     {"training"},
     {"evals"},
     {"measure"},

@@ -12,9 +12,7 @@ from pathlib import Path
 import torch
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import batch_bytes
 from dino_ds.data.listing import cache_folder
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.distributed import usable_cores
 from dino_ds.errors import DataError
@@ -56,13 +54,11 @@ def _shared_memory(recipe: Recipe) -> Finding:
         return fine("shm", "this system has no /dev/shm")
     room = os.statvfs(_SHARED_MEMORY)
     free = f"{room.f_bavail * room.f_frsize / 2**30:.2f} GiB of shared memory free"
-    data, crops, ranks = recipe.data, MultiCrop(**recipe.crops.model_dump()), torch.cuda.device_count() or 1
+    data, ranks = recipe.data, torch.cuda.device_count() or 1
     workers = max(0, len(usable_cores()) // ranks - 1) if data.workers is None else data.workers
     images = max(1, data.global_batch // ranks)
     try:
-        check_shared_memory(
-            ranks * batch_bytes(crops, images, recipe.model.in_chans, data.augment, data.is_deep), workers
-        )
+        check_shared_memory(ranks * recipe.batch_bytes(images), workers)
     except DataError as error:
         return failure("shm", free, str(error))
     return fine("shm", f"{free}, enough for {ranks} ranks with {workers} loader processes each")

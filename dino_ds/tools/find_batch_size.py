@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, estimate_memory
@@ -190,7 +191,7 @@ def measure(
     try:
         trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
         # On a GPU training has the next batch there already.
-        ahead = [view.clone() for view in trial.views if view.is_cuda]
+        ahead = [crop.clone() for crop in all_crops(trial.crops) if crop.is_cuda]
         windows = [_window_seconds(trial) for _ in range(WARMUP + steps)][WARMUP:]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
@@ -208,7 +209,7 @@ def _window_seconds(trial: Trial) -> tuple[float, float]:
     synchronize(where)
     times = [now()]
     for _ in range(trial.accumulation):
-        trial.step.micro_batch(trial.views, trial.keys)
+        trial.step.micro_batch(trial.crops, trial.keys)
         synchronize(where)
         times.append(now())
     return (times[-2] - times[0]) / max(1, trial.accumulation - 1), times[-1] - times[-2]

@@ -12,10 +12,8 @@ from tqdm import tqdm
 
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import batch_bytes
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.workers import check_shared_memory, worker_options
 from dino_ds.errors import ConfigError
@@ -23,7 +21,7 @@ from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
-from dino_ds.training.run import build_prefetcher
+from dino_ds.training.build import build_prefetcher
 
 _MICRO_BATCH = 16
 _ROUNDS = 3
@@ -64,10 +62,7 @@ def run(
     data = recipe.data
     counts = _counts(max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    batch = batch_bytes(
-        MultiCrop(**recipe.crops.model_dump()), _MICRO_BATCH, recipe.model.in_chans, data.augment, data.is_deep
-    )
-    check_shared_memory(batch, counts[-1])
+    check_shared_memory(recipe.batch_bytes(_MICRO_BATCH), counts[-1])
     stages = measure_stages(source, recipe, device, _MICRO_BATCH, seconds)
     rates = _measure(source, recipe, device, counts, seconds)
     chosen = _recommend({count: median(rates[count]) for count in counts}, share, step_images_per_second)

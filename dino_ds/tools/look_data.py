@@ -16,14 +16,15 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.batches import MultiCropDataset, augmented_crops
 from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
-from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
+from dino_ds.data.multicrop import MultiCrop, channel_statistics, crop_seed
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.statistics import Facts, look_at, summarise
 from dino_ds.durable import replace_file, replacing
@@ -117,23 +118,23 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
     """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
-    multicrop = MultiCrop(**recipe.crops.model_dump())
-    small: dict[str, list[bool]] = {"global": [], "local": []}
+    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
     for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
-        views = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
-        for number, view in enumerate(views):
-            left, top, right, bottom = view.box
-            kind, side = ("global", multicrop.global_size) if number < NUM_GLOBAL else ("local", multicrop.local_size)
-            small[kind].append((right - left) * (bottom - top) < side * side)
-    sizes = {"global": multicrop.global_size, "local": multicrop.local_size}
+        drawn = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
+        for (group, _), crop in zip(multicrop.crops, drawn, strict=True):
+            left, top, right, bottom = crop.box
+            small[group.name].append((right - left) * (bottom - top) < group.size**2)
     return {
-        kind: {"size": sizes[kind], "fraction": float(np.mean(hits))} for kind, hits in small.items() if len(hits) > 0
+        group.name: {"size": group.size, "fraction": float(np.mean(small[group.name]))}
+        for group in multicrop.groups
+        if small[group.name]
     }
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
-    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
     dataset = MultiCropDataset(
         source,
         multicrop,
@@ -155,9 +156,9 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         batch = dataset.__getitems__(keys)
         assert not isinstance(batch, DataError)
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
-        views = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        crops = [_picture(_levels(view[0]).numpy()) for view in augmented_views(batch)]
-        yield Seen(batch.names[0], original, views, crops, NUM_GLOBAL)
+        drawn = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        crops = [_picture(_levels(crop[0]).numpy()) for crop in all_crops(augmented_crops(batch))]
+        yield Seen(batch.names[0], original, drawn, crops, multicrop.groups[0].count)
 
 
 def _levels(crop: torch.Tensor) -> torch.Tensor:
@@ -172,6 +173,5 @@ def _picture(array: np.ndarray) -> Image.Image:
 
 
 def _title(recipe: Recipe) -> str:
-    crops = recipe.crops
-    local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
-    return f"What the network sees: {NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.crops.groups)
+    return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from dino_ds import distributed
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
-from dino_ds.training.run import attention_kernels
-from dino_ds.training.state import Run
+from dino_ds.engine.device import DTYPES
+from dino_ds.models.attention import chosen_kernel
+from dino_ds.training.run import Run
 
 
 def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> None:
@@ -24,7 +29,7 @@ def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> N
         f"{run.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
-        f"kernels  {attention_kernels(recipe, config, device)}{compiled}",
+        f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   predicted peak {memory}",
         *_changed_values(recipe),
         *(
@@ -37,6 +42,20 @@ def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> N
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
+    """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+    performance, arch = config.performance, recipe.model.architecture()
+    if performance.attention != "sdpa":
+        return performance.attention
+    kernels: dict[str, list[str]] = {}
+    for tokens in [tokens_of(arch, group.size) for group in recipe.crops.groups]:
+        kernel = performance.attention_backend
+        if kernel == "auto":
+            kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)
+        kernels.setdefault(kernel, []).append(str(tokens))
+    return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 
 
 def _changed_values(recipe: Recipe) -> list[str]:

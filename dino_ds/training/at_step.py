@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 from dino_ds.training.metrics import RunLog
 
 

@@ -9,7 +9,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.errors import NumericError
 from dino_ds.health.files import append_line
-from dino_ds.training.state import Run
+from dino_ds.training.run import Run
 from dino_ds.training.step import MicroStep
 
 _FILE = "bad_batches.jsonl"

@@ -14,8 +14,8 @@ from dino_ds.errors import DataError
 from dino_ds.health.collapse import CollapseAlarm
 from dino_ds.training.constant_images import MOST_NAMES, ConstantImages
 from dino_ds.training.metrics import Clock, Meter
+from dino_ds.training.run import Run
 from dino_ds.training.saver import Saver
-from dino_ds.training.state import Run
 from dino_ds.training.step import MicroStep
 from dino_ds.training.throughput import HostReader, ThroughputMonitor
 
@@ -25,12 +25,13 @@ class Reports:
 
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
-        self._meter = Meter(("loss", "teacher_entropy", "constant_images"), run.step.engine.device)
+        self._meter = Meter(("loss", *run.step.objective.scalars, "constant_images"), run.step.engine.device)
         self.clock = Clock(run.recipe.data.global_batch)
         self._throughput = ThroughputMonitor(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
-        self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
+        warmup = run.step.schedules.warmup_steps
+        self._collapse = [(e, CollapseAlarm(e.prototypes, warmup)) for e in run.step.objective.entropies]
         self._constant = ConstantImages()
         self._constant_names: set[str] = set()
         self._bad_images: set[str] = set()
@@ -43,12 +44,12 @@ class Reports:
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
         """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
-        self._meter.add(micro.loss, micro.teacher_entropy, constant.float().mean())
+        self._meter.add(micro.loss, *micro.scalars.values(), constant.float().mean())
         self._constant.add(constant, names)
 
     def write(self, out: MicroStep) -> None:
         """The line of metrics of a step, and the alarms that follow from it."""
-        run, knobs = self._run, out.knobs
+        run, schedule = self._run, out.schedule
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -56,18 +57,19 @@ class Reports:
         rolling, warning = self._throughput.look(**speed, gpu=gpu)
         self.collect_bad_images()
         self._name_constant_images(means["constant_images"])
-        kl = means["loss"] - means["teacher_entropy"]
+        objective = run.step.objective
+        kls = {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         record = {
             "step": run.step.applied_steps,
             "images": run.step.applied_steps * run.recipe.data.global_batch,
             "epoch": run.state.position.epoch,
             "loss": means["loss"],
-            "teacher_entropy": means["teacher_entropy"],
-            "kl": kl,
-            "lr": knobs.lr,
-            "weight_decay": knobs.weight_decay,
-            "teacher_momentum": knobs.teacher_momentum,
-            "teacher_temp": knobs.teacher_temp,
+            **{name: means[name] for name in objective.scalars},
+            **kls,
+            "lr": schedule.lr,
+            "weight_decay": schedule.weight_decay,
+            "teacher_momentum": schedule.teacher_momentum,
+            "teacher_temp": schedule.teacher_temp,
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,
             "skipped_steps": run.state.skipped_steps,
@@ -80,10 +82,13 @@ class Reports:
             "memory_gib": memory_gib(),
             "memory_predicted_gib": run.predicted_gib,
         }
-        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl, means["constant_images"])
-        self._log.write({**record, "collapsed": int(self._collapse.on)})
+        alarms = [
+            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], means["constant_images"])
+            for entropy, alarm in self._collapse
+        ]
+        self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._say(record)
-        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
+        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", *alarms):
             if line:
                 self._log.info(line)
 
@@ -135,7 +140,10 @@ class Reports:
 
     def _say(self, record: dict[str, Any]) -> None:
         run, rate = self._run, record["images_per_second"]
-        short = f"loss {record['loss']:.3f} = entropy {record['teacher_entropy']:.3f} + KL {record['kl']:.3f}"
+        short = f"loss {record['loss']:.3f}"
+        for entropy in run.step.objective.entropies:
+            own = "" if entropy.loss == "loss" else f", {entropy.loss} {record[entropy.loss]:.3f}"
+            short += f"{own} = entropy {record[entropy.scalar]:.3f} + KL {record[entropy.kl]:.3f}"
         speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
         knn = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
         self._log.progress(record["step"], f"{short}, {speed}{knn}")

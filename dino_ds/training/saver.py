@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints
@@ -18,8 +16,8 @@ from dino_ds.checkpoint.saving import SaveCost, Saving
 from dino_ds.durable import is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.training.at_step import AtStep
-from dino_ds.training.state import RunState
-from dino_ds.training.step import DinoStep
+from dino_ds.training.run import RunState
+from dino_ds.training.step import TrainingStep
 
 
 @dataclass
@@ -31,7 +29,7 @@ class Saver:
     """
 
     checkpoints: Checkpoints
-    step: DinoStep
+    step: TrainingStep
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
@@ -44,9 +42,8 @@ class Saver:
 
     def check_space(self) -> None:
         """Raises StorageError where there is no room for one checkpoint."""
-        backbone = self.step.teacher.network.backbone
-        teacher = sum(4 * p.numel() for p in backbone.parameters())
-        self._saving.check_space(self.step.engine.state().tensors, self._whole(), teacher)
+        teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
+        self._saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
 
     def tidy(self) -> list[str]:
         """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
@@ -74,12 +71,7 @@ class Saver:
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
-        return self._saving.save(part.tensors, part.layout, self._whole(), manifest, wait)
-
-    def _whole(self) -> dict[str, Tensor]:
-        """What all ranks hold."""
-        teacher = {f"teacher.{name}": p.detach() for name, p in self.step.teacher.network.named_parameters()}
-        return {**teacher, "center": self.step.objective.center.value}
+        return self._saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
 
     def poll(self) -> list[str]:
         """After each applied step: commits a save that all ranks have written.
@@ -110,17 +102,15 @@ class Saver:
 
     def load(self, saved: SavedCheckpoint) -> None:
         """Puts a checkpoint into the parts of the run. Raises CheckpointError where something is missing from it."""
-        whole, state = saved.whole(), saved.manifest.state
+        state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
-            self.step.objective.center.load(whole.pop("center"))
-            self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
+            self.step.restore(saved.whole(), saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])
         except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
-        self.step.restore(saved.manifest.step)
 
     def _write_teacher(self, folder: Path) -> None:
         """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""

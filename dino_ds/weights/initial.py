@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.fit import fit_tensors
 from dino_ds.weights.read import Weights
@@ -18,7 +18,7 @@ class InitialWeights:
     resized as the network does. The head is taken where there is one of the same shapes, and stays as drawn where not.
     """
 
-    def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Placer) -> None:
+    def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._resized: list[str] = []
@@ -26,7 +26,7 @@ class InitialWeights:
         self._head = {f"head.{name}": t for name, t in weights.head.items()}
         self._head_note = self._fit_head(own)
         backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
-        self._backbone = self._fit_backbone(backbone, own, network.backbone.pos_embed_interpolation)
+        self._backbone = self._fit_backbone(backbone, own, interpolation)
         self._tensors = self._backbone | self._head
 
     def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:

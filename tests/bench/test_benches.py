@@ -65,7 +65,8 @@ def test_step(capsys, no_children):
     assert set(setting["parts"]) == {*PARTS, "other"}
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
-    flops = sum(step_flops(tiny_recipe().model.architecture(), HeadSizes(64, 48, 16, 3), [32, 32, 16, 16]).values())
+    recipe = tiny_recipe()
+    flops = sum(step_flops(recipe.model.architecture(), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
@@ -281,8 +282,8 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
 
 def test_inference(capsys, tmp_path, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
-    compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
-    monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
+    compile_segments = VisionTransformer.compile_segments  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compile_segments(vit, backend="eager"))
     model = _backbone()
     export_safetensors(model, tmp_path / "teacher.safetensors")
     given = {

@@ -280,7 +280,7 @@ MEMORY = [
     ),
     Kind(
         "out of memory in a save", "Python's MemoryError on rank 0, step 6", (7, 7), "out of memory in saving after",
-        at_call("dino_ds.training.run:Run.save", 2, (0,), inject.allocate_in_python),
+        at_call("dino_ds.training.saver:Saver.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
         "more predicted than there is", "2^24 prototypes for 4096 images", (2, 2), "of host memory by prediction",

@@ -166,7 +166,7 @@ _JOB = """
 import signal
 import sys
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.feed import DevicePrefetcher
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.tools import find_workers
 
 def bring(feed, bring=DevicePrefetcher.__next__):

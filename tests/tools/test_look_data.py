@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
@@ -133,7 +134,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     recipe = recipe_for(folder, **{"data.augment": augment})
     source = build_source("folder", str(folder), "train", False)
     rows = list(look_data._seen(source, recipe))
-    crops = MultiCrop(**recipe.crops.model_dump())
+    crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
         build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu")
     )
@@ -144,8 +145,8 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     assert [row.name for row in rows] == [name for name in order if name not in replaced]
     for row in rows:
         place = order.index(row.name)
-        assert len(row.crops) == len(row.views) == 5
-        for shown, crop in zip(row.crops, batch.views, strict=True):
+        assert len(row.crops) == len(row.drawn) == 5
+        for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
             # A batch of 7 may be summed in another order than one of 1.
             seen = look_data._levels(crop[place]).int() - torch.from_numpy(np.array(shown)).int()
             assert seen.abs().max() <= 1
@@ -256,8 +257,8 @@ def test_nothing_to_look_at(tmp_path):
     assert list(tmp_path.glob("*a.png*")) == []
 
 
-def test_descriptions_of_views_name_every_operation():
-    crops = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 3, "dino")
+def test_descriptions_of_crops_name_every_operation():
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino")
     text = " ".join(describe(view) for seed in range(50) for view in crops.draw(90, 60, seed))
     for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
         assert word in text

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from dino_ds.config.crops import dino_groups
 from dino_ds.data import tar_index
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
@@ -303,11 +304,13 @@ def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_pa
     lines = "".join(f"{path.name}\n" for path in sorted((tmp_path / "images").iterdir()))
     (tmp_path / "images/list.txt").write_text(lines)
     make(tmp_path / "images", tmp_path / "shards", shard_size="7")
-    crops = MultiCrop(16, (0.4, 1.0), 8, (0.1, 0.4), 2, "low_res")
+    crops = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 2), "low_res")
     seen = []
     for root in ("images", "images/list.txt", "shards"):
         loader = build_loader(read(tmp_path / root), crops, 3, 8, 8, 0, 1, workers, Position(1, 8))
         batches = list(itertools.islice(loader, 4))
         loader.close()
-        seen.append([(b.epoch, b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops]) for b in batches])
+        seen.append(
+            [(b.epoch, b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops.values()]) for b in batches]
+        )
     assert seen[0] == seen[1] == seen[2]

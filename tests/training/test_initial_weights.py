@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.head import DinoHead
@@ -161,7 +162,7 @@ def test_a_frozen_backbone_stays_to_the_last_bit_and_starts_afresh(stage, precis
 def test_a_frozen_backbone_leaves_the_head_s_gradient_as_it_is():
     """Against a backbone whose features are detached by hand."""
     network = tiny_network()
-    views = crops(torch.arange(2))
+    views = all_crops(crops(torch.arange(2)))
     network.freeze_backbone(True)
     network(views).square().sum().backward()
     head = {name: p.grad.clone() for name, p in network.head.named_parameters()}
