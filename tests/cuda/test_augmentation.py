@@ -10,7 +10,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data import photometric
 from dino_ds.data.batches import Batch
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import Plan, augment
+from dino_ds.data.photometric import AugmentationParams, augment
 from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, Counter, fake_cuda
 
@@ -22,7 +22,7 @@ def batch() -> Batch:
     views = [crops.draw(500, 375, image) for image in range(IMAGES)]
     groups, plans = [], []
     for side, group in ((224, range(2)), (96, range(2, 10))):
-        plans.append([Plan.build([view[crop] for crop in group for view in views], 3)])
+        plans.append([AugmentationParams.build([view[crop] for crop in group for view in views], 3)])
         groups.append(torch.empty(len(group), IMAGES, side, side, 3, dtype=torch.uint8))
     return Batch(groups, plans, torch.arange(IMAGES), 0, [], [])
 

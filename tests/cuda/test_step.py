@@ -88,7 +88,7 @@ VARLEN, NAIVE = (
 
 
 @pytest.mark.parametrize(
-    "model, levers, dtype, checkpoint, launches",
+    "model, performance, dtype, checkpoint, launches",
     [
         ({"drop_path": 0.1}, COPY, torch.float16, 0, 608),
         ({}, PerformanceOptions(), torch.float32, 0, 496),
