@@ -1,4 +1,4 @@
-"""Which tests run: marks that follow from what a test does, fast ones first. All are of the CPU but those marked "gpu"."""
+"""Which tests run: marks that follow from what a test does; fast tests first. All but those marked "gpu" see no GPU."""
 
 from __future__ import annotations
 

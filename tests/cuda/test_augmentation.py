@@ -45,7 +45,7 @@ def test_the_fused_augmentation(monkeypatch):
         with gpu.part("augmentation"):
             views = to_device(batch(), CUDA).views
     assert [tuple(view.shape) for view in views] == [(IMAGES, 3, 224, 224)] * 2 + [(IMAGES, 3, 96, 96)] * 8
-    copies = [problem for problem in gpu.problems if "_to_copy between host and device at feed.py" in problem]
+    copies = [problem for problem in gpu.problems if "_to_copy between host and device at prefetcher.py" in problem]
     gpu.check({"augmentation": (13, 0.78)}, known=tuple(copies))
 
 

@@ -33,7 +33,7 @@ class _Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.words, self.tags, self.addresses, self.drawn = [], [], [], []
-        self.prefetcher(text)
+        self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
