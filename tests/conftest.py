@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-STARTS_RANKS = {("tests.ranks", "run_on_ranks"), ("tests.faults.jobs", "start")}
+STARTS_RANKS = {
+    ("tests.ranks", "run_on_ranks"),
+    ("tests.faults.jobs", "start"),
+    ("tests.engine.harness", "build_step"),
+    ("tests.launching.cluster", "dino_ds"),
+}
 NOT_FAST = ("ranks", "slow", "faults", "full", "soak", "gpu")
 
 
@@ -49,17 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
 
 
 def starts_ranks(item: pytest.Item) -> bool:
     """Whether the code of a test, its fixtures and their helpers below tests/ mentions what starts ranks."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     fixtures = [fixture.func for name in item._fixtureinfo.name2fixturedefs.values() for fixture in name]
-    todo: list[Any] = [inspect.unwrap(item.function), *fixtures, *parameters]
+    todo: list[Any] = [item.function, *fixtures, *parameters]
     seen: set[int] = set()
     while todo:
-        value = todo.pop()
+        value = inspect.unwrap(todo.pop())
         if id(value) in seen or not isinstance(value, FunctionType | type) or not value.__module__.startswith("tests"):
             continue
         seen.add(id(value))
@@ -70,14 +74,14 @@ def starts_ranks(item: pytest.Item) -> bool:
 
 
 def _mentioned(function: FunctionType, cls: type | None) -> Iterable[Any]:
-    """What the names in a function stand for: globals, attributes of modules, methods of the test's class, closures."""
-    names = set(_names(function.__code__))
-    scope = {name: function.__globals__[name] for name in names & function.__globals__.keys()}
-    modules = [value for value in (*scope.values(), *map(sys.modules.get, names)) if isinstance(value, ModuleType)]
-    yield from scope.values()
-    for owner in (*modules, cls):
-        yield from (getattr(owner, name, None) for name in names if owner)
-    yield from (cell.cell_contents for cell in function.__closure__ or ())
+    """What the names in a function can stand for: globals, attributes of modules, methods of classes, closures."""
+    names, scope = set(_names(function.__code__)), function.__globals__
+    found = [scope[name] for name in names & scope.keys()]
+    modules = [value for value in (*found, *map(sys.modules.get, names)) if isinstance(value, ModuleType)]
+    classes = [value for value in (*scope.values(), cls) if isinstance(value, type)]
+    for owner in (*modules, *classes):
+        found += [getattr(owner, name) for name in names if hasattr(owner, name)]
+    return [*found, *(cell.cell_contents for cell in function.__closure__ or ())]
 
 
 def _names(code: CodeType) -> Iterator[str]:

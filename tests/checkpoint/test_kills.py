@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
-from tests.soak import SOAK
+import pytest
 
-KILLS = 200 if SOAK else 50
+KILLS = 200 if os.environ.get("DINO_DS_SOAK") else 50
 
 
+@pytest.mark.slow
 def test_no_death_tears_a_checkpoint(tmp_path):
     """SIGKILL at random points of writing, on either of two ranks: nothing that was said to be complete is lost, what
     is found is whole, and the run goes on."""

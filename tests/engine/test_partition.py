@@ -183,6 +183,7 @@ def test_no_rank_holds_the_whole_student_in_a_step():
         assert LIVE / 4 < most < 2 * LIVE < weights / 4
 
 
+@pytest.mark.slow
 def test_the_real_7b_is_built_in_partitions():
     """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
 

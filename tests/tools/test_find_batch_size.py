@@ -37,6 +37,7 @@ def test_the_fastest_divides_the_global_batch():
     assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
 
 
+@pytest.mark.slow
 def test_the_real_step_is_measured(capsys):
     run(recipe=tiny_recipe(data__global_batch="2"), ds=tiny_ds(0), memory_gib=20.0, **FLAGS)
     result = json.loads(capsys.readouterr().out)

@@ -65,6 +65,7 @@ def test_every_number_is_measured_and_no_process_is_left(folder, capsys, augment
     assert alive == []
 
 
+@pytest.mark.slow
 def test_the_place_of_augmentation_moves_its_cost(folder, capsys):
     """Blur and colours cost more than cropping: they are found in the stage where the recipe puts them."""
     crops = {}
@@ -74,6 +75,7 @@ def test_the_place_of_augmentation_moves_its_cost(folder, capsys):
     assert crops["worker"] > 1.5 * crops["device"]
 
 
+@pytest.mark.slow
 def test_text_has_the_numbers_and_the_advice(folder, capsys):
     recipe = load_recipe(None, {"data.root": str(folder), **SMALL})
     text = find(capsys, recipe, step=1e9, as_json=False)
@@ -83,6 +85,7 @@ def test_text_has_the_numbers_and_the_advice(folder, capsys):
     assert "and would not wait" in find(capsys, recipe, step=1e-3, as_json=False)
 
 
+@pytest.mark.slow
 def test_a_source_without_files_has_one_stage_for_its_loading(capsys):
     found = find(capsys, load_recipe("quickstart", {}))
     assert list(found["stages"]) == ["load", "crops", "hand over", "device"]

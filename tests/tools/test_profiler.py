@@ -50,6 +50,7 @@ def _elementwise():
         (_elementwise, "memory"),
     ],
 )
+@pytest.mark.slow
 def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
     init_distributed()
     result = profile_torch(step, 1, 2, tmp_path)
@@ -101,6 +102,7 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["bound_by"] == result["bound_by"]
 
 
+@pytest.mark.slow
 def test_real_images_are_used_when_given(tmp_path, capsys):
     recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
     run(recipe=recipe, ds=tiny_ds(0), tool="torch", out=str(tmp_path), **FLAGS)
