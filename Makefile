@@ -40,9 +40,9 @@ test test-all: setup
 test-faults: setup
 	$(VENV)/bin/python -m $(if $(FAULT_TABLE),tests.faults.table,pytest -m faults)
 
-# Hundreds of kills, a supervised run with random faults: about an hour.
+# A supervised run with random faults: about an hour.
 soak: setup
-	DINO_DS_SOAK=1 $(VENV)/bin/python -m pytest -m '' tests/checkpoint/test_kills.py tests/faults/test_soak.py
+	$(VENV)/bin/python -m pytest -m soak
 
 # What is generated: the page of options, the ds configs by GPU tier and their tables.
 docs: setup tiers

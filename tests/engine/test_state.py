@@ -250,8 +250,10 @@ def test_another_precision(old, new):
     assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
 
 
-@pytest.mark.parametrize(("old", "new"), [(Setup(0), Setup(3)), (Setup(3), Setup(2))], ids=str)
-@pytest.mark.parametrize("windows", [0, 1, RELEASED_AT])
+ACROSS = [(windows, *pair) for windows in (0, 1, RELEASED_AT) for pair in ((Setup(0), Setup(3)), (Setup(3), Setup(2)))]
+
+
+@pytest.mark.parametrize(("windows", "old", "new"), sampled(ACROSS), ids=str)
 def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(windows, old, new):
     """Their Adam state starts at the release, whether that lies before the save, after it, or just there."""
     saved, losses, ended = straight(old, 3, windows)
