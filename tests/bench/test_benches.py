@@ -29,6 +29,8 @@ from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
 
@@ -57,7 +59,6 @@ def _bench_step(**changes):
     step.run(**{**given, **COMMON, **changes})
 
 
-@pytest.mark.slow
 def test_step(capsys, no_children):
     _bench_step()
     result = _result(capsys)
@@ -77,7 +78,6 @@ def test_step(capsys, no_children):
 @pytest.mark.parametrize(
     "compare", ["ds.dino_ds.packed=false,true", "crops.num_local=2,1", "ds.zero_optimization.stage=0,3"]
 )
-@pytest.mark.slow
 def test_step_compares_two_settings(capsys, no_children, compare):
     _bench_step(compare=compare)
     result = _result(capsys)
@@ -89,7 +89,6 @@ def test_step_compares_two_settings(capsys, no_children, compare):
         assert (first["stage"], second["stage"]) == (0, 3)
 
 
-@pytest.mark.slow
 def test_step_with_real_data_waits_for_it(capsys, no_children):
     _bench_step(recipe=tiny_recipe(data__source="photos", data__workers="0"), data=True)
     (setting,) = _result(capsys)["settings"]
@@ -97,7 +96,6 @@ def test_step_with_real_data_waits_for_it(capsys, no_children):
     assert setting["clock"] == "wall", "waiting takes no CPU time"
 
 
-@pytest.mark.slow
 def test_step_on_a_gpu_holds_one_setting_at_a_time(capsys, monkeypatch):
     _as_with_a_gpu(monkeypatch, step)
     monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)
@@ -143,7 +141,6 @@ def test_step_refuses(changes, says):
         _bench_step(**changes)
 
 
-@pytest.mark.slow
 def test_ladder(capsys, no_children, tmp_path):
     ladder.run(recipe=tiny_recipe(), out=str(tmp_path / "out"), json=True, **COMMON)
     result = _result(capsys)
@@ -209,7 +206,6 @@ def test_attention(capsys):
     assert all(row["skipped"] or row["forward_ms"] > 0 for row in found.values())
 
 
-@pytest.mark.slow
 def test_engine(capsys):
     engine.run(recipe=tiny_recipe(), json=True, **COMMON)
     result = _result(capsys)
@@ -250,7 +246,6 @@ def test_one_process_benches_refuse_several():
     run_on_ranks(_ladder_on_ranks)
 
 
-@pytest.mark.slow
 def test_memory_of_a_step_is_its_own():
     from dino_ds.bench.common import memory_of_step
 
@@ -286,7 +281,6 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
         _collect(command, parse_flags(command, flags))
 
 
-@pytest.mark.slow
 def test_inference(capsys, tmp_path, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
     compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
@@ -316,7 +310,6 @@ def test_inference(capsys, tmp_path, monkeypatch):
         assert row["deviation"] < (0.05 if "bf16" in way else 1e-5)
 
 
-@pytest.mark.slow
 def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
     export_safetensors(_backbone(), tmp_path / "teacher.safetensors")
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})

@@ -169,6 +169,7 @@ def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
     assert_same_crops(alone, by_sample(batches(32, 1, augment=augment)))
 
 
+@pytest.mark.slow
 def test_the_worker_augments_as_multicrop_does():
     """To the last bit: MultiCrop is what is compared with the reference."""
     source = Noise()

@@ -27,6 +27,8 @@ from dino_ds.launching.suspect_images import write_step_images
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys
@@ -114,14 +116,12 @@ class Job:
         "slow launcher",
     ],
 )
-@pytest.mark.slow
 def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, code, parts):
     found, lines = Job(tmp_path / "run", [ranks]).end()
     assert found == code
     assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts), lines
 
 
-@pytest.mark.slow
 def test_a_rank_that_ends_well_without_having_finished_is_a_failure(tmp_path):
     """Its exit code is 0, and its last heartbeat does not say "done"."""
     code, (line,) = Job(tmp_path / "run", [[DONE, ["step 3", "wait 1"]]]).end()
@@ -129,7 +129,6 @@ def test_a_rank_that_ends_well_without_having_finished_is_a_failure(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 3), (5, 3), (6, 3), (2, 1), (3, 1), (4, 1), (7, 1), (75, 1)])
-@pytest.mark.slow
 def test_what_is_started_again(tmp_path, code, starts):
     job = Job(tmp_path / "run", [[[f"exit {code}"]]], 2, "--resume", "--lr", "1")
     found, lines = job.end()
@@ -139,7 +138,6 @@ def test_what_is_started_again(tmp_path, code, starts):
     assert sum("restart" in line for line in lines) == (3 if starts > 1 else 0)  # the last one: no more are allowed
 
 
-@pytest.mark.slow
 def test_restarts_are_written_down(tmp_path):
     job = Job(tmp_path / "run", [[["step 4", "wait 1", "die 9"], DONE], [["step 6", "wait 2", "exit 0"], DONE]], 5)
     code, lines = job.end()
@@ -151,7 +149,6 @@ def test_restarts_are_written_down(tmp_path):
     assert [line for line in lines if "restart 1 of 5 in " in line]
 
 
-@pytest.mark.slow
 def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
     """Two steps an epoch: the fifth is the first of the third epoch, of both ranks and all their micro-batches."""
     images, run = image_folder(tmp_path / "images"), tmp_path / "run"
@@ -185,7 +182,6 @@ def test_images_are_counted_from_the_last_checkpoint_and_with_skipped_steps(tmp_
     assert after_a_skip == next_step
 
 
-@pytest.mark.slow
 def test_deaths_at_other_steps_do_not(tmp_path):
     plan = [[[f"step {step}", "wait 0.5", "exit 1"]] for step in (4, 4, 5, 4)] + [[DONE]]
     job = Job(tmp_path / "run", plan, 9)
@@ -202,7 +198,6 @@ def test_a_signal_reaches_all_ranks_at_once_and_lets_them_save(tmp_path, name):
     assert told == [signal.SIGTERM if name == "SIGHUP" else signal.Signals[name]] * 2
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_everything(tmp_path):
     job = Job(tmp_path / "run", [[["deaf", "child"], ["child", "deaf"]]], 3)
     job.wait_ready()
@@ -228,7 +223,6 @@ def test_a_signal_while_nothing_runs_is_a_stop(tmp_path):
     assert process.wait(60) == 75
 
 
-@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_save_and_are_started_again(tmp_path):
     """DeepSpeed's launcher leaves them alone in the world, and the `deepspeed` command ends with code 0."""
     job = Job(tmp_path / "run", [[["step 1", "work"], ["step 1", "work"]], [DONE, DONE]], 3)
@@ -240,7 +234,6 @@ def test_ranks_whose_launcher_was_killed_save_and_are_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("words", [["work"], ["deaf"]])
-@pytest.mark.slow
 def test_nothing_outlives_a_killed_supervisor(tmp_path, words):
     job = Job(tmp_path / "run", [[["child", *words], ["step 1", *words]]])
     job.wait_ready()
@@ -252,7 +245,6 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path, words):
     assert not job.left()
 
 
-@pytest.mark.slow
 def test_children_of_ranks_do_not_stay(tmp_path):
     assert Job(tmp_path / "run", [[["child", *DONE], ["child", *DONE]]]).end()[0] == 0
 

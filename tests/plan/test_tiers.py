@@ -28,6 +28,7 @@ def test_files_and_tables_are_those_of_the_planner(planned):
         assert page.read_text() == text
 
 
+@pytest.mark.slow
 def test_each_file_is_valid_and_fits_its_card(planned):
     for case, found in planned:
         if found is None:

@@ -45,6 +45,7 @@ def loader_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("augment", ["device", "worker"])
+@pytest.mark.slow
 def test_every_number_is_measured_and_no_process_is_left(folder, capsys, augment):
     recipe = load_recipe(None, {"data.root": str(folder), "data.augment": augment, **SMALL})
     found = find(capsys, recipe)
@@ -91,6 +92,7 @@ def test_a_source_without_files_has_one_stage_for_its_loading(capsys):
     assert list(found["stages"]) == ["load", "crops", "hand over", "device"]
 
 
+@pytest.mark.slow
 def test_fewer_images_than_a_batch(tmp_path, capsys):
     Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
     found = find(capsys, load_recipe(None, {"data.root": str(tmp_path), **SMALL}))
@@ -197,6 +199,7 @@ def _interrupt(job):
     raise AssertionError("it goes on after twelve Ctrl-C")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_its_processes(folder, tmp_path):
     """The traceback that Python prints still refers to the loader; its processes must end all the same."""
     script = tmp_path / "job.py"

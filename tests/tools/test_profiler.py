@@ -89,6 +89,7 @@ def test_kinds_of_operators(operator, kind):
     assert kind_of(operator) == kind
 
 
+@pytest.mark.slow
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
     run(recipe=recipe, ds=tiny_ds(1), tool="torch", out=str(tmp_path), **FLAGS)

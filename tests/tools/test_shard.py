@@ -26,6 +26,8 @@ from dino_ds.tools import shard, unshard
 from tests.data.deep import png16
 from tests.data.test_shards import pack, png
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
@@ -155,7 +157,6 @@ def test_sources_without_files_are_written_as_png(tmp_path):
         assert shards.load(index).tobytes() == photos.load(index).tobytes()
 
 
-@pytest.mark.slow
 def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     """Killed with its workers in the middle; no process stays, and no shard is there in part."""
     (tmp_path / "images").mkdir()
