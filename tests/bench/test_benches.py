@@ -38,6 +38,8 @@ from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
 

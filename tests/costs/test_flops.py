@@ -48,6 +48,7 @@ def _count_flops():
 @pytest.mark.parametrize("cls_only", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.slow
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
     backbone = VisionTransformer(

@@ -14,6 +14,8 @@ from dino_ds.training.build import build_meta
 from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, fake_cuda
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_backbone_s_outputs(dtype: torch.dtype):

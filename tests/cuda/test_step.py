@@ -17,6 +17,8 @@ from dino_ds.training.metrics import Meter
 from dino_ds.training.step import FLAGS
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 
+pytestmark = pytest.mark.slow
+
 IMAGES = 64
 
 

@@ -26,6 +26,7 @@ from dino_ds.training.build import build_network, build_step
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
+from tests.sample import sampled
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
@@ -81,8 +82,7 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "ranks"), sampled(itertools.product(("fp32", "bf16"), (2, 1))))
 def test_masters_are_those_of_zero_0_to_the_last_bit(precision, ranks):
     """In bf16 rounded to it: DeepSpeed makes its masters of the weights in the engine's precision."""
     recipe = _twin(model__depth="3")
@@ -183,6 +183,8 @@ def test_no_rank_holds_the_whole_student_in_a_step():
         assert LIVE / 4 < most < 2 * LIVE < weights / 4
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_real_7b_is_built_in_partitions():
     """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
 

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults import jobs
-from tests.faults.kinds import KINDS, Kind
+from tests.faults.kind import Kind
+from tests.faults.kinds import GROUPS, KINDS
 from tests.faults.scene import Scene
+from tests.sample import sampled
 from tests.training.harness import REPOSITORY, image_folder, losses_of
 
 pytestmark = pytest.mark.faults
@@ -50,7 +52,11 @@ def straight(images, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+GROUP_OF = {kind.name: group for group, kinds in GROUPS.items() for kind in kinds}
+WAYS_TO_END = sampled(KINDS, lambda kind: ((GROUP_OF[kind.name], set(kind.codes)),))
+
+
+@pytest.mark.parametrize("kind", WAYS_TO_END, ids=lambda kind: kind.name)
 def test_fault(kind, images, old_run, straight, tmp_path, record_property, request):
     place = Scene(tmp_path / "run", tmp_path / "images")
     request.addfinalizer(place.later.close)

@@ -27,6 +27,8 @@ from dino_ds.launching.suspect_images import write_step_images
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys

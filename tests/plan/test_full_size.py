@@ -38,6 +38,7 @@ def _network(recipe: Recipe) -> Network:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_state_is_exact(name):
     """Weights in bf16, FP32 masters, what AdamW makes of them in a step, the FP32 teacher."""
     recipe = _recipe(name)
@@ -62,6 +63,7 @@ def test_state_is_exact(name):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_activations_are_what_autograd_saves(name, checkpointing):
     """Within 1 %: on a CPU the norms keep their statistics in bf16, and small index tensors are kept."""
     recipe = _recipe(name)

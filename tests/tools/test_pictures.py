@@ -63,6 +63,7 @@ def _run(place, **changes):
     run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
 
+@pytest.mark.slow
 def test_one_picture_of_each_kind(place, tmp_path, capsys):
     _run(place, out=str(tmp_path))
     written = json.loads(capsys.readouterr().out)["pictures"]

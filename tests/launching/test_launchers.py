@@ -113,7 +113,7 @@ def losses_of_partial(run):
     return [line for line in (run / "metrics.jsonl").read_text().split("\n")[:-1] if '"loss"' in line]
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "one"])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", pytest.param("one", marks=pytest.mark.full)])
 def test_ctrl_c_saves_and_resume_goes_on(launcher, images, tmp_path):
     """Ctrl-C in a terminal: SIGINT to every process of the group. The resumed run ends as if nothing had happened."""
     run = tmp_path / "run"
@@ -155,8 +155,6 @@ def test_sigterm_to_the_deepspeed_command_alone_saves_and_leaves_no_orphans(imag
     ("flags", "parts"),
     [
         (["--optimizer.learning_rate", "1"], ["--optimizer.learning_rate", "--optimizer.lr"]),
-        (["--epochs", "5"], ["--epochs"]),
-        (["--ds_config", "ds_configs/zero2_fp61.json"], ["zero2_fp61.json", "zero2_fp16.json"]),
         pytest.param(
             ["--ds_config", "ds_configs/zero2_fp16.json"],
             ["no fp16", "zero2_bf16.json"],
@@ -164,8 +162,6 @@ def test_sigterm_to_the_deepspeed_command_alone_saves_and_leaves_no_orphans(imag
                 torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU has fp16 units: nothing to refuse"
             ),
         ),
-        (["--data.root", "/nowhere"], ["/nowhere"]),
-        (["--model.backbone", "vit_smal_patch16_224"], ["vit_small_patch16_224"]),
     ],
     ids=lambda value: value[0] if value[0].startswith("--") else "",
 )
@@ -186,9 +182,8 @@ def test_typing_errors_are_one_line_before_anything_starts(flags, parts, images,
     [
         (["--hostfile", "nope.txt"], [], "nope.txt does not exist"),
         ([], ["--ds_config", "nope.json"], "nope.json"),
-        ([], ["--no_such_flag", "1"], "--no_such_flag"),
     ],
-    ids=["hostfile", "ds_config", "flag"],
+    ids=["hostfile", "ds_config"],
 )
 def test_errors_under_the_launcher(launcher_flags, script_flags, part, images, tmp_path):
     command = ["deepspeed", "--master_port", 23454, *launcher_flags, "--num_gpus", "2", SCRIPT]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dino_ds.text_file import MAX_LINE_BYTES, read_lines
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_is_cut(tmp_path):
     """A sparse gigabyte of zeros never lies in memory."""
     path = tmp_path / "lines"

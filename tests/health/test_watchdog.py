@@ -288,6 +288,7 @@ def test_a_hang_is_ended_with_the_stacks_of_all_ranks(tmp_path):
     assert outcome.errors[0].removeprefix("dino_ds: error: ") in (run / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_without_a_limit_a_hang_is_left_alone(tmp_path):
     """And a rank that moves again in time is not ended either; one that is stopped by hand is."""
     code = textwrap.dedent(

@@ -146,6 +146,7 @@ def _take(run: Path, start: multiprocessing.synchronize.Barrier, results: multip
     start.wait()  # nobody's lock is stale before all have tried
 
 
+@pytest.mark.slow
 def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
     """A folder that is not there yet, and one with the lock of a dead process, many times over."""
     context = multiprocessing.get_context("fork")
@@ -164,6 +165,7 @@ def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
         assert sum(results.get() for _ in starters) == 1
 
 
+@pytest.mark.slow
 def test_a_second_job_ends_before_the_slow_imports(tmp_path):
     """The first one is this test."""
     run = tmp_path / "run"
