@@ -418,7 +418,7 @@ def test_a_report_shows_names_and_runs_none(canary):
     assert pages
     for page in pages:
         parser = _Tags()
-        parser.prefetcher(page.read_text())
+        parser.feed(page.read_text())
         assert [tag for tag, _ in parser.found].count("script") == 1
         assert not any(name.startswith("on") for _, attributes in parser.found for name in attributes)
         sources = [a.get("src") or "" for tag, a in parser.found if tag == "img"]

@@ -180,7 +180,7 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     tags: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
-    parser.prefetcher(page)
+    parser.feed(page)
     assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
     assert not re.search(r'(src|href)="(?!data:)', page)
     # Crops of 32 and 16 pixels are shown at 128, as they are.
