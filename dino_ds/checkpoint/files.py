@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.errors import one_line
 
 _PIECE_BYTES = 16 * 2**20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
@@ -215,13 +216,13 @@ class PendingSave:
     def step(self) -> int:
         return int(self.manifest["step"])
 
-    def start(self, folder: Path, files: Files, vote: Callable[[bool], None]) -> None:
-        """The thread writes and verifies `files`, then votes whether it could."""
-        self._thread = threading.Thread(target=self._write, args=(folder, files, vote), name="save", daemon=True)
+    def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
+        """The thread writes and verifies `files`, then calls `on_end` with whether it could."""
+        self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
         self._thread.start()
         self.stalled = time.perf_counter() - self.begun
 
-    def _write(self, folder: Path, files: Files, vote: Callable[[bool], None]) -> None:
+    def _write(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
         about = {"format": "pt", "run_id": self.manifest["run_id"], "step": str(self.step)}
         try:
             for name, tensors in files.items():
@@ -229,7 +230,7 @@ class PendingSave:
         except Exception as error:
             self.error = as_os_error(error, folder)
         finally:
-            vote(self.error is None)
+            on_end(self.error is None)
 
     def is_written(self, seconds: float) -> bool:
         """Whether this rank's thread has ended; waits for it so long at most."""
@@ -242,4 +243,4 @@ def as_os_error(error: Exception, where: Path) -> OSError:
     """A defect of ours costs a save, not the run, and is told as a full disk is."""
     if isinstance(error, OSError):
         return error
-    return OSError(errno.EIO, f"{type(error).__name__}: {' '.join(str(error).split())}", str(where))
+    return OSError(errno.EIO, f"{type(error).__name__}: {one_line(error, 1000)}", str(where))

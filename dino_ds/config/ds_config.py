@@ -16,7 +16,7 @@ from typing import Any
 import hjson
 
 from dino_ds.config.ds_check import offloads_optimizer, override, problems_of
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
 
@@ -174,7 +174,7 @@ def _read(path: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999
-        raise ConfigError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from dino_ds.config.fields import Length
 from dino_ds.config.recipe import Recipe, Section
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file, read_text
 
@@ -187,7 +187,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None

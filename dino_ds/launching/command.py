@@ -1,7 +1,7 @@
-"""What is typed for a launch: the argument list of DeepSpeed's launcher or of torchrun.
+"""Builds the command of a launch: the argument list of DeepSpeed's launcher or of torchrun.
 
-DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell: each word is quoted here so
-that the shell gives back the very word, or it is refused with the character that can't be forwarded.
+DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell. Each word is quoted here so that
+it arrives unchanged, or refused with the character that can't be forwarded.
 """
 
 from __future__ import annotations
@@ -174,11 +174,6 @@ def _refuse(what: str, value: str, acting: str) -> None:
             f"refusing to forward {what} to other machines: the value {value[:80]!r} contains {acting[0]!r}, "
             "which their shells would act on"
         )
-
-
-def shown(command: list[str]) -> str:
-    """The command as one would type it."""
-    return shlex.join(command)
 
 
 def visible_devices(ranks: int) -> tuple[int, ...]:

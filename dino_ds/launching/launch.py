@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from dino_ds.config.loading import RECIPES
 from dino_ds.errors import ConfigError
 from dino_ds.launching.asked import Asked, build_plan
 from dino_ds.launching.checks import Reply, check_machines
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, shown
+from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded
 from dino_ds.launching.supervise import supervise
 from dino_ds.measure.tables import markdown_table
 
@@ -64,7 +65,7 @@ def run(
     command = build_command(plan)
     if not skip_checks:
         _check(plan, train)
-    print(f"command  {shown(command)}", flush=True)
+    print(f"command  {shlex.join(command)}", flush=True)
     if dry_run:
         return
     if plan.elastic:

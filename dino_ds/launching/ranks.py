@@ -1,4 +1,4 @@
-"""The processes of one start on this machine: which of them are ranks, and how each ended, whoever its parent is."""
+"""Watches the processes of one start on this machine: which of them are ranks, and how each of them ended."""
 
 from __future__ import annotations
 

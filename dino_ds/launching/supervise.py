@@ -1,7 +1,7 @@
-"""Runs a launcher to its true end, and starts it again after a failure: nobody need watch.
+"""Supervises a launcher: waits for all its processes, and restarts the run after a failure.
 
-Signals reach every rank at once, nothing outlives it, and the exit code is the training's, whatever DeepSpeed's
-launcher makes of it.
+Signals reach every rank at once, no process is left behind, and the exit code is the training's, not that of
+DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             tell = partial(_record_start, run_dir, restarts, failed_at)
             outcome = LaunchAttempt(words, run_dir, signals, guard, tell).run()
             failed_at = outcome.failed_at
-            if outcome.message and not outcome.said:
+            if outcome.message and not outcome.reported:
                 _say(f"error: {outcome.message}")
             if signals.count or outcome.code in FINAL or max_restarts == 0:
                 return outcome.code
@@ -114,16 +114,16 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
     False where a signal came.
     """
-    begin, told = time.monotonic(), False
+    begin, announced = time.monotonic(), False
     while not signals.count:
         waited = time.monotonic() - begin
         if waited >= seconds:
             in_use = _in_use(run_dir)
             if not in_use or waited > _LOCK_SECONDS:
                 return True
-            if not told:
+            if not announced:
                 _say(f"waiting: {in_use}")
-                told = True
+                announced = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
 

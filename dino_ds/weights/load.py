@@ -21,8 +21,8 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.value_range import ValueRange, prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, take_weights
-from dino_ds.weights.read import find_weights
 
 
 class Backbone(nn.Module):

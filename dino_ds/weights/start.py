@@ -14,8 +14,9 @@ from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import DinoNetwork
 from dino_ds.models.weights import Placer
+from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
-from dino_ds.weights.read import Weights, find_weights
+from dino_ds.weights.read import Weights
 
 _NUMBERS = {
     "patch_size": "patches of {} pixels",

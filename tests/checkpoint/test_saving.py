@@ -103,7 +103,7 @@ def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
     run = SmallRun(tmp_path).train(1).save()
     gate.set()
     run.save(wait=True).save(wait=True).save()
-    assert len(run.said) == 1 and run.saving._flight is None
+    assert len(run.said) == 1 and run.saving._pending is None
 
 
 def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):

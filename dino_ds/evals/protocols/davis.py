@@ -1,6 +1,8 @@
 """Video object segmentation: the masks of a clip's first frame are carried on by the likeness of patches (DAVIS 2017).
 
-Source: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
+Sources: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
+The metrics, region (J) and boundary (F): `metrics.py` and `evaluation.py` of davisvideochallenge/davis2017-evaluation
+(Perazzi et al. 2016, Pont-Tuset et al. 2017).
 """
 
 from __future__ import annotations
@@ -26,46 +28,6 @@ _TOLERANCE = 0.008
 """Of the image's diagonal: how far a boundary may be off."""
 _MASKS = 16
 """Dilated at once."""
-
-
-def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
-    """Intersection over union, FP64; 1 where both masks are empty."""
-    inside = (found & wanted).sum(dim=(1, 2)).double()
-    union = (found | wanted).sum(dim=(1, 2)).double()
-    return torch.where(union > 0, inside / union.clamp_min(1), 1.0)
-
-
-def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
-    """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
-    radius = math.ceil(_TOLERANCE * math.hypot(*found.shape[1:]))
-    pairs = zip(found.split(_MASKS), wanted.split(_MASKS), strict=True)
-    return torch.cat([_boundary_similarity(boundaries(a), boundaries(b), radius) for a, b in pairs])
-
-
-def boundaries(masks: Tensor) -> Tensor:
-    """Pixels that differ from one of those to the right, below, and right below: half a pixel off, 1 pixel wide."""
-    padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
-    right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
-    return (masks ^ right) | (masks ^ below) | (masks ^ both)
-
-
-def dilate(masks: Tensor, radius: int) -> Tensor:
-    """Every pixel within `radius` pixels of one of the mask, Euclidean."""
-    offsets = torch.arange(-radius, radius + 1, device=masks.device)
-    disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
-    near = F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)
-    return near[:, 0] > 0.5
-
-
-def _boundary_similarity(found: Tensor, wanted: Tensor, radius: int) -> Tensor:
-    hits = (found & dilate(wanted, radius)).sum(dim=(1, 2)).double()
-    recalled = (wanted & dilate(found, radius)).sum(dim=(1, 2)).double()
-    of_found, of_wanted = (boundary.sum(dim=(1, 2)).double() for boundary in (found, wanted))
-    # Nothing found is precise, nothing wanted is recalled.
-    precision = torch.where(of_found > 0, hits / of_found.clamp_min(1), 1.0)
-    recall = torch.where(of_wanted > 0, recalled / of_wanted.clamp_min(1), 1.0)
-    both = precision + recall
-    return torch.where(both > 0, 2 * precision * recall / both.clamp_min(1e-12), 0.0)
 
 
 _BENCHMARK = Benchmark(
@@ -181,13 +143,53 @@ def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[tuple[float
     return rows  # type: ignore[return-value]
 
 
+def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """Intersection over union of boolean masks (n, h, w), FP64 (n,); 1 where both are empty."""
+    inside = (found & wanted).sum(dim=(1, 2)).double()
+    union = (found | wanted).sum(dim=(1, 2)).double()
+    return torch.where(union > 0, inside / union.clamp_min(1), 1.0)
+
+
+def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
+    radius = math.ceil(_TOLERANCE * math.hypot(*found.shape[1:]))
+    pairs = zip(found.split(_MASKS), wanted.split(_MASKS), strict=True)
+    return torch.cat([_boundary_similarity(boundaries(a), boundaries(b), radius) for a, b in pairs])
+
+
+def boundaries(masks: Tensor) -> Tensor:
+    """Pixels that differ from one of those to the right, below, and right below: half a pixel off, 1 pixel wide."""
+    padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
+    right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
+    return (masks ^ right) | (masks ^ below) | (masks ^ both)
+
+
+def dilate(masks: Tensor, radius: int) -> Tensor:
+    """Every pixel within `radius` pixels of one of the mask, Euclidean."""
+    offsets = torch.arange(-radius, radius + 1, device=masks.device)
+    disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
+    near = F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)
+    return near[:, 0] > 0.5
+
+
+def _boundary_similarity(found: Tensor, wanted: Tensor, radius: int) -> Tensor:
+    hits = (found & dilate(wanted, radius)).sum(dim=(1, 2)).double()
+    recalled = (wanted & dilate(found, radius)).sum(dim=(1, 2)).double()
+    of_found, of_wanted = (boundary.sum(dim=(1, 2)).double() for boundary in (found, wanted))
+    # Nothing found is precise, nothing wanted is recalled.
+    precision = torch.where(of_found > 0, hits / of_found.clamp_min(1), 1.0)
+    recall = torch.where(of_wanted > 0, recalled / of_wanted.clamp_min(1), 1.0)
+    both = precision + recall
+    return torch.where(both > 0, 2 * precision * recall / both.clamp_min(1e-12), 0.0)
+
+
 def _judge(subject: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
     """Of each object of a clip; neither its first frame nor its last one counts."""
     first = read_image(clip.frames[0])
     wanted = [_read_mask(path, first.size) for path in clip.masks]
     objects = int(wanted[0].max())
     if objects == 0:
-        raise DataError(f"{clip.masks[0]} has no object: DAVIS's maps of objects hold their numbers; fetch it anew")
+        raise DataError(f"{clip.masks[0]} has no object: DAVIS's maps of objects hold their numbers; download it again")
     found = _carry(subject, clip, first, wanted[0], objects)
     pair = [torch.from_numpy(np.stack(masks)).to(subject.device) for masks in (found, wanted[1:-1])]
     return judge_masks(pair[0], pair[1], objects)
@@ -219,7 +221,7 @@ def _read_clip(folder: Path, name: str) -> Clip:
     place = folder / "JPEGImages/480p" / name
     frames = sorted(place.glob("*.jpg"))
     if len(frames) < 3:
-        raise DataError(f"DAVIS 2017: {place} has {len(frames)} frames, 3 are the fewest: fetch them anew")
+        raise DataError(f"DAVIS 2017: {place} has {len(frames)} frames, at least 3 are needed: download them again")
     return Clip(frames, [folder / "Annotations/480p" / name / f"{frame.stem}.png" for frame in frames])
 
 
