@@ -49,7 +49,7 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 @contextmanager
 def _opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
-    """Without waiting for the writer of a pipe. Raises ValueError for a larger file and for what is not a regular one."""
+    """Opens a file without waiting for a pipe's writer. Raises ValueError for a larger or not a regular file."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):

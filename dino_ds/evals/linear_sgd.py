@@ -31,12 +31,12 @@ _REFERENCE_BATCH = 256
 _INITIAL_STD = 0.01
 
 Kind = tuple[int, bool]
-"""The CLS tokens of so many last blocks, and whether the mean of the last block's patches goes with them."""
+"""Which features a classifier sees: CLS tokens of how many last blocks; with the mean of the last block's patches?"""
 
 
 def linear_sgd(subject: EvalContext) -> dict[str, float]:
     """The papers' linear probe: SGD on augmented images, `--epochs 100`, the best of many learning rates"""
-    # First, so that test images which can't be used are not found out after a hundred epochs.
+    # First: unusable test images must not be noticed after a hundred epochs.
     test = _test_inputs(subject)
     kinds = kinds_of(test.features.shape[1] // subject.backbone.width - 1)
     probes = Probes(kinds, subject.backbone.width, test.classes, RATES, subject.settings.seed, subject.device)
@@ -53,7 +53,7 @@ def probe_inputs(tokens: Tensor) -> Tensor:
 
 
 def kinds_of(blocks: int) -> list[Kind]:
-    """Of the kinds that DINOv2 tries, those that a network of so many blocks has."""
+    """The kinds of DINOv2's grid that a network of `blocks` blocks has."""
     return [(count, mean) for count in sorted({1, blocks}) for mean in (False, True)]
 
 
@@ -150,8 +150,8 @@ def augmented_batches(subject: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     for step, (crops, rows, bad) in enumerate(batches):
         unreadable.update(bad)
         yield step // sampler.epoch_steps, crops, rows[:, 1]
-    everybodys = sorted(set().union(*distributed.gather_objects(unreadable)))
-    subject.note(f"left out, unreadable: {text}" for text in everybodys)
+    of_all_ranks = sorted(set().union(*distributed.gather_objects(unreadable)))
+    subject.note(f"left out, unreadable: {text}" for text in of_all_ranks)
 
 
 def _describe(subject: EvalContext) -> Callable[[Tensor], Tensor]:

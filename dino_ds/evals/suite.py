@@ -1,8 +1,7 @@
-"""The evaluations by name: each takes a `Subject` and returns numbers.
+"""The evaluations by name: each is a function from an `EvalContext` to numbers.
 
-All ranks call it, and it returns the same on all of them. A new one is a function with this signature and a line in
-EVALUATIONS; its first line of documentation goes into the table of docs/evaluations.md, what it returns is printed,
-written and reported.
+All ranks call it and get the same. A new one is a function with this signature and a line in EVALUATIONS; its docstring
+goes into the table of docs/evaluations.md, what it returns is printed, written and reported.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford, paris
 from dino_ds.evals.protocols.voc import voc
-from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
+from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 from dino_ds.evals.subject import EvalContext
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
@@ -34,7 +33,7 @@ _ALIGNMENT_IMAGES = 2000
 _PURITY_NEIGHBOURS = 10
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
-"""Percent, unless it says otherwise."""
+"""Results are percentages unless its docstring says otherwise."""
 
 
 def knn(subject: EvalContext) -> dict[str, float]:
@@ -105,15 +104,15 @@ def retrieval(subject: EvalContext) -> dict[str, float]:
 def statistics(subject: EvalContext) -> dict[str, float]:
     """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
     source, settings = subject.any_source, subject.settings
-    views = subject.compute(
+    crops = subject.compute(
         lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
         evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
-        TwoViews(subject.size, settings.seed),
+        TwoCrops(subject.size, settings.seed),
     ).features
     images = subject.any_images
     found = feature_statistics(images.features, settings.seed)
-    found["alignment"] = alignment(views[:, 0], views[:, 1])
+    found["alignment"] = alignment(crops[:, 0], crops[:, 1])
     if images.classes and len(images.labels) > 1:
         k = min(_PURITY_NEIGHBOURS, len(images.labels) - 1)
         found[f"purity_{k}"] = label_purity(images.features, images.labels, k)
@@ -137,7 +136,7 @@ EVALUATIONS: dict[str, Evaluation] = {
 
 
 def evaluate(name: str, subject: EvalContext) -> dict[str, float]:
-    """Run one evaluation; all ranks must call it. The results are rank 0's, whatever the last bits of others are."""
+    """Run one evaluation; all ranks must call it and get rank 0's results, to the last bit."""
     return distributed.gather_objects(EVALUATIONS[name](subject))[0]
 
 

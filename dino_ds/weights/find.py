@@ -23,9 +23,9 @@ _SECONDS = 5.0
 
 
 def find_weights(place: str | Path) -> Weights:
-    """Of a run folder (its teacher), a file, a Hugging Face folder, or a timm name, which may have to be downloaded.
+    """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
 
-    A run's head lies in its checkpoints. Raises CheckpointError for what is no such thing.
+    A run's head lies in its checkpoints. Raises CheckpointError for anything else.
     """
     path = Path(place)
     if not path.exists() and _is_timm_name(str(place)):
@@ -44,7 +44,7 @@ def find_weights(place: str | Path) -> Weights:
 
 
 def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]:
-    """The teacher's head, from the checkpoint that the teacher was written with; else why there is none."""
+    """The teacher's head from the checkpoint that the teacher was written with, or why there is none."""
     if not isinstance(step, int) or not 0 <= step < 10**12:
         return {}, []
     folder = run / "checkpoints" / step_name(step)
@@ -57,7 +57,7 @@ def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]
         head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
         check_numbers(folder, head)
     except (CheckpointError, OSError) as error:
-        return {}, [f"its head can't be had ({error})"]
+        return {}, [f"its head is not available ({error})"]
     return head, []
 
 
@@ -81,7 +81,7 @@ def _from_timm(name: str) -> Weights:
         except Exception as error:  # whatever timm and the hub's client raise
             reason = why or one_line(error)
             raise CheckpointError(
-                f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
+                f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
             ) from None
     tensors = dict(model.state_dict())
     try:
@@ -95,7 +95,7 @@ def _from_timm(name: str) -> Weights:
 
 
 def on_a_hub(name: str) -> str | None:
-    """What to do with the name that another hub has for weights; None if it looks like none."""
+    """What to do with another hub's name for weights; None if `name` does not look like one."""
     torch_hub = re.fullmatch(r"(dinov2)_vit([sblg])14(_reg)?(_lc)?|dino_vit([sb])(8|16)", name)
     if torch_hub:
         size = {"s": "small", "b": "base", "l": "large", "g": "giant"}[torch_hub[2] or torch_hub[5]]
@@ -110,9 +110,9 @@ def on_a_hub(name: str) -> str | None:
 
 @contextmanager
 def hub_or_cache() -> Iterator[str]:
-    """Inside, its client works as always; where the hub does not answer on the cache alone, and the value says so.
+    """Uses only the cache where the Hugging Face hub does not answer, and yields a message that says so, else "".
 
-    Of a file that is not in the cache it would ask for most of a minute.
+    Its client would try for most of a minute to download a file that is not in the cache.
     """
     from huggingface_hub import constants
 
@@ -127,7 +127,7 @@ def hub_or_cache() -> Iterator[str]:
 
 
 def _answers(address: str) -> bool:
-    """By the client itself, which knows of proxies; a thread, for the search of a name heeds no time limit."""
+    """Asks with the hub's client, which knows of proxies; in a thread, because resolving a name has no timeout."""
     answers: list[object] = []
 
     def ask() -> None:

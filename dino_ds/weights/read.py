@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES
+from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.weights.huggingface import from_huggingface, left_out
 from dino_ds.weights.reference import about_dinov3, few, split_network
@@ -36,10 +37,8 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors under our (timm's) names; `kind` says whose file it was; `about`: the JSON beside it, as teacher.json.
-
-    `notes`: what was not taken and why, for people.
-    """
+    """Tensors under our (timm's) names; `kind`: whose file it was; `about`: the JSON beside it, as teacher.json;
+    `notes`: what was not taken and why."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -51,7 +50,7 @@ class Weights:
 def read_weights(path: Path, network: str = "teacher") -> Weights:
     """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
 
-    Pickles are read as data only (`weights_only`). Raises CheckpointError for what is no ViT's weights.
+    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a ViT's weights.
     """
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
@@ -75,7 +74,7 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json of a timm folder (its own or `dino-ds export --format timm`) says of the network."""
+    """The network that config.json of a timm folder (timm's own or `dino-ds export --format timm`) describes."""
     name, arguments = config["architecture"], config.get("model_args")
     heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if heads is None and name in ARCHITECTURES:
@@ -141,7 +140,7 @@ def _read_torch(path: Path, network: str) -> tuple[dict[str, Tensor], dict[str, 
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
     if not is_torch:
-        raise CheckpointError(f"{path} is no file of weights: not safetensors (.safetensors), nor torch (.pth, .pt)")
+        raise CheckpointError(f"{path} is not a file of weights: neither .safetensors nor torch's (.pth, .pt)")
     content = whole = _load_torch(path)
     for key in (network, "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
@@ -175,10 +174,10 @@ def _plain(error: Exception) -> str:
 
 
 def _architecture_in(args: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The attention heads that --arch of DINO's training stands for, where the tensors are as wide as that network."""
+    """The attention heads of the --arch of DINO's training, if the tensors are as wide as that network's."""
     values = args if isinstance(args, dict) else vars(args) if isinstance(args, _Settings) else {}
-    said = values.get("arch")
-    width, heads = _HEADS.get(re.split("[_-]", said)[-1] if isinstance(said, str) else "", (0, 0))
+    name = values.get("arch")
+    width, heads = _HEADS.get(re.split("[_-]", name)[-1] if isinstance(name, str) else "", (0, 0))
     widths = {t.shape[-1] for name, t in tensors.items() if name.endswith("cls_token") and t.ndim}
     return {"num_attention_heads": heads} if widths == {width} else {}
 
@@ -219,8 +218,23 @@ def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
     return backbone
 
 
+def range_of(about: dict[str, Any]) -> ValueRange | None:
+    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
+
+
 def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises CheckpointError for NaN, infinity, and what is no floating-point number."""
+    """Raises CheckpointError for NaN, infinity and integers."""
     wrong = [name for name, t in tensors.items() if not t.is_floating_point() or not torch.isfinite(t.float()).all()]
     if wrong:
         raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

@@ -203,7 +203,7 @@ class TestFullDisk:
         run.train().save().train().save().train()
         with pytest.raises(StorageError, match=r"step 4: .* MB needed, .* MB free in .*3 saves in a row have failed"):
             run.save()
-        assert "training goes on (1 failed in a row, 3 stop the run)" in run.said[1]
+        assert "training continues (1 failed in a row, 3 stop the run)" in run.said[1]
         assert folders(tmp_path) == ["latest", "step_00000001"] and is_that_of(run.choose().saved, 1)
 
     def test_a_good_save_in_between_begins_the_count_anew(self, tmp_path, monkeypatch):

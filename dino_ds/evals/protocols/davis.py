@@ -24,12 +24,6 @@ from dino_ds.errors import DataError
 from dino_ds.evals.protocols.work import Benchmark, read_image, read_label_map, share
 from dino_ds.evals.subject import EvalContext
 
-_TOLERANCE = 0.008
-"""Of the image's diagonal: how far a boundary may be off."""
-_MASKS = 16
-"""Dilated at once."""
-
-
 _BENCHMARK = Benchmark(
     "DAVIS 2017",
     (".", "DAVIS"),
@@ -40,6 +34,10 @@ _BENCHMARK = Benchmark(
 _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
+_TOLERANCE = 0.008
+"""How far a boundary may be off, as a part of the image's diagonal."""
+_MASKS = 16
+"""Masks dilated at once."""
 
 
 def davis(subject: EvalContext) -> dict[str, float]:

@@ -92,14 +92,10 @@ def fit_patch_probe(
     """
     width, classes, device = tokens[0].shape[1], pixels[0].shape[1], tokens[0].device
     mean, scale = _moments(tokens)
-    total = float(
-        distributed.sum_across_ranks(
-            sum((part.double().sum() for part in pixels), torch.zeros((), device=device).double())
-        )
-    )
-    bar = tqdm(
-        desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=distributed.hidden_bar(progress)
-    )
+    pixel_count = sum((part.double().sum() for part in pixels), torch.zeros((), device=device).double())
+    total = float(distributed.sum_across_ranks(pixel_count))
+    hidden = distributed.hidden_bar(progress)
+    bar = tqdm(desc="fitting", total=_STEPS * 5 // 4, unit=" passes", leave=False, disable=hidden)
 
     def loss_and_gradient(values: Tensor) -> Tensor:
         """Of the mean cross-entropy over the pixels of all ranks."""
