@@ -38,26 +38,23 @@ from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.measure.machine import host_memory_gib
+from dino_ds.options.run import TrainOptions
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.run import Run
-from dino_ds.training.run_folder import Resume, RunFolder
+from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.stop import StopRequests
 
 
 def train(
+    options: TrainOptions,
     *,
     recipe: Recipe,
     ds: Mapping[str, Any],
     ds_path: str,
-    run_dir: str,
-    max_steps: int | None,
-    resume: Resume,
-    allow_change: str | None = None,
     ds_overrides: Mapping[str, str] | None = None,
-    allow_oversize: bool = False,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
@@ -67,7 +64,7 @@ def train(
     Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
-    path, rank, ranks = Path(run_dir), distributed.rank(), distributed.world_size()
+    path, rank, ranks = Path(options.run_dir), distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
     with Watchdog(path, rank, ranks, recipe.hang_seconds) as watchdog:
         failures = Failures(path, rank, ranks, watchdog.beat)
@@ -85,9 +82,9 @@ def train(
                 note = _take(lock, heartbeats)
                 watchdog.beat.list_in_folder()
                 try:
-                    start, memory = _settle(recipe, (ds, ds_path, ds_overrides), path, resume, allow_oversize)
+                    start, memory = _settle(options, recipe, (ds, ds_path, ds_overrides))
                     memory_guard.settle(recipe, start.config, memory.gib)
-                    run, log, last_step = _build(recipe, start.config, path, max_steps, resume, allow_change)
+                    run, log, last_step = _build(options, recipe, start.config)
                 except UserError:  # of all ranks
                     if lock.guards_a_run:
                         watchdog.beat.unlist()
@@ -127,11 +124,7 @@ def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
 
 
 def _settle(
-    recipe: Recipe,
-    asked: tuple[Mapping[str, Any], str, Mapping[str, str] | None],
-    path: Path,
-    resume: Resume,
-    allow_oversize: bool,
+    options: TrainOptions, recipe: Recipe, asked: tuple[Mapping[str, Any], str, Mapping[str, str] | None]
 ) -> tuple[Start, Memory]:
     """The ds config and what it is predicted to take, the same on all ranks; asked: `ds`, `ds_path`, `ds_overrides`.
 
@@ -139,9 +132,9 @@ def _settle(
     """
     ds, ds_path, overrides = asked
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
-    before, saved = None, path / "ds_config.json"
+    before, saved = None, Path(options.run_dir, "ds_config.json")
     with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and overrides is not None and resume is not False and saved.is_file():
+        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
     start = given(recipe, ds, ds_path, machine)  # also for its check of the batch
@@ -149,7 +142,7 @@ def _settle(
         start = kept(recipe, before, str(saved), overrides, machine)
     elif overrides is not None and machine.card_gib is not None:
         start = chosen(recipe, overrides, machine)
-    if not allow_oversize:
+    if not options.allow_oversize:
         check_fits(recipe, start, machine)
     return start, predict(recipe, start.config, machine)
 
@@ -168,20 +161,18 @@ def find_machine() -> Machine:
     )
 
 
-def _build(
-    recipe: Recipe, config: DsConfig, path: Path, max_steps: int | None, resume: Resume, allow_change: str | None
-) -> tuple[Run, RunLog, int]:
+def _build(options: TrainOptions, recipe: Recipe, config: DsConfig) -> tuple[Run, RunLog, int]:
     """The run, its log and its last step."""
     data = recipe.data
     with distributed.raise_on_all_ranks():
-        folder = RunFolder(path, recipe, config, resume, allow_change)
+        folder = RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
     folder.recipe = recipe
     run = Run(recipe, config, source, folder)
     run.notes[:0] = [found] if found else []
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
-    last_step = min(run.step.schedules.steps, max_steps or run.step.schedules.steps)
+    last_step = min(run.step.schedules.steps, options.max_steps or run.step.schedules.steps)
     run.open_folder(last_step)
     with distributed.raise_on_all_ranks():
         try:

@@ -20,7 +20,7 @@ from dino_ds.evals.features import evenly_spaced_indices, generators_kept
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 
 _IMAGES = 4
 _PATCHES = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 from dino_ds.weights.load import Backbone
 
 

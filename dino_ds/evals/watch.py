@@ -21,7 +21,7 @@ from dino_ds.evals.rehearsal import preflight_eval
 from dino_ds.evals.results import describe_result
 from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""

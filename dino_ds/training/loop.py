@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.config.crops import teacher_crops
+from dino_ds.data.batches import Batch
 from dino_ds.data.loader import DataTimeout
-from dino_ds.data.prefetcher import DevicePrefetcher, Views
+from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.training.bad_steps import BadSteps
 from dino_ds.training.constant_images import constant_images
 from dino_ds.training.metrics import RunLog
@@ -75,7 +76,7 @@ class Loop:
             assert batch is not None  # a spoilt window is never applied
             self._after_step(out, batch)
 
-    def _next(self, prefetcher: DevicePrefetcher) -> Views | None:
+    def _next(self, prefetcher: DevicePrefetcher) -> Batch | None:
         """The next micro-batch; None where a stop was asked for and it does not come."""
         self._beat.enter("data", self._run.step.applied_steps)
         if self._data_timed_out:
@@ -89,11 +90,11 @@ class Loop:
         self._reports.loaded(batch.bad, prefetcher.take_notes())
         return batch
 
-    def _train(self, batch: Views, prefetcher: DevicePrefetcher) -> MicroStep:
+    def _train(self, batch: Batch, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
-        constant = constant_images(batch.views)
+        constant = constant_images(teacher_crops(run.recipe.crops.groups, batch.crops))
         keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
-        out = run.step.micro_batch(batch.views, keys, prefetcher.prefetch)
+        out = run.step.micro_batch(batch.crops, keys, prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
@@ -103,14 +104,16 @@ class Loop:
 
         Without it the others would wait for this rank's gradient until its data come.
         """
-        run, crops = self._run, self._run.recipe.crops
-        sizes = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
+        run = self._run
         micro, channels, device = run.config.micro_batch, run.recipe.model.in_chans, run.step.engine.device
-        views: list[Tensor] = [torch.full((micro, channels, s, s), torch.nan, device=device) for s in sizes]
+        crops = {
+            group.name: [torch.full((micro, channels, group.size, group.size), torch.nan, device=device)] * group.count
+            for group in run.recipe.crops.groups
+        }
         indices = torch.zeros(micro, dtype=torch.long, device=device)
-        return run.step.micro_batch(views, sample_keys(run.recipe.seed, 0, indices))
+        return run.step.micro_batch(crops, sample_keys(run.recipe.seed, 0, indices))
 
-    def _after_step(self, out: MicroStep, batch: Views) -> None:
+    def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
         for micro, names, constant in self._window:
             self._reports.trained(micro, names, constant)
@@ -131,7 +134,7 @@ class Loop:
         if evaluate:
             stop = not self._evaluate() and not last
         if evaluate or done == 1:
-            self._log.picture("crops", run.crops.picture(batch.views), done)
+            self._log.picture("crops", run.crops.picture(batch.crops), done)
         if not stop:
             self._draw(last)
         if self._saves.due(done) or last or stop:
@@ -215,7 +218,8 @@ class Loop:
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             images = done * run.recipe.data.global_batch
-            found = run.watch.evaluate(run.step.teacher, done, images, run.step.engine.device, self._stop_heard)
+            teacher, device = run.step.teachers.exported, run.step.engine.device
+            found = run.watch.evaluate(teacher, done, images, device, self._stop_heard)
             if found is not None:
                 self._reports.evaluated(found)
         if found is None and done == 0:
@@ -230,7 +234,7 @@ class Loop:
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             if distributed.rank() == 0:
-                failure = run.album.draw(run.step.teacher, done, run.step.engine.device, self._log.picture)
+                failure = run.album.draw(run.step.teachers.exported, done, run.step.engine.device, self._log.picture)
                 if failure:
                     self._log.say(f"warning  {failure}")
             distributed.barrier()

@@ -26,12 +26,13 @@ class Reports:
 
     def __init__(self, run: Run, log: RunLog, last_step: int, predicted_gib: float) -> None:
         self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
-        self._meter = Meter(("loss", "teacher_entropy", "constant_images"), run.step.engine.device)
+        self._meter = Meter(("loss", *run.step.objective.scalars, "constant_images"), run.step.engine.device)
         self.clock = Clock(run.recipe.data.global_batch)
         self._throughput = ThroughputWatch(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
-        self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
+        warmup = run.step.schedules.warmup_steps
+        self._collapse = [(e, CollapseAlarm(e.prototypes, warmup)) for e in run.step.objective.entropies]
         self._constant = ConstantImages()
         self._constant_names: set[str] = set()
         self._bad_images: set[str] = set()
@@ -44,12 +45,12 @@ class Reports:
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
         """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
-        self._meter.add(micro.loss, micro.teacher_entropy, constant.float().mean())
+        self._meter.add(micro.loss, *micro.scalars.values(), constant.float().mean())
         self._constant.add(constant, names)
 
     def write(self, out: MicroStep) -> None:
         """The line of metrics of a step, and the alarms that follow from it."""
-        run, knobs = self._run, out.knobs
+        run, schedule = self._run, out.schedule
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -57,18 +58,19 @@ class Reports:
         rolling, warning = self._throughput.look(**speed, gpu=gpu)
         self.collect_bad_images()
         self._name_constant_images(means["constant_images"])
-        kl = means["loss"] - means["teacher_entropy"]
+        objective = run.step.objective
+        kls = {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         record = {
             "step": run.step.applied_steps,
             "images": run.step.applied_steps * run.recipe.data.global_batch,
             "epoch": run.position.epoch,
             "loss": means["loss"],
-            "teacher_entropy": means["teacher_entropy"],
-            "kl": kl,
-            "lr": knobs.lr,
-            "weight_decay": knobs.weight_decay,
-            "teacher_momentum": knobs.teacher_momentum,
-            "teacher_temp": knobs.teacher_temp,
+            **{name: means[name] for name in objective.scalars},
+            **kls,
+            "lr": schedule.lr,
+            "weight_decay": schedule.weight_decay,
+            "teacher_momentum": schedule.teacher_momentum,
+            "teacher_temp": schedule.teacher_temp,
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,
             "skipped_steps": run.skipped_steps,
@@ -81,10 +83,13 @@ class Reports:
             "memory_gib": memory_gib(),
             "memory_predicted_gib": self._predicted_gib,
         }
-        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl, means["constant_images"])
-        self._log.write({**record, "collapsed": int(self._collapse.on)})
+        alarms = [
+            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], means["constant_images"])
+            for entropy, alarm in self._collapse
+        ]
+        self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._say(record)
-        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
+        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", *alarms):
             if line:
                 self._log.say(line)
 
@@ -151,7 +156,10 @@ class Reports:
 
     def _say(self, record: dict[str, Any]) -> None:
         watch, rate = self._run.watch, record["images_per_second"]
-        short = f"loss {record['loss']:.3f} = entropy {record['teacher_entropy']:.3f} + KL {record['kl']:.3f}"
+        short = f"loss {record['loss']:.3f}"
+        for entropy in self._run.step.objective.entropies:
+            own = "" if entropy.loss == "loss" else f", {entropy.loss} {record[entropy.loss]:.3f}"
+            short += f"{own} = entropy {record[entropy.scalar]:.3f} + KL {record[entropy.kl]:.3f}"
         speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
         knn = f", k-NN {watch.latest:.1f} %" if watch and watch.latest is not None else ""
         self._log.progress(record["step"], f"{short}, {speed}{knn}")

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
@@ -18,26 +17,20 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
-from dino_ds.data.batches import batch_bytes
 from dino_ds.data.loader import Position, build_loader, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.durable import replace_file, replacing
-from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
-from dino_ds.engine.engine import Engine
-from dino_ds.engine.placement import Placement
+from dino_ds.engine.device import DTYPES
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.evals.album import PeriodicPictures
 from dino_ds.evals.watch import EvalRunner
 from dino_ds.models.attention import chosen_kernel
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
-from dino_ds.training.build import build_network, build_schedules, build_zeros
+from dino_ds.training.build import build_step
 from dino_ds.training.other_images import OtherImages, describe_images, same_images
 from dino_ds.training.run_folder import RunFolder
-from dino_ds.training.step import DinoStep
 
 
 class Run:
@@ -59,7 +52,7 @@ class Run:
         images = OtherImages(recipe, self._images, folder.allows_other_images)
         choice = self._choose(images)
         folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
-        self.crops = MultiCrop(**recipe.crops.model_dump())
+        self.crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
         # Weights of a checkpoint take the place of others, whose file may be gone.
         begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
         self.step = build_step(begins, config, self.epoch_steps)
@@ -96,9 +89,8 @@ class Run:
         Raises ConfigError, or StorageError where there is no room for one checkpoint: then nothing is written.
         """
         if self.step.applied_steps < last_step:
-            backbone = self.step.teacher.network.backbone
-            teacher = sum(4 * p.numel() for p in backbone.parameters())
-            self._saving.check_space(self.step.engine.state().tensors, self._whole(), teacher)
+            teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
+            self._saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
         self.folder.write()
         with distributed.raise_on_all_ranks():
             try:
@@ -108,12 +100,11 @@ class Run:
 
     def attention_kernels(self) -> str:
         """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-        performance, arch, crops = self.config.performance, self.recipe.model.architecture(), self.recipe.crops
+        performance, arch = self.config.performance, self.recipe.model.architecture()
         if performance.attention != "sdpa":
             return performance.attention
-        sizes = [crops.global_size, *([crops.local_size] if crops.num_local else [])]
         kernels: dict[str, list[str]] = {}
-        for tokens in [tokens_of(arch, size) for size in sizes]:
+        for tokens in [tokens_of(arch, group.size) for group in self.recipe.crops.groups]:
             kernel = performance.attention_backend
             if kernel == "auto":
                 where, dtype = self.step.engine.device, DTYPES[self.config.precision]
@@ -162,12 +153,7 @@ class Run:
             "state": state,
             "images": self._images.to_json(),
         }
-        return _text(self._saving.save(part.tensors, part.layout, self._whole(), manifest, wait))
-
-    def _whole(self) -> dict[str, Tensor]:
-        """What all ranks hold."""
-        teacher = {f"teacher.{name}": p.detach() for name, p in self.step.teacher.network.named_parameters()}
-        return {**teacher, "center": self.step.objective.center.value}
+        return _text(self._saving.save(part.tensors, part.layout, self.step.state(), manifest, wait))
 
     def look_at_save(self) -> str | None:
         """After each applied step, on all ranks: commits a save that all have written; lines to say.
@@ -199,11 +185,10 @@ class Run:
         }
 
     def _load(self, saved: SavedCheckpoint) -> None:
-        whole, state = saved.whole(), saved.manifest.state
+        state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
-            self.step.objective.center.load(whole.pop("center"))
-            self.step.teacher.load_state_dict({name.removeprefix("teacher."): t for name, t in whole.items()})
+            self.step.restore(saved.whole(), saved.manifest.step)
             self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
             self.skipped_steps = int(state["skipped_steps"])
             self.bad_images = {str(name) for name in state["bad_images"]}
@@ -211,7 +196,6 @@ class Run:
                 self.watch.load_state_dict(state["knn"])
         except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
-        self.step.restore(saved.manifest.step)
 
     def _write_teacher(self, folder: Path) -> None:
         """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""
@@ -235,9 +219,9 @@ def build_prefetcher(
 
     Raises DataError where shared memory is too small for them.
     """
-    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
     with distributed.raise_on_all_ranks():
-        check_shared_memory(batch_bytes(crops, micro_batch, channels, data.augment, data.is_deep), data.workers)
+        check_shared_memory(recipe.batch_bytes(micro_batch), data.workers)
     loader = build_loader(
         source,
         crops,
@@ -257,28 +241,3 @@ def build_prefetcher(
         patience=recipe.hang_seconds / 3 or None,
     )
     return DevicePrefetcher(loader, where)
-
-
-def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> DinoStep:
-    """Student, teacher and objective of a recipe, new, on this process group; every rank must call it."""
-    optimizer = recipe.optimizer
-    if config.performance.deterministic:
-        use_deterministic_kernels()
-    network = build_network(recipe, config.performance, Placement(config))
-    if config.performance.compile != "off":
-        # Blocks, so that the engine finds plain modules; before it, so that its hooks stay outside.
-        network.backbone.compile_blocks(config.performance.compile)
-    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-    network = build_zeros(recipe, config.performance, device())
-    weights = sum(p.numel() for p in network.parameters())
-    teacher = Teacher(
-        network,
-        engine.masters(),
-        DTYPES[config.precision],
-        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
-        compiled=config.performance.compile,
-    )
-    objective = DinoLoss(
-        recipe.head.prototypes, recipe.objective.student_temp, recipe.objective.center_momentum, engine.device
-    )
-    return DinoStep(engine, teacher, objective, build_schedules(recipe, epoch_steps))

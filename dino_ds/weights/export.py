@@ -37,7 +37,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     about = {
         "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
-        "pos_embed_interpolation": model.vit.pos_embed_interpolation,
+        "pos_embed_interpolation": model.vit.options.pos_embed_interpolation,
         **model.about,
     }
     with _written(out) as file:

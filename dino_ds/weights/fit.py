@@ -77,7 +77,8 @@ def take_weights(network: VisionTransformer, tensors: dict[str, Tensor]) -> None
     """
     own = dict(network.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    fitting = fit_tensors(tensors, shapes, network.pos_embed_interpolation, "the weights lack", "the weights are")
+    resizing = network.options.pos_embed_interpolation
+    fitting = fit_tensors(tensors, shapes, resizing, "the weights lack", "the weights are")
     for name, parameter in own.items():
         parameter.copy_(fitting[name].to(parameter.dtype))
 

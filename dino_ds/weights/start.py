@@ -13,7 +13,7 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.data.value_range import ValueRange, range_text
 from dino_ds.errors import CheckpointError
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
@@ -146,7 +146,7 @@ class InitialWeights:
     head of other shapes is left out, and ours stays as initialised.
     """
 
-    def __init__(self, network: DinoNetwork, weights: Weights, source: str, place: Placer) -> None:
+    def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._resized: list[str] = []
@@ -154,7 +154,7 @@ class InitialWeights:
         self._head = {f"head.{name}": t for name, t in weights.head.items()}
         self._head_note = self._fit_head(own)
         backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
-        self._backbone = self._fit_backbone(backbone, own, network.backbone.pos_embed_interpolation)
+        self._backbone = self._fit_backbone(backbone, own, interpolation)
         self._tensors = self._backbone | self._head
 
     def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:

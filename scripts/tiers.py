@@ -1,6 +1,6 @@
 """ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
 
-`python -m dino_ds.plan.tiers` rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
+`make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
 docs/large_models.md.
 """
 

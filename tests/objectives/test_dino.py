@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_ds.objective.center import Center
-from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
-from tests.reference import dino_loss_by_pairs
+from dino_ds.objectives.dino import DinoTerm, multicrop_cross_entropy, teacher_targets
+from dino_ds.objectives.running import RunningMean
+from tests.reference import dino_loss, dino_loss_by_pairs
 
 pytestmark = pytest.mark.numerical
 
@@ -82,8 +82,8 @@ def test_entropy_and_kl():
     _, certain = teacher_targets(50.0 * torch.eye(k)[:4], torch.zeros(k), 0.04)
     assert certain.item() == pytest.approx(0.0, abs=1e-6)
     same = torch.randn(1, k).repeat(2, 1)
-    objective = DinoLoss(k, student_temp=0.1, center_momentum=0.9)
-    loss, entropy = objective(same.clone(), same, 0.1)
+    objective = DinoTerm(k, student_temp=0.1, center_momentum=0.9)
+    loss, entropy = dino_loss(objective, same.clone(), same, 0.1)
     assert (loss - entropy).item() == pytest.approx(0.0, abs=1e-5)
 
 
@@ -91,7 +91,7 @@ class TestCenter:
     def test_moves_to_the_mean_of_all_micro_batches(self):
         """Equation 4 with the mean over rows of unequal micro-batches; not a mean of means."""
         logits = torch.randn(10, 7)
-        center = Center(7, momentum=0.9)
+        center = RunningMean(7, momentum=0.9)
         center.value += 1.0
         for part in (logits[:1], logits[1:7], logits[7:]):
             center.gather(part)
@@ -99,7 +99,7 @@ class TestCenter:
         torch.testing.assert_close(center.value, 0.9 * torch.ones(7) + 0.1 * logits.mean(dim=0))
 
     def test_gathering_alone_and_dropping_move_nothing(self):
-        center = Center(7, momentum=0.9)
+        center = RunningMean(7, momentum=0.9)
         center.gather(torch.randn(3, 7))
         center.drop()
         assert torch.equal(center.value, torch.zeros(7))
@@ -108,21 +108,21 @@ class TestCenter:
         torch.testing.assert_close(center.value, torch.full((7,), 0.1))
 
     def test_half_precision_sums_do_not_overflow(self):
-        center = Center(1, momentum=0.0)
+        center = RunningMean(1, momentum=0.0)
         for _ in range(3):
             center.gather(torch.full((60000, 1), 2.0, dtype=torch.float16))
         center.commit(center.pending())
         assert center.value.item() == 2.0
 
     def test_calling_the_objective_does_not_move_it(self):
-        objective = DinoLoss(5, 0.1, 0.9)
-        objective(torch.randn(6, 5), torch.randn(4, 5), 0.04)
+        objective = DinoTerm(5, 0.1, 0.9)
+        dino_loss(objective, torch.randn(6, 5), torch.randn(4, 5), 0.04)
         assert torch.equal(objective.center.value, torch.zeros(5))
 
     def test_the_objective_takes_it_off_and_gathers_for_the_next(self):
-        objective, (students, teachers) = DinoLoss(33, 0.1, 0.9), _logits(3)
+        objective, (students, teachers) = DinoTerm(33, 0.1, 0.9), _logits(3)
         objective.center.load(torch.linspace(-1, 1, 33))
-        loss, _ = objective(students.flatten(0, 1), teachers, 0.04)
+        loss, _ = dino_loss(objective, students.flatten(0, 1), teachers, 0.04)
         targets, _ = teacher_targets(teachers - torch.linspace(-1, 1, 33), torch.zeros(33), 0.04)
         expected = multicrop_cross_entropy(students, targets.view(2, 3, 33), 0.1)
         torch.testing.assert_close(loss, expected)

@@ -7,118 +7,99 @@ An average kept in bf16 would leave most weights unchanged by a step at m >= .99
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
-from dino_ds.models.network import DinoNetwork
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.network import Network
+from dino_ds.schedules import ScheduleValues
+from dino_ds.teachers.base import Teacher
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
 
 
-class Teacher:
-    """Runs the teacher network under the engine's precision and moves it after applied steps.
+class EmaTeacher(Teacher):
+    """Moves with the student after applied steps.
 
-    Args: `network` an FP32 module on its device, equal on all ranks; `masters` where the student's FP32 weights are;
-    `dtype` of the forward pass (autocast; storage stays FP32). On construction the network becomes equal to the
+    Args: as of `Teacher`; `masters` where the student's FP32 weights are; `buffers` gives the student's, by name, which
+    are averaged as the weights are, those of whole numbers copied. On construction the network becomes equal to the
     masters, which DeepSpeed makes from weights already rounded to the engine's precision. With `keep_copy` the matrices
     are also kept in `dtype`, cast once per applied step instead of at each use: same results, 2 bytes a weight more.
-    `compiled`: how its blocks are compiled, as of `compile_blocks`, or "off".
+    `compiled`: how its blocks are compiled, as of `compile_segments`, or "off".
 
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
 
     def __init__(
         self,
-        network: DinoNetwork,
+        network: Network,
         masters: Sequence[Masters],
         dtype: torch.dtype = torch.float32,
         keep_copy: bool = False,
         compiled: str = "off",
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        self.network = network.eval().requires_grad_(False)
-        self.dtype = dtype
+        super().__init__(network, dtype)
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
-        self._device = next(iter(parameters.values())).device
-        self._followers = [self._follow(m, parameters) for m in masters]
+        self._updaters = [self._updater(m, parameters) for m in masters]
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
-        self._running, self._casts = _low_precision_copy(network, dtype) if keep_copy else (network, ([], []))
+        self._student_buffers = buffers
+        assert buffers().keys() == dict(network.named_buffers()).keys(), "each buffer must have the student's"
+        self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if keep_copy:
+            self._running, self._casts = _low_precision_copy(network, dtype)
         if compiled != "off":
-            self._running.backbone.compile_blocks(compiled)
-        self.update(momentum=0.0)
+            self._running.backbone.compile_segments(compiled)
+        self.move(momentum=0.0)
 
-    def _follow(self, masters: Masters, parameters: dict[str, Tensor]) -> _EmaUpdater:
+    def _updater(self, masters: Masters, parameters: dict[str, Tensor]) -> _EmaUpdater:
         if isinstance(masters, WholeMasters):
             return _WholeUpdater(masters, parameters)
         if isinstance(masters, FlatMasters):
             return _FlatUpdater(masters, parameters, self._device)
         return _PartitionedUpdater(masters, parameters, self._device)
 
+    def update(self, schedule: ScheduleValues) -> None:
+        self.move(schedule.teacher_momentum)
+
     @torch.no_grad()
-    def update(self, momentum: float) -> None:
-        """teacher <- momentum * teacher + (1 - momentum) * masters; every rank must call it."""
-        for follower in self._followers:
-            follower.move(1.0 - momentum)
+    def move(self, momentum: float) -> None:
+        """teacher <- momentum * teacher + (1 - momentum) * student; every rank must call it."""
+        for updater in self._updaters:
+            updater.update(1.0 - momentum)
+        theirs = self._student_buffers()
+        for name, own in self.network.named_buffers():
+            if own.is_floating_point():
+                own.lerp_(theirs[name].to(own.dtype), 1.0 - momentum)
+            else:
+                own.copy_(theirs[name])
         self._cast()
 
     def _cast(self) -> None:
         if self._casts[0]:
             torch._foreach_copy_(*self._casts)
 
-    @torch.no_grad()
-    def __call__(self, views: list[Tensor]) -> Tensor:
-        """Global views (b, 3, h, w) -> logits (v * b, k)."""
-        with self._autocast():
-            return self._running(views)
+    def state(self) -> dict[str, Tensor]:
+        return self.network.state_dict()
 
-    def features(self, images: Tensor) -> Tensor:
-        """Images (b, 3, h, w) -> CLS features after the final norm (b, d), FP32."""
-        with self.evaluating():
-            return self.backbone([images])
-
-    @property
-    def backbone(self) -> VisionTransformer:
-        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
-        return self.network.backbone
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
-        # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-
-    def _autocast(self) -> Any:
-        return torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all parameters on the CPU, FP32, with the network's names."""
-        return {name: p.detach().cpu().clone() for name, p in self.network.named_parameters()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.network.named_parameters():
-            parameter.copy_(state[name])
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
         self._cast()
 
 
-def _low_precision_copy(
-    network: DinoNetwork, dtype: torch.dtype
-) -> tuple[DinoNetwork, tuple[list[Tensor], list[Tensor]]]:
-    """A network whose matrices are of `dtype` and whose other parameters are those of `network`; (copies, originals).
+def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
+    """A network whose matrices are of `dtype` and whose other tensors are those of `network`; (copies, originals).
 
     Autocast casts these matrices and no others, so the results are the same.
     """
-    running = copy.deepcopy(network, {id(p): p for p in network.parameters()})  # the parameters themselves are shared
+    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+    running = copy.deepcopy(network, shared)
     copies, originals = [], []
     for mine in running.modules():
         cast = isinstance(mine, (nn.Linear, nn.Conv2d))
@@ -131,8 +112,8 @@ def _low_precision_copy(
 
 
 class _EmaUpdater:
-    def move(self, weight: float) -> None:
-        """teacher <- teacher + weight * (masters - teacher), for this follower's parameters."""
+    def update(self, weight: float) -> None:
+        """teacher <- teacher + weight * (masters - teacher), for this updater's parameters."""
         raise NotImplementedError
 
 
@@ -143,7 +124,7 @@ class _WholeUpdater(_EmaUpdater):
         self._teacher = [parameters[name].data for name, _ in masters.parameters]
         self._masters = [tensor.detach() for _, tensor in masters.parameters]
 
-    def move(self, weight: float) -> None:
+    def update(self, weight: float) -> None:
         torch._foreach_lerp_(self._teacher, self._masters, weight)
 
 
@@ -161,7 +142,7 @@ class _FlatUpdater(_EmaUpdater):
         size = masters.numel // dist.get_world_size(masters.process_group)
         self._shard = self._flat.narrow(0, dist.get_rank(masters.process_group) * size, size)
 
-    def move(self, weight: float) -> None:
+    def update(self, weight: float) -> None:
         self._shard.lerp_(self._masters.shard().to(self._flat.device, non_blocking=True), weight)
         dist.all_gather_into_tensor(self._flat, self._shard, group=self._masters.process_group)
 
@@ -182,7 +163,7 @@ class _PartitionedUpdater(_EmaUpdater):
             self._chunks[-1].append((parameters[name].data, offset, piece))
             filled += piece
 
-    def move(self, weight: float) -> None:
+    def update(self, weight: float) -> None:
         shard = self._masters.shard()
         for chunk in self._chunks:
             start, (_, last, piece) = chunk[0][1], chunk[-1]

@@ -11,7 +11,7 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.plan.fit import FILLED, fit
-from dino_ds.plan.tiers import CASES, FOLDER, README, file_text, pages, plan_all
+from scripts.tiers import CASES, FOLDER, README, file_text, pages, plan_all
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The center: the running mean of the teacher's logits that keeps one prototype from winning everywhere."""
+"""Running statistics of loss terms, such as the mean of the teacher's logits that centers them."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import torch
 from torch import Tensor
 
 
-class Center:
+class RunningMean:
     """gather() per micro-batch, commit() once per applied optimizer step, drop() after a skipped one. FP32.
 
     Source: DINO, equation 4 (arXiv 2104.14294): c <- m c + (1 - m) mean of the teacher's logits over all ranks.
     Sums and counts are kept, so micro-batches and ranks of unequal size weigh as they should.
     """
 
-    def __init__(self, prototypes: int, momentum: float, device: torch.device | str = "cpu") -> None:
-        self.value = torch.zeros(prototypes, device=device)
+    def __init__(self, width: int, momentum: float, device: torch.device | str = "cpu") -> None:
+        self.value = torch.zeros(width, device=device)
         self.momentum = momentum
-        self._pending = torch.zeros(prototypes + 1, device=device)
+        self._pending = torch.zeros(width + 1, device=device)
 
     @torch.no_grad()
-    def gather(self, teacher_logits: Tensor) -> None:
-        """Teacher logits (rows, k) of one micro-batch join the window."""
-        logits = teacher_logits.float()
-        self._pending[:-1] += logits.sum(dim=0)
-        self._pending[-1] += logits.shape[0]
+    def gather(self, rows: Tensor) -> None:
+        """Rows (n, k) of one micro-batch join the window."""
+        self._pending[:-1] += rows.float().sum(dim=0)
+        self._pending[-1] += rows.shape[0]
 
     def pending(self) -> Tensor:
-        """This rank's window, (k + 1,): the sum of the logits and the number of rows; to be summed over ranks."""
+        """This rank's window, (k + 1,): the sum of the rows and their number; to be summed over ranks."""
         return self._pending
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Move the center by the window's total (k + 1,) over all ranks, and begin a new window."""
+        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window."""
         self.value.lerp_(total[:-1] / total[-1], 1 - self.momentum)
         self.drop()
 
@@ -40,6 +39,6 @@ class Center:
         self._pending = torch.zeros_like(self._pending)
 
     def load(self, value: Tensor) -> None:
-        """Set the center (k,), as a checkpoint has it, and begin a new window."""
+        """Set the mean (k,), as a checkpoint has it, and begin a new window."""
         self.value.copy_(value)
         self.drop()
