@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
-from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
+from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import MARK, Answer, Question
 
 _CONNECT_SECONDS = 15

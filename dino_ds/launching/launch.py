@@ -13,9 +13,9 @@ from typing import Any
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import RECIPES
 from dino_ds.errors import ConfigError
-from dino_ds.launching.asked import build_plan
 from dino_ds.launching.checks import Reply, check_machines
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded
+from dino_ds.launching.command import build_command, check_forwarded
+from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.launching.supervise import supervise
 from dino_ds.measure.tables import markdown_table
 from dino_ds.options.machine import LaunchOptions
