@@ -27,12 +27,6 @@ _RAW_PIXELS = 32
 BATCH = 64
 
 
-def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
-    """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
-    count = min(images, wanted)
-    return [i * images // count for i in range(count)]
-
-
 class GaveUp(Exception):
     """`give_up` returned true on some rank; raised on all of them."""
 

@@ -1,4 +1,4 @@
-"""The teacher of a run that goes on, as what evaluations and pictures take."""
+"""The teacher of a running training job as the `Model` that evaluations and pictures take."""
 
 from __future__ import annotations
 

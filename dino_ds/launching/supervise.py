@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import now
+from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard

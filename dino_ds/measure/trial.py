@@ -24,8 +24,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.ranges import named_range
-from dino_ds.training.build import build_step
-from dino_ds.training.run import build_prefetcher
+from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.step import TrainingStep
 
 EPOCH_STEPS = 1000

@@ -21,7 +21,7 @@ from dino_ds.data.value_range import ValueRange
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.rehearsal import preflight_eval
+from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
 from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from dino_ds import distributed
 from dino_ds.architectures import BackboneOptions
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.sources import Source
+from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
@@ -134,3 +140,34 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
         freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
     )
+
+
+def build_prefetcher(
+    recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position
+) -> DevicePrefetcher:
+    """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
+
+    Raises DataError where shared memory is too small for them.
+    """
+    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    with distributed.raise_on_all_ranks():
+        check_shared_memory(recipe.batch_bytes(micro_batch), data.workers)
+    loader = build_loader(
+        source,
+        crops,
+        recipe.seed,
+        data.global_batch,
+        micro_batch,
+        distributed.rank(),
+        distributed.world_size(),
+        data.workers,
+        start,
+        augment=data.augment,
+        max_pixels=data.max_pixels,
+        channels=channels,
+        device=where,
+        value_range=data.known_range,
+        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        patience=recipe.hang_seconds / 3 or None,
+    )
+    return DevicePrefetcher(loader, where)

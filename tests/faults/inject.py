@@ -165,16 +165,16 @@ def _both(faults: tuple[Fault, ...], rank: int) -> None:
 
 def slow_start(rank: int) -> None:
     """Says when the ranks have joined, and then waits."""
-    from dino_ds.training import run
+    from dino_ds import train
 
-    original = run.build_step
+    original = train.build_step
 
     def build_step(*args: Any) -> Any:
         print("early", flush=True)
         time.sleep(1)
         return original(*args)
 
-    run.build_step = build_step
+    train.build_step = build_step
 
 
 def other_images(rank: int) -> None:
@@ -284,11 +284,11 @@ def freeze_loader() -> None:
         os.kill(process.pid, signal.SIGSTOP)
 
 
-def kill_watcher() -> None:
+def kill_monitor() -> None:
     import psutil
 
     for process in psutil.Process().children():
-        if any("watcher" in word for word in process.cmdline()):
+        if any("dino_ds.health.monitor" in word for word in process.cmdline()):
             process.kill()
 
 

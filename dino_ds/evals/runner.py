@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +17,37 @@ from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
-from dino_ds.evals.rehearsal import preflight_eval
-from dino_ds.evals.results import describe_result
+from dino_ds.evals.preflight import preflight_eval
+from dino_ds.evals.results import RESULTS, describe_result, write_results
 from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
-from dino_ds.teachers.base import Teacher
+from dino_ds.training.at_step import AtStep, Moment
 
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
 
 
-class EvalRunner:
-    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images, `train` and `test`.
+class EvalRunner(AtStep):
+    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
 
     Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
-    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
+    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         every: int,
-        train: Source,
-        test: Source | None,
+        sources: tuple[Source, Source | None],
         settings: Settings,
         image_size: int,
     ) -> None:
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
-        self._sources = (train, test)
+        self._sources = sources
         self.chance = 0.0
         self._compared: list[float] = []
         self._notes: list[str] = []
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
         self.raw: float | None = None
         self.untrained: float | None = None
         self.latest: float | None = None
@@ -57,9 +56,9 @@ class EvalRunner:
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
-        """None where evaluation is switched off, or by itself and there is nothing labelled to evaluate on.
+        """The runner of a recipe's `eval` section; None where that says "0 steps", or nothing and there are no labels.
 
-        All ranks must call it. Raises ConfigError or DataError, on all ranks, for an evaluation that can't be made.
+        Every rank must call it. Raises as the constructor does.
         """
         settings, data = recipe.eval, recipe.data
         every = settings.every.in_steps(data.global_batch, epoch_steps)
@@ -81,72 +80,77 @@ class EvalRunner:
             value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
-        return cls(names, every, train, test, how, recipe.crops.global_size)
+        return cls(names, every, (train, test), how, recipe.crops.global_size)
 
     def _check(self, name: str) -> None:
-        """Raises ConfigError, DataError."""
+        """Raises ConfigError or DataError where evaluation `name` lacks something; notes what k-NN is compared by."""
         try:
-            rehearsed = preflight_eval(name, self._settings, lambda: self._sources)
+            context = preflight_eval(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
-            raise _explained(name, error) from None
+            raise _with_recipe_keys(name, error) from None
         if name == "knn":
-            self._remember_neighbours(rehearsed)
+            self.chance = 100.0 / len(context.train_source.classes or ())
+            images = len(context.train_indices), len(context.test_indices)
+            self._compared = [*self._settings.ks, self._settings.temperature, *images]
 
-    def _remember_neighbours(self, subject: EvalContext) -> None:
-        """What the accuracies depend on, and that of chance."""
-        self.chance = 100.0 / len(subject.train_source.classes or ())
-        images = len(subject.train_indices), len(subject.test_indices)
-        self._compared = [*self._settings.ks, self._settings.temperature, *images]
+    def due(self, step: int, last: bool) -> bool:
+        return last or step % self._every == 0
 
-    def due(self, step: int) -> bool:
-        return step % self._every == 0
+    def run(self, moment: Moment) -> bool:
+        """Metrics, lines of the log, and RUN/evaluations.json."""
+        results = self.evaluate(moment)
+        if results is None:
+            return False
+        if results:
+            moment.log.write({"step": moment.step, **self.metrics(results)})
+        moment.log.info(*self.lines(results))
+        if distributed.rank() == 0:
+            try:
+                write_results(moment.run_dir / RESULTS, results)
+            except (OSError, ValueError) as error:
+                moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
+        return True
 
-    def evaluate(
-        self,
-        teacher: Teacher,
-        step: int,
-        images: int,
-        device: torch.device,
-        give_up: Callable[[], bool] = lambda: False,
-    ) -> Results | None:
-        """After `step` steps, 0 for the untrained network, of `images` images; all ranks must call it.
+    def evaluate(self, moment: Moment) -> Results | None:
+        """The results at a moment; None, on all ranks, where a stop was requested on one of them.
 
-        `give_up` is asked every batch; where it has said yes on any rank nothing is evaluated: None, on all ranks.
         What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
+        device = moment.device
         with generators_kept(device):
             try:
-                return self._evaluate(LiveTeacher(teacher, self._size), step, images, device, give_up)
+                return self._evaluate(LiveTeacher(moment.teacher, self._size), moment, device)
             except GaveUp:
                 return None
 
-    def _evaluate(
-        self, model: LiveTeacher, step: int, images: int, device: torch.device, give_up: Callable[[], bool]
-    ) -> Results:
-        def subject(of: Any) -> EvalContext:
-            return EvalContext(of, self._settings, device, lambda: self._sources, give_up, progress=False)
+    def _evaluate(self, model: LiveTeacher, moment: Moment, device: torch.device) -> Results:
+        def context_of(model: Any) -> EvalContext:
+            return EvalContext(
+                model, self._settings, device, lambda: self._sources, moment.stop_requested, progress=False
+            )
 
-        asked, results, raw = subject(model), Results(), self.raw
+        context, results, raw = context_of(model), Results(), self.raw
         for name in self._names:
-            if any(distributed.gather_objects(give_up())):
+            if any(distributed.gather_objects(moment.stop_requested())):
                 raise GaveUp
             began = time.monotonic()
             try:
-                found = evaluate(name, asked)
+                found = evaluate(name, context)
                 if name == "knn" and raw is None:
-                    (raw,) = evaluate(name, subject(_RawPixels(self._size))).values()
+                    (raw,) = evaluate(name, context_of(_RawPixels(self._size))).values()
             except (ConfigError, DataError) as error:
-                if step == 0:
-                    raise _explained(name, error) from None
-                asked.notes.append(f"{name} can't be evaluated at step {step}: {error}")
+                if moment.step == 0:
+                    raise _with_recipe_keys(name, error) from None
+                context.notes.append(f"{name} can't be evaluated at step {moment.step}: {error}")
                 continue
-            results[name] = describe_result(found, time.monotonic() - began, step, images, images_of(name, asked))
-        self._notes += asked.notes
+            seconds, images = time.monotonic() - began, images_of(name, context)
+            results[name] = describe_result(found, seconds, moment.step, moment.images, images)
+        self._notes += context.notes
         if "knn" in results:
             (self.latest,) = results["knn"]["results"].values()
             self.raw = raw
-            self.untrained = self.latest if step == 0 else self.untrained
+            self.untrained = self.latest if moment.step == 0 else self.untrained
         return results
 
     def metrics(self, results: Results) -> dict[str, float]:
@@ -161,23 +165,23 @@ class EvalRunner:
         return found
 
     def lines(self, results: Results) -> list[str]:
-        """For people; what was noted is said once. The same on all ranks."""
-        said = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._said]
-        self._said.update(self._notes)
+        """Lines for the log, each note once; the same on all ranks."""
+        lines = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._noted]
+        self._noted.update(self._notes)
         self._notes.clear()
         for name, result in results.items():
             values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
             label, text = ("k-NN", self.knn_summary()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
-            said.append(f"{label:<8} at step {result['step']}: {text}")
-        return said
+            lines.append(f"{label:<8} at step {result['step']}: {text}")
+        return lines
 
     def knn_summary(self) -> str:
-        """The honest line of k-NN: what pixels and chance give, before and after."""
+        """k-NN beside its baselines: raw pixels, chance, and the network before training."""
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def warning(self) -> str | None:
-        """At the end of a run whose features are worse than none, what to try; else None."""
+        """What to try where the newest features are worse than raw pixels, else None."""
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         return (
@@ -186,11 +190,20 @@ class EvalRunner:
             "(--model.patch_size), or images of 32 to 64 pixels with --crops.augment low_res"
         )
 
+    def short(self) -> str:
+        return f"k-NN {self.latest:.1f} %" if self.latest is not None else ""
+
+    def summary(self) -> list[str]:
+        if self.latest is None:
+            return []
+        warning = self.warning()
+        return [f"k-NN     {self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
+
     def state_dict(self) -> dict[str, Any]:
         return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Baselines of other images or neighbours are forgotten; they would be compared with what they are not."""
+        """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
@@ -205,8 +218,8 @@ class _RawPixels:
         return raw_pixels(images)
 
 
-def _explained(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
-    """An evaluation's own words, with our keys for the flags of `dino-ds eval`."""
+def _with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
+    """The message of an evaluation with recipe keys in the place of the flags of `dino-ds eval`."""
     words = {
         "(--images)": "(eval.bank_images, eval.test_images)",
         "--images": "--eval.bank_images",

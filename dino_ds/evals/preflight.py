@@ -1,4 +1,4 @@
-"""An evaluation without a model, up to where it would use one: what it lacks is found before hours of work."""
+"""Runs an evaluation up to its first use of the model, so that missing data is found before hours of work."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from dino_ds.evals.suite import EVALUATIONS
 
 
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
-    """What an evaluation of EVALUATIONS was given, once it wants the first feature. All ranks must call it.
+    """The context of an evaluation at its first use of the model. All ranks must call it.
 
     Raises ConfigError or DataError, on all ranks, where there are no images or labels for it, or no benchmark.
     """
-    subject = _Rehearsal(_NoModel(), settings, torch.device("cpu"), sources)
+    context = _Preflight(_NoModel(), settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
-        EVALUATIONS[name](subject)
-    return subject
+        EVALUATIONS[name](context)
+    return context
 
 
 class _Ready(Exception):
-    """Everything is there that an evaluation asks for before its first feature."""
+    """The evaluation has found everything that it needs before its first feature."""
 
 
 class _NoModel:
-    """Nothing of it is used."""
+    """Stands for a model; none of its methods may be called."""
 
     image_size = patch_size = width = 1
 
     def features(self, *_: Any) -> torch.Tensor:
-        raise AssertionError("an evaluation calls Subject.begin before it uses the model")
+        raise AssertionError("an evaluation calls EvalContext.begin before it uses the model")
 
     patch_tokens = attention = last_tokens = features
 
 
-class _Rehearsal(EvalContext):
+class _Preflight(EvalContext):
     def begin(self) -> None:
         if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
             _ = self.test_indices
