@@ -1,4 +1,4 @@
-"""One checkpoint folder: what its manifest says, whether every byte is as it says, and reading it.
+"""Reads a checkpoint folder, and checks that every byte is as its manifest says.
 
 step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
 rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor once, dealt out over ranks.
@@ -64,7 +64,7 @@ class Manifest(BaseModel):
         return _seal(self.model_dump())
 
     def about(self) -> dict[str, str]:
-        """What every file of the checkpoint says in its own header."""
+        """The header of every file of the checkpoint."""
         return {"format": "pt", "run_id": self.run_id, "step": str(self.step)}
 
 

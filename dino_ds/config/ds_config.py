@@ -47,7 +47,7 @@ class PerformanceOptions:
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
+    """A ds JSON resolved for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in.
 
     micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
     0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
@@ -66,8 +66,8 @@ class DsConfig:
     notes: list[str] = field(default_factory=list)
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
-        a GPU, where launching its casts counts."""
+        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
+        GPU, where launching the casts takes time."""
         asked = self.performance.teacher_copy
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 

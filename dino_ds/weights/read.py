@@ -18,7 +18,7 @@ from torch import Tensor
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import CheckpointError, one_line
-from dino_ds.weights.huggingface import from_huggingface, left_out
+from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
 _BACKBONE = re.compile(
@@ -58,7 +58,8 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
-            weights = Weights("huggingface", checked(from_huggingface(tensors)), {}, about, left_out(tensors))
+            backbone, notes = from_huggingface(tensors)
+            weights = Weights("huggingface", checked(backbone), {}, about, notes)
         else:
             found = split_network(tensors, network)
             kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
