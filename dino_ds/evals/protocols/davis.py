@@ -21,8 +21,8 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
+from dino_ds.evals.context import EvalContext
 from dino_ds.evals.protocols.work import Benchmark, read_image, read_label_map, share
-from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(
     "DAVIS 2017",
@@ -40,14 +40,14 @@ _MASKS = 16
 """Masks dilated at once."""
 
 
-def davis(subject: EvalContext) -> dict[str, float]:
+def davis(context: EvalContext) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
     with distributed.raise_on_all_ranks():
-        folder = _BENCHMARK.find(subject.settings.benchmark_root)
+        folder = _BENCHMARK.find(context.settings.benchmark_root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
-    subject.begin()
-    judged = share(subject, clips, lambda clip: _judge(subject, clip), "davis: clips")
+    context.begin()
+    judged = share(context, clips, lambda clip: _judge(context, clip), "davis: clips")
     of_objects = np.array([row for rows in judged for row in rows])
     names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")
     means = dict(zip(names, (100 * of_objects.mean(axis=0)).tolist(), strict=True))
@@ -181,22 +181,22 @@ def _boundary_similarity(found: Tensor, wanted: Tensor, radius: int) -> Tensor:
     return torch.where(both > 0, 2 * precision * recall / both.clamp_min(1e-12), 0.0)
 
 
-def _judge(subject: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
+def _judge(context: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
     """Of each object of a clip; neither its first frame nor its last one counts."""
     first = read_image(clip.frames[0])
     wanted = [_read_mask(path, first.size) for path in clip.masks]
     objects = int(wanted[0].max())
     if objects == 0:
         raise DataError(f"{clip.masks[0]} has no object: DAVIS's maps of objects hold their numbers; download it again")
-    found = _carry(subject, clip, first, wanted[0], objects)
-    pair = [torch.from_numpy(np.stack(masks)).to(subject.device) for masks in (found, wanted[1:-1])]
+    found = _carry(context, clip, first, wanted[0], objects)
+    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (found, wanted[1:-1])]
     return judge_masks(pair[0], pair[1], objects)
 
 
-def _carry(subject: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
+def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
     """Found labels (height, width) of all frames but the first and the last."""
-    model, device = subject.backbone, subject.device
-    height, width = frame_sides(*first.size, subject.settings.size or _SIZE, model.patch_size)
+    model, device = context.backbone, context.device
+    height, width = frame_sides(*first.size, context.settings.size or _SIZE, model.patch_size)
 
     def patches(image: Image.Image) -> Tensor:
         if image.size != first.size:

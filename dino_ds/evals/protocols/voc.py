@@ -22,9 +22,9 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
+from dino_ds.evals.context import EvalContext
 from dino_ds.evals.linear import LinearProbe, minimise
 from dino_ds.evals.protocols.work import Benchmark, read_image, read_label_map, share
-from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(
     "Pascal VOC 2012",
@@ -40,34 +40,34 @@ _DECAY = 1e-4
 _STEPS = 100
 
 
-def voc(subject: EvalContext) -> dict[str, float]:
+def voc(context: EvalContext) -> dict[str, float]:
     """Pascal VOC 2012: linear layer on patch tokens, mean IoU of 21 classes"""
     with distributed.raise_on_all_ranks():
-        folder = _BENCHMARK.find(subject.settings.benchmark_root)
+        folder = _BENCHMARK.find(context.settings.benchmark_root)
         train, val = (_read_split(folder, split) for split in ("train", "val"))
         _BENCHMARK.check(path for pair in (*train, *val) for path in (pair.photo, pair.labels))
-    subject.begin()
+    context.begin()
     tokens, pixels = list[Tensor](), list[Tensor]()
 
     def learn(pair: Pair) -> None:
         image, labels = _read(pair)
-        patches = _patches(subject, image)
+        patches = _patches(context, image)
         tokens.append(patches.flatten(0, 1).half())  # a layer norm's output: far from FP16's ends
-        pixels.append(pixels_of_patches(labels, *patches.shape[:2]).to(subject.device))
+        pixels.append(pixels_of_patches(labels, *patches.shape[:2]).to(context.device))
 
-    share(subject, train, learn, "voc: training images")
+    share(context, train, learn, "voc: training images")
     if not tokens:  # fewer images than ranks
-        tokens.append(torch.zeros(0, subject.backbone.width, device=subject.device))
-        pixels.append(torch.zeros(0, _CLASSES, device=subject.device))
-    probe = fit_patch_probe(tokens, pixels, subject.progress, subject.give_up)
-    confusion = torch.zeros(_CLASSES, _CLASSES, dtype=torch.long, device=subject.device)
+        tokens.append(torch.zeros(0, context.backbone.width, device=context.device))
+        pixels.append(torch.zeros(0, _CLASSES, device=context.device))
+    probe = fit_patch_probe(tokens, pixels, context.progress, context.give_up)
+    confusion = torch.zeros(_CLASSES, _CLASSES, dtype=torch.long, device=context.device)
 
     def judge(pair: Pair) -> None:
         image, labels = _read(pair)
-        found = segment(probe, _patches(subject, image), *labels.shape)
-        confusion.add_(confusion_of(found, torch.from_numpy(labels).to(subject.device)))
+        found = segment(probe, _patches(context, image), *labels.shape)
+        confusion.add_(confusion_of(found, torch.from_numpy(labels).to(context.device)))
 
-    share(subject, val, judge, "voc: test images")
+    share(context, val, judge, "voc: test images")
     return segmentation_scores(distributed.sum_across_ranks(confusion))
 
 
@@ -182,10 +182,10 @@ def _read(pair: Pair) -> tuple[Image.Image, np.ndarray]:
     return image, labels
 
 
-def _patches(subject: EvalContext, image: Image.Image) -> Tensor:
+def _patches(context: EvalContext, image: Image.Image) -> Tensor:
     """(rows, columns, d) of the photo, its shorter side resized to 512 pixels, both to multiples of the patch size."""
-    patch = subject.backbone.patch_size
-    scale = (subject.settings.size or _SIZE) / min(image.size)
+    patch = context.backbone.patch_size
+    scale = (context.settings.size or _SIZE) / min(image.size)
     width, height = (max(round(side * scale / patch), 1) * patch for side in image.size)
     scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
-    return subject.backbone.patch_tokens(scaled[None].to(subject.device))[0].float()
+    return context.backbone.patch_tokens(scaled[None].to(context.device))[0].float()
