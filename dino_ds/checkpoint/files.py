@@ -1,4 +1,4 @@
-"""Tensors on the disk so that damage shows: written once, summed, synced and read back.
+"""Writes tensors to disk so that damage is noticed: summed, synced and read back; a rank's side of a save.
 
 The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
 them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.errors import one_line
 
 _PIECE_BYTES = 16 * 2**20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
@@ -90,7 +91,7 @@ def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None
 
 
 def is_plain_file(path: Path) -> bool:
-    """A regular file itself: no link that leads elsewhere, no pipe that waits for a writer."""
+    """Whether the path is a regular file itself, not a link or a pipe."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -171,7 +172,7 @@ class HostCopies:
         return sum(tensor.nbytes for tensor in self._host.values())
 
     def reserve(self, files: Files) -> float:
-        """Take the memory that is not there yet; returns the seconds, which only the first save pays."""
+        """Allocate what is missing; returns the seconds, which only the first save takes."""
         begun = time.perf_counter()
         for name, file in files.items():
             for key, tensor in file.items():
@@ -181,7 +182,7 @@ class HostCopies:
         return time.perf_counter() - begun
 
     def take(self, files: Files) -> Files:
-        """The tensors as they are now, whatever training does to them afterwards; after `reserve`."""
+        """Copies of the tensors as they are now, into the memory of `reserve`."""
         copies = {
             name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
             for name, file in files.items()
@@ -193,11 +194,10 @@ class HostCopies:
 
 @dataclass
 class PendingSave:
-    """A save that is being written. `number` tells it from others; `manifest` and `layout` as for Saving.save.
+    """A save that is being written by a thread. `number` tells it from others; `manifest`, `layout`: see Saving.save.
 
     bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it, `reserved` of
-    them for host memory that the next saves find there; then what the thread has found: `records` of its files, or the
-    `error`.
+    them to allocate host memory, which later saves reuse; `records` of the written files, or the `error`.
     """
 
     number: int
@@ -215,13 +215,13 @@ class PendingSave:
     def step(self) -> int:
         return int(self.manifest["step"])
 
-    def start(self, folder: Path, files: Files, vote: Callable[[bool], None]) -> None:
-        """The thread writes and verifies `files`, then votes whether it could."""
-        self._thread = threading.Thread(target=self._write, args=(folder, files, vote), name="save", daemon=True)
+    def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
+        """The thread writes and verifies `files`, then calls `on_end` with whether it could."""
+        self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
         self._thread.start()
         self.stalled = time.perf_counter() - self.begun
 
-    def _write(self, folder: Path, files: Files, vote: Callable[[bool], None]) -> None:
+    def _write(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
         about = {"format": "pt", "run_id": self.manifest["run_id"], "step": str(self.step)}
         try:
             for name, tensors in files.items():
@@ -229,17 +229,17 @@ class PendingSave:
         except Exception as error:
             self.error = as_os_error(error, folder)
         finally:
-            vote(self.error is None)
+            on_end(self.error is None)
 
     def is_written(self, seconds: float) -> bool:
-        """Whether this rank's thread has ended; waits for it so long at most."""
+        """Whether this rank's thread has ended; waits at most `seconds`."""
         assert self._thread is not None
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
 
 def as_os_error(error: Exception, where: Path) -> OSError:
-    """A defect of ours costs a save, not the run, and is told as a full disk is."""
+    """Any error as an OSError: a bug of ours costs a save, not the run, and is reported as a full disk is."""
     if isinstance(error, OSError):
         return error
-    return OSError(errno.EIO, f"{type(error).__name__}: {' '.join(str(error).split())}", str(where))
+    return OSError(errno.EIO, f"{type(error).__name__}: {one_line(error, 1000)}", str(where))

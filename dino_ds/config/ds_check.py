@@ -1,4 +1,4 @@
-"""Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations that cannot act."""
+"""Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Problem = tuple[str, str]  # (dotted key, what is wrong)
 
 
 def problems_of(config: dict[str, Any]) -> list[Problem]:
-    """Everything that is wrong with `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
+    """All problems of `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
     problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
     if not problems:
         problems += _check_stages(config)
@@ -118,7 +118,7 @@ def _check_value(content: dict[str, Any], key: str, spec: Key) -> str | None:
 
 
 def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
-    """Keys that DeepSpeed accepts at any stage and that act at some."""
+    """Keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
     zero = config.get("zero_optimization", {"stage": 0})
     stage = zero["stage"]
     if stage > 3:
@@ -183,7 +183,7 @@ def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> It
 
 
 def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
-    """What may give other bits in another run."""
+    """Options that may give other bits in another run."""
     name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
     if performance.get("compile", "off") != "off":
         yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"
@@ -196,7 +196,7 @@ def _join(section: str, key: str) -> str:
 
 
 def _show(value: object) -> str:
-    """As JSON writes it: text in quotes, so that "1.0" is seen to be text."""
+    """As JSON writes it: text in quotes, to tell "1.0" from 1.0."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)

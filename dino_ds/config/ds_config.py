@@ -16,7 +16,7 @@ from typing import Any
 import hjson
 
 from dino_ds.config.ds_check import offloads_optimizer, override, problems_of
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
 
@@ -47,7 +47,7 @@ class PerformanceOptions:
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
+    """A ds JSON resolved for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in.
 
     micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
     0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
@@ -66,8 +66,8 @@ class DsConfig:
     notes: list[str] = field(default_factory=list)
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
-        a GPU, where launching its casts counts."""
+        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
+        GPU, where launching the casts takes time."""
         asked = self.performance.teacher_copy
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
@@ -174,7 +174,7 @@ def _read(path: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999
-        raise ConfigError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config

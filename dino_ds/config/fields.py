@@ -1,4 +1,4 @@
-"""The types of the recipe's fields: text from the command line or YAML -> checked values."""
+"""Types of the recipe's fields, which turn text from the command line or YAML into checked values; `Length`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def positive(length: Length) -> Length:
 
 
 def _split_range(value: object) -> object:
-    """The command line gives "0.4,1" where YAML gives [0.4, 1]."""
+    """Splits "0.4,1" of the command line, where YAML gives [0.4, 1]."""
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 
@@ -95,9 +95,9 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
 
 
 _MOST_COUNT = 10**12
-"""Sums and products of counts, and nanoseconds, are far from the limits of 64 bits."""
+"""Sums, products and nanoseconds stay far from the limits of 64 bits."""
 _MOST_VALUE = 1e18
-"""Of a pixel: differences and their inverses are far from the limits of FP32."""
+"""Of a pixel: differences and their inverses stay far from the limits of FP32."""
 
 
 BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")

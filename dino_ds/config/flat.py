@@ -1,4 +1,4 @@
-"""Sections as dotted names: what two recipes are compared by."""
+"""Flattens recipes to dotted names, by which two of them are compared."""
 
 from __future__ import annotations
 

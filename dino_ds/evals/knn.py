@@ -1,7 +1,8 @@
-"""Weighted k-nearest-neighbour classification of frozen features: is it learning, without training anything.
+"""Nearest neighbours of frozen features: weighted k-NN classification and retrieval, without training anything.
 
-Source: Wu et al. 2018 (arXiv 1805.01978), as facebookresearch/dino `eval_knn.py`: cosine similarity, votes weighted by
-exp(similarity / temperature).
+Sources: Wu et al. 2018 (arXiv 1805.01978), as facebookresearch/dino `eval_knn.py`: cosine similarity, votes weighted by
+exp(similarity / temperature). Mean average precision: revisited Oxford and Paris (arXiv 1803.11285), `compute_map` of
+filipradenovic/revisitop, as facebookresearch/dino `eval_image_retrieval.py`.
 """
 
 from __future__ import annotations

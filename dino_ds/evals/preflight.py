@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
-from dino_ds.evals.subject import EvalContext, NamedSources, Settings
+from dino_ds.evals.context import EvalContext, NamedSources, Settings
 from dino_ds.evals.suite import EVALUATIONS
 
 

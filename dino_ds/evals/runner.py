@@ -15,11 +15,11 @@ from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, describe_result, write_results
-from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.training.at_step import AtStep, Moment
 

@@ -1,4 +1,4 @@
-"""What the files of a run folder say about one start of it, and not about an earlier one."""
+"""Reads heartbeats and failures of one start from the run folder, ignoring those of earlier starts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs a launcher to its true end, and starts it again after a failure: nobody need watch.
+"""Supervises a launcher: waits for all its processes, and restarts the run after a failure.
 
-Signals reach every rank at once, nothing outlives it, and the exit code is the training's, whatever DeepSpeed's
-launcher makes of it.
+Signals reach every rank at once, no process is left behind, and the exit code is the training's, not that of
+DeepSpeed's launcher.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             tell = partial(_record_start, run_dir, restarts, failed_at)
             outcome = LaunchAttempt(words, run_dir, signals, guard, tell).run()
             failed_at = outcome.failed_at
-            if outcome.message and not outcome.said:
+            if outcome.message and not outcome.reported:
                 _say(f"error: {outcome.message}")
             if signals.count or outcome.code in FINAL or max_restarts == 0:
                 return outcome.code
@@ -93,7 +93,7 @@ def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
 
 
 def _name_images(run_dir: Path, done: int) -> str:
-    """What to say of a step that has ended the run again and again; its images go into a file."""
+    """The message about a step that has ended the run again and again; writes its images to a file."""
     what = f"step {done + 1} has ended the run {DEADLY} times in a row"
 
     def name() -> str:
@@ -103,9 +103,9 @@ def _name_images(run_dir: Path, done: int) -> str:
         try:
             return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
         except (UserError, OSError) as error:
-            return f"{what}; its images can't be named ({error})"
+            return f"{what}; its images are not known ({error})"
 
-    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images can't be named: the disk does not answer")
+    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images are not known: the disk does not answer")
 
 
 def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
@@ -113,16 +113,16 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
     False where a signal came.
     """
-    begin, told = time.monotonic(), False
+    begin, announced = time.monotonic(), False
     while not signals.count:
         waited = time.monotonic() - begin
         if waited >= seconds:
             in_use = _in_use(run_dir)
             if not in_use or waited > _LOCK_SECONDS:
                 return True
-            if not told:
+            if not announced:
                 _say(f"waiting: {in_use}")
-                told = True
+                announced = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
 
@@ -157,12 +157,12 @@ def _say(text: str) -> None:
 
 RESUME = ("--resume", "auto")
 DEADLY = 3
-"""So many deaths in a row at one step: it is the step's doing."""
+"""Deaths in a row at one step after which the step is to blame."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 _FIRST_WAIT_STORAGE = 30.0
 STORAGE = 5
 FINAL = (0, 2, 3, 4, 7, 75)
-"""Codes that a start would only repeat, or that want none: done, usage, checkpoint, numbers, memory, stopped."""
+"""Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
 
 
 def resumed(argv: Sequence[str]) -> list[str]:
@@ -204,10 +204,9 @@ def with_free_port(words: list[str]) -> list[str]:
 
 
 class BackOff:
-    """Seconds to wait before a start: doubling from 1 s (30 s for a full disk) to 5 min, less up to a half by chance.
+    """Seconds to wait before a restart: doubling from 1 s (30 s for a full disk) to 5 min, times a random 0.5 to 1.
 
-    It begins again where the run has saved a later step since the last time: machines must not be hammered, and a run
-    that gets on must not wait.
+    It begins anew once the run has saved a later step.
     """
 
     def __init__(self, checkpoint: int | None) -> None:
@@ -224,7 +223,7 @@ class BackOff:
 
 
 class Deaths:
-    """At which steps a run has died lately."""
+    """The steps at which a run has died."""
 
     def __init__(self) -> None:
         self._steps: list[int | None] = []

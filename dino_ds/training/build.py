@@ -56,7 +56,8 @@ def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer
     network = build_meta(recipe, performance)
     model = recipe.model
     if model.init_from is not None:
-        place = InitialWeights(network, find_start(model), model.init_from, place, model.pos_embed_interpolation)
+        weights = find_start(model, recipe.data.known_range)
+        place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
     for part in (network.backbone, *network.heads().values()):

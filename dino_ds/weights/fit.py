@@ -1,4 +1,4 @@
-"""Makes weights that were read fit a network: which architecture they are of, and which tensors can be taken."""
+"""Matches weights with networks: their architecture, as far as files and shapes tell it, and which tensors fit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --mode
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
-    """The architecture that the tensors are of, and the pixels of its native image.
+    """The architecture of the tensors, and the side of its native image in pixels.
 
-    `heads` can't be seen in them: None takes those of the backbone we know of that width and depth.
-    Raises CheckpointError where tensors of a ViT are missing, for heads that can't be, and where there is none to know.
+    They do not show the number of heads: None takes that of the known backbone of this width and depth. Raises
+    CheckpointError where tensors of a ViT are missing, and for impossible or unknown heads.
     """
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
@@ -35,7 +35,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
     except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
     if positions < 1 or math.isqrt(positions) ** 2 != positions:
-        raise CheckpointError(f"its position embedding has {positions} places for patches: no square")
+        raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
     arch = Architecture(
         patch,
         width,
@@ -88,8 +88,8 @@ def fit_tensors(
 ) -> dict[str, Tensor]:
     """`tensors`, one of each name and shape of `shapes`; a position embedding of another size is resized.
 
-    Raises CheckpointError, which begins with `lack` where a tensor is not there, with `are` where there is one that
-    `shapes` has no name for, and where shapes are others.
+    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
+    shapes.
     """
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
@@ -126,10 +126,8 @@ def fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor
 
 @dataclass(frozen=True)
 class Description:
-    """Architecture, native pixels of a side, how positions of other sizes are made ("dino" or "antialias").
-
-    heads_stated: some file says the number of attention heads; `notes` say for people what was taken to be so.
-    """
+    """Architecture, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
+    gives the number of attention heads; `notes`: what was assumed."""
 
     arch: Architecture
     image_size: int
@@ -139,10 +137,10 @@ class Description:
 
 
 def describe(weights: Weights, heads: int | None = None) -> Description:
-    """The network that `weights` are of; `heads`: its attention heads where no file states them.
+    """The network of `weights`; `heads`: its attention heads where no file states them.
 
-    Without either they are those of the known backbone of that width and depth, and a note says so.
-    Raises CheckpointError where there is none, and for descriptions that the tensors do not bear out.
+    Without either they are those of the known backbone of this width and depth, and a note says so. Raises
+    CheckpointError where there is none, and where the tensors contradict a file.
     """
     if weights.kind == "dino_ds":
         return _described_by_us(weights)
@@ -160,7 +158,7 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
 
 
 def _described_by_us(weights: Weights) -> Description:
-    """What the JSON says, where the tensors bear it out: a network is built from it before they are looked at."""
+    """The network that our JSON describes, if the tensors agree: it is built before they are copied into it."""
     about = weights.about
     try:
         arch = Architecture(**about["architecture"])
@@ -176,10 +174,10 @@ def _described_by_us(weights: Weights) -> Description:
 
 
 def _visible(arch: Architecture) -> tuple[object, ...]:
-    """What the shapes of the tensors tell of an architecture."""
+    """The part of an architecture that the shapes of its tensors show."""
     return (arch.patch_size, arch.width, arch.depth, arch.in_chans, *kind_of(arch))
 
 
 def kind_of(arch: Architecture) -> tuple[bool, int, bool, int]:
-    """What no number of a recipe changes: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
+    """What no key of a recipe changes: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
     return arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)

@@ -6,7 +6,6 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 from dino_ds.architectures import BackboneOptions
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.value_range import ValueRange, prepared
+from dino_ds.data.value_range import prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, take_weights
-from dino_ds.weights.read import find_weights
+from dino_ds.weights.read import range_of
 
 
 class Backbone(nn.Module):
@@ -50,7 +50,7 @@ class Backbone(nn.Module):
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.patch_size, self.width = image_size, network.spec.stride, network.spec.width
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
-        self.value_range = _range_of(about)
+        self.value_range = range_of(about)
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
@@ -115,7 +115,7 @@ class Backbone(nn.Module):
         return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
 
     def _checked(self, images: Tensor) -> Tensor:
-        """Raises ConfigError for what is no batch of images that the network can cut into patches."""
+        """`images`. Raises ConfigError unless they are a batch of images that can be cut into patches."""
         channels, size = self.network.spec.in_chans, self.patch_size
         if images.ndim != 4 or images.shape[1] != channels or images.shape[-2] % size or images.shape[-1] % size:
             raise ConfigError(
@@ -130,8 +130,8 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
 
     Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: attention
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
-    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for what is no such
-    thing, and where heads must be named.
+    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for anything else, and
+    where heads must be named.
     """
     weights = find_weights(path)
     try:
@@ -146,18 +146,3 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
     return Backbone(vit, found.image_size, str(path), weights.about, weights.head, notes).to(device)
-
-
-def _range_of(about: dict[str, Any]) -> ValueRange | None:
-    """Raises CheckpointError for what is no range."""
-    if "value_range" not in about:
-        return None
-    try:
-        low, high = (float(value) for value in about["value_range"])
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has a value_range that is no range: {str(about['value_range'])[:80]}"
-        ) from None
-    return low, high

@@ -1,4 +1,4 @@
-"""The backbone as exporters want it: whole images of one size in, plain (b, n, d) tokens, shapes that may change."""
+"""A plain version of the backbone for exporters: no packing, shapes that may vary."""
 
 from __future__ import annotations
 

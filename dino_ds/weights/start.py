@@ -1,4 +1,4 @@
-"""The weights that a run starts from: whether they are of the recipe's network, and which recipe builds theirs."""
+"""Starts a run from existing weights: checks that they fit the recipe's network, and loads them while it is built."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
+from dino_ds.data.value_range import ValueRange, range_text
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
+from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
-from dino_ds.weights.read import Weights, find_weights
+from dino_ds.weights.read import Weights, range_of
 
 _NUMBERS = {
     "patch_size": "patches of {} pixels",
@@ -26,10 +28,12 @@ _NUMBERS = {
 }
 
 
-def find_start(model: ModelSection) -> Weights:
-    """The weights of `model.init_from`; its notes say what of their network is not stated, or otherwise here.
+def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
+    """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
 
-    Raises CheckpointError, which gives the flags that fit, where they are of another architecture than `model`.
+    value_range: of this run's images deeper than 8 bits.
+
+    Raises CheckpointError, with the flags that would fit, if their architecture is not that of `model`.
     """
     assert model.init_from is not None
     weights, ours = find_weights(model.init_from), model.architecture()
@@ -44,15 +48,20 @@ def find_start(model: ModelSection) -> Weights:
         raise CheckpointError(
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
-    return replace(weights, notes=[*weights.notes, *_notes(found, model)])
+    notes = [*weights.notes, *_notes(found, model)]
+    theirs = range_of(weights.about)
+    if weights.kind == "dino_ds" and theirs != value_range:
+        old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, value_range))
+        notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
+    return replace(weights, notes=notes)
 
 
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
-    It takes the place of the recipe's numbers, but for the attention heads of weights that do not state theirs. A run
-    that is there already and began from the same weights says it: their file may be gone.
-    Raises CheckpointError where dino_ds builds no such network, ConfigError where the recipe does not fit it.
+    It replaces the recipe's numbers, but for attention heads that the weights do not state. A run that exists already
+    and began from the same weights knows it: their file may be gone. Raises CheckpointError for a network that dino_ds
+    does not build, ConfigError where the recipe does not fit it.
     """
     model = recipe.model
     assert model.init_from is not None
@@ -75,7 +84,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
 
 
 def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
-    """The fewest changes of recipe values that make `model` build `arch`; None where no backbone is of its kind."""
+    """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
     found = []
     for name, known in ARCHITECTURES.items():
         wanted = {} if name == model.backbone else {"model.backbone": name}
@@ -89,7 +98,7 @@ def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
 
 
 def _differences(theirs: Architecture, ours: Architecture) -> list[str]:
-    """What their network has and ours has not, such as "4 blocks, not 2"."""
+    """How their network differs from ours, such as "4 blocks, not 2"."""
     found = [
         f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
         for key, text in _NUMBERS.items()
@@ -131,10 +140,10 @@ def _notes(found: Description, model: ModelSection) -> list[str]:
 
 
 class InitialWeights:
-    """A `Place` that puts the tensors of `weights` over what was drawn, then hands the module on to `place`.
+    """A `Placer` that copies the tensors of `weights` over the initial ones, then hands the module on to `place`.
 
-    The backbone must be there whole, in its shapes, and nothing more of one; a position embedding of another size is
-    resized as the network does. The head is taken where there is one of the same shapes, and stays as drawn where not.
+    The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
+    head of other shapes is left out, and ours stays as initialised.
     """
 
     def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
@@ -151,13 +160,13 @@ class InitialWeights:
     def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
         wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
         if not self._head:
-            return "there is no head in it: the head starts anew"
+            return "it has no head: our own starts anew"
         found = {name: tuple(t.shape) for name, t in self._head.items()}
         if found == wanted:
             return f"the head too ({len(wanted)} tensors)"
         other = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
         self._head = {}
-        return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): the head starts anew"
+        return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): our own starts anew"
 
     def _fit_backbone(
         self, theirs: dict[str, Tensor], own: dict[str, tuple[int, ...]], interpolation: str
@@ -180,6 +189,6 @@ class InitialWeights:
         self._place(module)
 
     def __str__(self) -> str:
-        """What was taken and what not, for people."""
+        """What was taken and what not."""
         what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([what, *self._resized, self._head_note, *self._notes])

@@ -282,7 +282,7 @@ def test_choices_are_what_the_tools_have():
 
 
 def test_defaults_that_are_only_shown_are_those_of_the_settings():
-    from dino_ds.evals.subject import Settings
+    from dino_ds.evals.context import Settings
 
     shown = {option.name: option.help.shown for option in COMMANDS["eval"].own_options}
     settings = {"k": ",".join(map(str, Settings().ks)), "temperature": str(Settings().temperature)}

@@ -18,9 +18,9 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import pictures as pictures_module
 from dino_ds.evals import runner as runner_module
+from dino_ds.evals.context import Settings
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
-from dino_ds.evals.subject import Settings
 from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.training.at_step import Moment
 from tests.evals.protocols.tiny import clips

@@ -246,7 +246,7 @@ def test_impossible_numbers_of_images(folder, tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is no folder one may write to")]
+    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is not a writable folder")]
 )
 def test_impossible_places(folder, tmp_path, out, words):
     with pytest.raises(ConfigError, match=re.escape(words)):

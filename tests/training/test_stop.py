@@ -88,7 +88,7 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
 
 def _slow_evaluation(rank):
     """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
-    from dino_ds.evals.subject import EvalContext
+    from dino_ds.evals.context import EvalContext
 
     EvalContext.gather = functools.partialmethod(EvalContext.gather, batch=1)
     original, asked, steps = Teacher.features, [], _steps_of_this_process()

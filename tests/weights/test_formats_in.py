@@ -290,7 +290,7 @@ class TestRefused:
 
     def test_positions_that_are_no_square(self, tmp_path):
         path = self._saved(tmp_path, lambda s: s | {"pos_embed": torch.zeros(1, 12, 64)})
-        assert "11 places for patches: no square" in self._line(path)
+        assert "11 places for patches, which is not a square" in self._line(path)
 
     def test_another_activation(self, tmp_path):
         transformers = pytest.importorskip("transformers")

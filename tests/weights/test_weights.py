@@ -326,7 +326,7 @@ class TestBadInput:
         ("name", "content", "said"),
         [
             ("a.safetensors", "hello", "not a readable"),
-            ("a.pth", "hello", "no file of weights"),
+            ("a.pth", "hello", "not a file of weights"),
             ("b.pth", "PK\x03\x04 and no more", "not a readable"),
         ],
     )

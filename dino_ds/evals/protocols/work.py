@@ -1,4 +1,4 @@
-"""How the ranks share the work of a benchmark."""
+"""What all benchmarks share: where their files lie, reading images and label maps, sharing the work over ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dino_ds.data.encoded import read_file
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
 from dino_ds.data.named_files import NamedFiles
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
-from dino_ds.evals.subject import EvalContext
 from dino_ds.text_file import read_text
 
 
@@ -80,7 +80,7 @@ class Benchmark:
 def plain_name(name: object, where: Path) -> str:
     """`name`, if it is one of a file or folder. Raises DataError for what would be a path."""
     if not isinstance(name, str) or not name or name.startswith(".") or {"/", "\\", "\0"} & set(name):
-        raise DataError(f"{where} names {ascii(name)[:60]}, which is no name of an image")
+        raise DataError(f"{where} names {ascii(name)[:60]}, which is not the name of an image")
     return name
 
 
@@ -103,7 +103,7 @@ class Files(NamedFiles):
 
 
 def describe_files(
-    subject: EvalContext,
+    context: EvalContext,
     files: Files,
     transform: Callable[[Image.Image], Tensor],
     describe: Callable[[Tensor], Tensor],
@@ -115,24 +115,24 @@ def describe_files(
     Every rank its share; returns all features (n, d) in the order of the files, on all ranks, on the device. Raises
     DataError for an image that cannot be read: a benchmark without it is another one.
     """
-    features, _, unreadable = subject.gather(describe, files, range(len(files)), transform, what, batch)
+    features, _, unreadable = context.gather(describe, files, range(len(files)), transform, what, batch)
     if unreadable:
-        raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: fetch it anew")
+        raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: download it again")
     return features
 
 
-def share(subject: EvalContext, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
+def share(context: EvalContext, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
     """work(item) of all items, in their order, on all ranks; each rank does its share. Small host objects.
 
-    `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `subject.give_up` says yes on one.
+    `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `context.give_up` says yes on one.
     """
-    subject.begin()
+    context.begin()
     rank, world = distributed.rank(), distributed.world_size()
     results, gave_up = list[R](), False
     with distributed.raise_on_all_ranks():
-        for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(subject.progress)):
+        for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(context.progress)):
             results.append(work(item))
-            gave_up = subject.give_up()
+            gave_up = context.give_up()
             if gave_up:
                 break
     found = distributed.gather_objects((results, gave_up))
@@ -147,7 +147,7 @@ def read_image(path: Path) -> Image.Image:
     try:
         return Image.fromarray(decode_rgb(read_file(str(path), name), name, MAX_PIXELS))
     except UnreadableImage as error:
-        raise DataError(f"{error}: fetch it anew") from None
+        raise DataError(f"{error}: download it again") from None
 
 
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
@@ -164,4 +164,4 @@ def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
                 )
             return np.array(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is no readable PNG: {' '.join(str(error).split())[:100]}") from None
+        raise DataError(f"{path} is not a readable PNG: {one_line(error)}") from None

@@ -1,4 +1,4 @@
-"""What is evaluated, and on which images: the one contract of all evaluations, after training and during it."""
+"""What evaluations are given: a frozen model, settings, images and their features, after training and during it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Model(Protocol):
 class Settings:
     """How to evaluate.
 
-    ks: numbers of neighbours; temperature of their votes; seed of whatever is drawn; size: pixels of a side (None: the
-    model's); images: of the training set at most, and of the test set unless `test_images` is given (None: all);
-    workers: loader processes a rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and
-    batch (images, over all ranks) of classifiers that are trained by gradient descent; value_range: of images deeper
-    than 8 bits (None: such images are unreadable).
+    ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side (None: the
+    model's); images: most training images, and test images unless `test_images` is given (None: all); workers: loader
+    processes per rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and batch (images of
+    all ranks) of classifiers trained by gradient descent; value_range: of images deeper than 8 bits (None: such images
+    are unreadable).
     """
 
     ks: tuple[int, ...] = (10, 20, 100, 200)
@@ -82,12 +82,12 @@ class Labelled:
 
 
 class EvalContext:
-    """A model, settings and images. Features are computed at first use, once, every rank its share.
+    """A model, settings and images. Features are computed at first use, once, each rank its share.
 
-    `sources` gives training and test images, None where none are named; it is asked when they are first needed.
-    `give_up` is asked after each batch. `notes` collects lines for people: what could not be read or was left out.
+    `sources` returns training and test images, None where none are named; it is called when they are first needed.
+    `give_up` is asked after each batch. `notes` collects what could not be read or was left out.
 
-    Everything here must be used by all ranks together, and is the same on all of them.
+    All ranks must use everything here together, and get the same.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class EvalContext:
             return self._named()
 
     def begin(self) -> None:
-        """Evaluations call it when they have found everything they want and are about to use the model, on all ranks.
+        """Evaluations call it on all ranks, once they have all their images and are about to use the model.
 
-        They are rehearsed up to here first.
+        `preflight_eval` runs them up to here.
         """
 
     @property
@@ -140,12 +140,12 @@ class EvalContext:
 
     @cached_property
     def train_indices(self) -> list[int]:
-        """The training images that are used: labelled, at most `settings.images`, evenly spread."""
+        """The training images in use: labelled, at most `settings.images`, evenly spread."""
         return labelled_indices(self.train_source, self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
-        """`any_indices`. Raises DataError where there are no labels, or no training image in use is of a class."""
+        """`any_indices`. Raises DataError without labels, or for classes that no training image in use has."""
         train, test = self.train_source, self.test_source
         indices = self.any_indices
         seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
@@ -159,7 +159,7 @@ class EvalContext:
 
     @cached_property
     def any_indices(self) -> list[int]:
-        """The images of `any_source` that are used, evenly spread: of those with a label where it has labels."""
+        """The images of `any_source` in use, evenly spread; only labelled ones where it has labels."""
         source, limit = self.any_source, self.test_limit
         if _is_labelled(source):
             return labelled_indices(source, limit)
@@ -167,23 +167,23 @@ class EvalContext:
 
     @property
     def test_limit(self) -> int | None:
-        """Of test images, or of images without labels, at most; None: all."""
+        """The most test images, or images without labels; None: all."""
         return self.settings.test_images or self.settings.images
 
     @cached_property
     def train(self) -> Labelled:
-        """Features of the training images that are used."""
+        """Features of the training images in use."""
         return self.describe(self.train_source, self.train_indices)
 
     @cached_property
     def test(self) -> Labelled:
-        """`any_images`, where they are test images; labels are numbers of the training images' classes."""
-        _ = self.test_indices  # raises where they can't be
+        """`any_images` as test images: labels are numbers of the training images' classes."""
+        _ = self.test_indices  # raises what is wrong with them
         found = self.any_images
         return Labelled(found.features, self.train_labels_of(found.labels), len(self.train_source.classes or []))
 
     def train_labels_of(self, labels: Tensor) -> Tensor:
-        """Numbers of the test images' classes -> those of the training images' classes of the same names."""
+        """Labels of the test images -> the training images' labels for classes of the same names."""
         classes = self.train_source.classes or []
         numbers = [classes.index(name) for name in self.test_source.classes or []]
         return torch.tensor(numbers, device=labels.device)[labels]
@@ -202,7 +202,7 @@ class EvalContext:
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
-        """Training and other images that have been used so far; None: none."""
+        """How many training and other images have been used so far; None: none."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
 
@@ -249,8 +249,8 @@ class EvalContext:
         return features.float(), labels, unreadable
 
     def note(self, lines: Iterable[str]) -> None:
-        """Say something to people, once; the same on all ranks."""
-        self.notes += [line for line in dict.fromkeys(lines) if line not in self.notes]
+        """Add lines to `notes`, each once; the same on all ranks."""
+        self.notes = list(dict.fromkeys([*self.notes, *lines]))
 
     @cached_property
     def _labelled_sources(self) -> tuple[Source, Source]:
