@@ -37,7 +37,7 @@ lint: setup
 
 # The ds configs by GPU tier and their table, anew from the planner.
 tiers: setup
-	$(VENV)/bin/python -m dino_ds.plan.tiers
+	$(VENV)/bin/python -m scripts.tiers
 
 # Parts of less than six minutes each, after which they are cut off; one that fails leaves the results of the others.
 BENCH_PARTS := step_s16 step_b16 step_l16 attention_s16 engine_s16 ladder_s16 inference_s16

@@ -8,7 +8,7 @@ import pytest
 
 from dino_ds.engine.gpu_sensors import GpuReading
 from dino_ds.training import metrics
-from dino_ds.training.throughput import LONG, WARMUP, Host, HostReader, ThroughputWatch
+from dino_ds.training.throughput import LONG, WARMUP, Host, HostReader, ThroughputMonitor
 
 QUIET = Host(others=0.5, cores=4, memory=0.5)
 
@@ -19,7 +19,7 @@ class _Run:
     def __init__(self, monkeypatch):
         self.now, self.host, self.gpu = 0.0, QUIET, None
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        self.clock, self.watch = metrics.Clock(8), ThroughputWatch(lambda: self.host)
+        self.clock, self.watch = metrics.Clock(8), ThroughputMonitor(lambda: self.host)
 
     def windows(self, count, step_seconds, wait_seconds=0.0):
         """The last window's values, and all that was said."""

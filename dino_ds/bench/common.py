@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.memory import ChildResult, run_in_child
 from dino_ds.measure.trial import build_trial, join, resolve
-from dino_ds.objective.dino import GLOBAL_VIEWS
 
 MEMORY_STEPS = 2
 """The second step is the first with Adam's moments: the highest."""
@@ -49,18 +49,16 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: 
 
 def recipe_flops(recipe: Recipe, cls_only_last_block: bool = False) -> dict[str, int]:
     """`step_flops` of a recipe: per image, by part."""
-    crops, head = recipe.crops, recipe.head
-    sides = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
+    head = recipe.head
     sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(recipe.model.architecture(), sizes, sides, cls_only_last_block)
+    return step_flops(recipe.model.architecture(), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:
     """The part of a result that says what was measured and where."""
-    crops = recipe.crops
     return {
         "backbone": recipe.model.backbone,
-        "crops": f"{GLOBAL_VIEWS}x{crops.global_size} + {crops.num_local}x{crops.local_size}",
+        "crops": describe_crops(recipe.crops.groups),
         "prototypes": recipe.head.prototypes,
         "batch": batch,
         "processes": distributed.world_size(),

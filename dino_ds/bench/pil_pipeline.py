@@ -21,15 +21,13 @@ class PilPipeline:
     """An image file's bytes -> its crops, normalised. Draws from the global random generators."""
 
     def __init__(self, multicrop: MultiCrop) -> None:
-        kinds = [(multicrop.global_size, multicrop.global_scale)] * 2
-        kinds += [(multicrop.local_size, multicrop.local_scale)]
-        self._transforms = [self._build(multicrop, kind, *of) for kind, of in enumerate(kinds)]
-        self._num_local = multicrop.num_local
+        self._transforms = [
+            self._build(multicrop, kind, group.size, group.scale) for group, kind in multicrop.crops if kind is not None
+        ]
 
     def __call__(self, data: bytes) -> list[Tensor]:
         image = Image.open(io.BytesIO(data)).convert("RGB")
-        first, second, local = self._transforms
-        return [first(image), second(image), *(local(image) for _ in range(self._num_local))]
+        return [transform(image) for transform in self._transforms]
 
     @staticmethod
     def _build(multicrop: MultiCrop, kind: int, size: int, scale: tuple[float, float]) -> Any:

@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file
+from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file, rank_file
 from dino_ds.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -29,14 +29,6 @@ Whole = Annotated[int, Field(ge=0)]
 
 def step_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def whole_file(rank: int) -> str:
-    return f"whole_{rank:05d}.safetensors"
 
 
 class Manifest(BaseModel):

@@ -20,9 +20,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.checkpoint.files import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.checkpoint.writing import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.distributed import RankFlags
 from dino_ds.errors import StorageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dino_ds.config.lengths import Length
+from dino_ds.config.fields import Length
 from dino_ds.config.recipe import Recipe, Section
 
 

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dino_ds.config.lengths import Length
+from dino_ds.config.fields import Length
 from dino_ds.config.recipe import Recipe, Section
 from dino_ds.errors import ConfigError
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.config.crops import CropGroup, crop_sizes, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
@@ -30,6 +31,7 @@ from dino_ds.config.fields import (
     Evaluations,
     Few,
     Fraction01,
+    Length,
     LengthField,
     NotNegative,
     PathText,
@@ -45,7 +47,6 @@ from dino_ds.config.fields import (
     check_range,
     positive,
 )
-from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, nearest
 
@@ -123,6 +124,11 @@ class CropsSection(Section):
     )
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
+
+    @property
+    def groups(self) -> tuple[CropGroup, ...]:
+        """What is cut from every image, in order."""
+        return dino_groups(self.global_size, self.global_scale, self.local_size, self.local_scale, self.num_local)
 
 
 class ModelSection(Section):
@@ -254,6 +260,11 @@ class Recipe(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def batch_bytes(self, images: int) -> int:
+        """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
+        pixels = sum(size**2 for size in crop_sizes(self.crops.groups)) * self.model.in_chans
+        return images * pixels * (4 if self.data.augment == "worker" or self.data.is_deep else 1)
 
     def check_learning_rates(self) -> None:
         """For a run that is to be trained: tools also look at parts of its batch. Raises ConfigError."""

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dino_ds.architectures import Architecture
-
-TEACHER_VIEWS = 2
+from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
 
 
 @dataclass(frozen=True)
@@ -27,24 +26,21 @@ class HeadSizes:
 
 
 def step_flops(
-    arch: Architecture, head: HeadSizes, sides: Sequence[int], cls_only_last_block: bool = False
+    arch: Architecture, head: HeadSizes, crops: Sequence[CropGroup], cls_only_last_block: bool = False
 ) -> dict[str, int]:
-    """Per image, by part; `sides`: pixels of the side of each crop, global ones first: those the teacher sees too.
+    """Per image, by part.
 
     With `cls_only_last_block` what is done then, else the whole model's, the usual base of MFU.
     """
-    patch, linear, attention = zip(*(_forward(arch, side, cls_only_last_block) for side in sides), strict=True)
-    row = head_flops(arch.width, head)
-    return {
-        "student_patch": 2 * sum(patch),
-        "student_linear": 3 * sum(linear),
-        "student_attention": 3 * sum(attention),
-        "student_head": 3 * len(sides) * row,
-        "teacher_patch": sum(patch[:TEACHER_VIEWS]),
-        "teacher_linear": sum(linear[:TEACHER_VIEWS]),
-        "teacher_attention": sum(attention[:TEACHER_VIEWS]),
-        "teacher_head": TEACHER_VIEWS * row,
-    }
+    found, row = {}, head_flops(arch.width, head)
+    # The backward pass costs twice the forward pass, that of the patch embedding once.
+    for who, sizes, times in (("student", student_sizes(crops), 3), ("teacher", teacher_sizes(crops), 1)):
+        patch, linear, attention = zip(*(_forward(arch, side, cls_only_last_block) for side in sizes), strict=True)
+        found[f"{who}_patch"] = min(times, 2) * sum(patch)
+        found[f"{who}_linear"] = times * sum(linear)
+        found[f"{who}_attention"] = times * sum(attention)
+        found[f"{who}_head"] = times * len(sizes) * row
+    return found
 
 
 def head_flops(width: int, head: HeadSizes) -> int:

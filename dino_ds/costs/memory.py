@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dino_ds.architectures import Architecture
+from dino_ds.config.crops import crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import TEACHER_VIEWS, HeadSizes, tokens_of
+from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.parameters import PROTOTYPES, mlp_widths, parameter_sizes
 
 GIB = 2**30
@@ -201,12 +202,12 @@ class _Step:
     """
 
     def __init__(self, recipe: Recipe, config: DsConfig) -> None:
-        arch, crops, images = recipe.model.architecture(), recipe.crops, config.micro_batch
-        sides = [crops.global_size] * TEACHER_VIEWS + [crops.local_size] * crops.num_local
+        arch, crops, images = recipe.model.architecture(), recipe.crops.groups, config.micro_batch
+        sides = student_sizes(crops)
         element, performance = element_bytes(config), config.performance
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
         tokens, rows = sum(s * n for s, n in groups), len(sides) * images
-        pixels = images * sum(arch.in_chans * side**2 for side in sides)
+        pixels = images * sum(arch.in_chans * side**2 for side in crop_sizes(crops))
         whole = block_bytes(arch, groups, element, performance)
         last = block_bytes(arch, groups, element, performance, cls_only=performance.cls_only_last_block)
         blocks = recomputed_blocks(recipe, config)
@@ -244,9 +245,10 @@ class _Step:
         """Logits are FP32 and their gradient takes their place."""
         head = recipe.head
         row, weights = _FP32 * head.prototypes, _FP32 * head.prototypes * head.bottleneck
-        self.logits = row * (rows + TEACHER_VIEWS * images)
+        teacher_rows = len(teacher_sizes(recipe.crops.groups)) * images
+        self.logits = row * (rows + teacher_rows)
         # The teacher's entropy: log-probabilities, probabilities and their product.
-        entropy = 3 * row * TEACHER_VIEWS * images
+        entropy = 3 * row * teacher_rows
         # The prototypes' gradient in FP32, its copy in low precision, and what one block of them needs.
         block = _FP32 * min(head.prototypes, _PROTOTYPE_BLOCK) * (rows + 2 * head.bottleneck)
         gradient = weights + (weights // 2 if element < _FP32 else 0) + block

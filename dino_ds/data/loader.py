@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dino_ds.data.batches import Augment, Batch, MultiCropDataset
+from dino_ds.data.batches import Augment, LoaderBatch, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop, crop_seed
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
@@ -95,7 +95,7 @@ class DataTimeout(Exception):
 
 
 class Loader:
-    """An endless iterator of Batch. `workers` as for `worker_options`.
+    """An endless iterator of LoaderBatch. `workers` as for `worker_options`.
 
     Where a loader process dies, or none gives a batch for `patience` seconds (None: for ever), all of them are started
     again at the same batch, once; `notes` says so.
@@ -118,19 +118,19 @@ class Loader:
         self._start()
 
     def _start(self) -> None:
-        loader: DataLoader[Batch | DataError] = DataLoader(
+        loader: DataLoader[LoaderBatch | DataError] = DataLoader(
             self._dataset, batch_sampler=self._sampler, collate_fn=_as_it_is, **self._options
         )
         with main_module_left_out(unless_defines=self._source):
-            self._batches: Iterator[Batch | DataError] | None = iter(loader)
+            self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
 
     def __iter__(self) -> Loader:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> LoaderBatch:
         return self.next_unless(_never)
 
-    def next_unless(self, give_up: Callable[[], bool]) -> Batch:
+    def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
         """The next batch; `give_up` is asked every few seconds without one.
 
         Raises DataTimeout where it says yes; DataError where too many images in a row are unreadable, or where a loader
@@ -146,11 +146,11 @@ class Loader:
                 self._start_again(end_after_a_hang(self._batches, waited))
         return batch
 
-    def next_if_ready(self) -> Batch | None:
+    def next_if_ready(self) -> LoaderBatch | None:
         """The next batch where a loader process has made it already. Raises as `next_unless`."""
         return self._poll(_POLL_SECONDS) if self._options["num_workers"] else None
 
-    def _poll(self, seconds: float) -> Batch | None:
+    def _poll(self, seconds: float) -> LoaderBatch | None:
         """The next batch; None where no loader process has made it within `seconds`."""
         while True:
             if self._batches is None:

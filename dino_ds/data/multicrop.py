@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
+from dino_ds.config.crops import CropGroup, all_crops, crop_sizes
 from dino_ds.errors import ConfigError
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-NUM_GLOBAL = 2
 _ASPECT = (3 / 4, 4 / 3)
 _PROBE_SCALE = (0.08, 1.0)
 _BLUR_RADIUS = (0.1, 2.0)
@@ -30,7 +30,7 @@ _BICUBIC = Image.Resampling.BICUBIC
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Probabilities and strengths; triples are (first global crop, second global crop, local crops)."""
+    """Probabilities and strengths; triples are (first global crop, second global crop, local crops): see `_KINDS`."""
 
     blur: tuple[float, float, float]
     solarize: tuple[float, float, float] = (0.0, 0.2, 0.0)
@@ -43,6 +43,9 @@ class Augmentation:
     gray: float = 0.2
 
 
+_KINDS = {"global": (0, 1), "local": (2,)}
+"""By group: which number of a triple is that of its first crop, its second, ...; the last one is for all others."""
+
 AUGMENTATIONS = {
     "dino": Augmentation(blur=(1.0, 0.1, 0.5)),
     # DINOv2's GaussianBlur inverts its probability: written 1, .1, .5, executed 0, .9, .5.
@@ -53,7 +56,7 @@ AUGMENTATIONS = {
 
 
 @dataclass(frozen=True)
-class ViewParameters:
+class CropParameters:
     """What is done to one crop, in this order."""
 
     box: tuple[int, int, int, int]
@@ -67,49 +70,49 @@ class ViewParameters:
 
 
 class MultiCrop:
-    """Image -> 2 global and `num_local` local crops, normalised.
+    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them.
 
-    Sizes in pixels, scales as (smallest, largest) part of the image's area, `augment` a name of AUGMENTATIONS.
-    Raises ConfigError for another name.
+    Raises ConfigError where `augment` is not a name of AUGMENTATIONS, or says nothing about an augmented group.
     """
 
-    def __init__(
-        self,
-        global_size: int,
-        global_scale: tuple[float, float],
-        local_size: int,
-        local_scale: tuple[float, float],
-        num_local: int,
-        augment: str,
-    ) -> None:
+    def __init__(self, groups: Sequence[CropGroup], augment: str) -> None:
         if augment not in AUGMENTATIONS:
             raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
-        self.global_size, self.global_scale = global_size, global_scale
-        self.local_size, self.local_scale = local_size, local_scale
-        self.num_local = num_local
+        self.groups = tuple(groups)
         self.augmentation = AUGMENTATIONS[augment]
+        self.sizes = crop_sizes(groups)
+        self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
+        """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
-        """RGB image -> crops (3, size, size) float32, global crops first. The seed alone decides."""
-        views = self.draw(image.width, image.height, seed)
-        return [to_tensor(apply_view(image, view, size)) for view, size in zip(views, self.sizes, strict=True)]
+        """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
+        drawn = self.draw(image.width, image.height, seed)
+        return [to_tensor(apply_crop(image, crop, size)) for crop, size in zip(drawn, self.sizes, strict=True)]
 
-    @property
-    def sizes(self) -> list[int]:
-        """Of the crops, in their order, pixels."""
-        return [self.global_size] * NUM_GLOBAL + [self.local_size] * self.num_local
-
-    def draw(self, width: int, height: int, seed: int) -> list[ViewParameters]:
+    def draw(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
         rng = random.Random(seed)
-        views = []
-        for view in range(NUM_GLOBAL + self.num_local):
-            scale = self.global_scale if view < NUM_GLOBAL else self.local_scale
-            views.append(_draw_view(rng, width, height, scale, self.augmentation, min(view, NUM_GLOBAL)))
-        return views
+        return [self._draw_crop(rng, width, height, group, kind) for group, kind in self.crops]
 
-    def picture(self, crops: list[Tensor], images: int = 8) -> Tensor:
-        """Crops of a batch, v x (b, 3, h, w) -> (3, H, W) in [0, 1]: one row an image, what the network saw."""
+    def _draw_crop(
+        self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None
+    ) -> CropParameters:
+        strength = self.augmentation
+        box, flip = _draw_box(rng, width, height, group.scale), rng.random() < strength.flip
+        if kind is None:
+            return CropParameters(box, flip, (), gray=False, blur_radius=None, solarize=False)
+        return CropParameters(
+            box,
+            flip,
+            jitter=_draw_jitter(rng, strength) if rng.random() < strength.jitter else (),
+            gray=rng.random() < strength.gray,
+            blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < strength.blur[kind] else None,
+            solarize=rng.random() < strength.solarize[kind],
+        )
+
+    def picture(self, batch: Mapping[str, list[Tensor]], images: int = 8) -> Tensor:
+        """Crops of a batch, (b, 3, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the network saw it."""
+        crops = all_crops(batch)
         cell = max(crop.shape[-1] for crop in crops) + 2
         rows = min(images, len(crops[0]))
         sheet = torch.ones(3, rows * cell, len(crops) * cell)
@@ -188,18 +191,18 @@ def _normalised(image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Im
     return (pixels - mean) / std
 
 
-def apply_view(image: Image.Image, view: ViewParameters, size: int) -> Image.Image:
+def apply_crop(image: Image.Image, drawn: CropParameters, size: int) -> Image.Image:
     """One crop (size x size pixels) of an RGB image."""
-    crop = image.crop(view.box).resize((size, size), _BICUBIC)
-    if view.flip:
+    crop = image.crop(drawn.box).resize((size, size), _BICUBIC)
+    if drawn.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for name, factor in view.jitter:
+    for name, factor in drawn.jitter:
         crop = _JITTER[name](crop, factor)
-    if view.gray:
+    if drawn.gray:
         crop = crop.convert("L").convert("RGB")
-    if view.blur_radius is not None:
-        crop = crop.filter(ImageFilter.GaussianBlur(view.blur_radius))
-    if view.solarize:
+    if drawn.blur_radius is not None:
+        crop = crop.filter(ImageFilter.GaussianBlur(drawn.blur_radius))
+    if drawn.solarize:
         crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
     return crop
 
@@ -238,17 +241,14 @@ def _splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _draw_view(
-    rng: random.Random, width: int, height: int, scale: tuple[float, float], augmentation: Augmentation, kind: int
-) -> ViewParameters:
-    return ViewParameters(
-        box=_draw_box(rng, width, height, scale),
-        flip=rng.random() < augmentation.flip,
-        jitter=_draw_jitter(rng, augmentation) if rng.random() < augmentation.jitter else (),
-        gray=rng.random() < augmentation.gray,
-        blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < augmentation.blur[kind] else None,
-        solarize=rng.random() < augmentation.solarize[kind],
-    )
+def _kind(group: CropGroup, number: int) -> int | None:
+    """Where an Augmentation's triples have the probabilities of this crop of a group; None: it is not augmented."""
+    if not group.augmented:
+        return None
+    if group.name not in _KINDS:
+        raise ConfigError(f"no augmentation is known for crops of the group '{group.name}': set its augmented to False")
+    kinds = _KINDS[group.name]
+    return kinds[min(number, len(kinds) - 1)]
 
 
 def _draw_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.data.multicrop import ViewParameters, channel_statistics
+from dino_ds.data.multicrop import CropParameters, channel_statistics
 
 SLOTS = 4
 """Jitter operations of one crop, in its own order."""
@@ -52,9 +52,9 @@ class AugmentationParams:
     there: Tensor
 
     @staticmethod
-    def build(views: Sequence[ViewParameters], channels: int) -> AugmentationParams:
+    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
         """Saturation, hue and grey are left out where the channels are not RGB. A jitter holds an operation once."""
-        table = torch.from_numpy(np.array([_row(view, channels == 3) for view in views], dtype=np.float32))
+        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
         return AugmentationParams(table, table)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
@@ -66,9 +66,9 @@ class AugmentationParams:
         return _plan_of_array, (self.table.numpy(),)
 
 
-def _row(view: ViewParameters, rgb: bool) -> list[float]:
+def _row(crop: CropParameters, rgb: bool) -> list[float]:
     row = _NOTHING.copy()
-    for slot, (name, factor) in enumerate(view.jitter):
+    for slot, (name, factor) in enumerate(crop.jitter):
         if name == "brightness":
             row[4 * slot] = factor
         elif name == "contrast":
@@ -77,7 +77,7 @@ def _row(view: ViewParameters, rgb: bool) -> list[float]:
             row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
         elif rgb:
             row[4 * slot + 3] = factor
-    row[FLIP:] = view.flip, view.gray and rgb, view.blur_radius or 0.0, view.solarize
+    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
     return row
 
 
@@ -131,16 +131,16 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
     second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))
     box = (0, 0, 1, 1)
-    views = [
-        ViewParameters(box, True, first, False, 2.0, False),
-        ViewParameters(box, False, second, False, 0.5, True),
-        ViewParameters(box, True, second, True, None, True),
-        ViewParameters(box, False, (), False, None, False),
+    drawn = [
+        CropParameters(box, True, first, False, 2.0, False),
+        CropParameters(box, False, second, False, 0.5, True),
+        CropParameters(box, True, second, True, None, True),
+        CropParameters(box, False, (), False, None, False),
     ]
     h, w, c = shape
-    levels = torch.rand(len(views), h, w, c, generator=torch.Generator().manual_seed(0))
+    levels = torch.rand(len(drawn), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
-    plan, expected = AugmentationParams.build(views, c), torch.empty(len(views), c, h, w)
+    plan, expected = AugmentationParams.build(drawn, c), torch.empty(len(drawn), c, h, w)
     _augment(crops, plan, _scale(crops), expected)
     found = torch.empty_like(expected, device=device)
     kernels(crops.to(device), plan.table.to(device), _scale(crops), found)

@@ -4,53 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from dino_ds.data.batches import Batch, augmented_views
+from dino_ds.config.crops import all_crops
+from dino_ds.data.batches import Batch, LoaderBatch, augmented_crops
 from dino_ds.data.loader import Loader
 from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError
 from dino_ds.ranges import AUGMENTATION, named_range
 
 
-@dataclass(frozen=True)
-class Views:
-    """One micro-batch on the device: views (b, c, h, w) float32, global ones first; indices (b,) int64.
-
-    epoch, names and bad as in Batch.
-    """
-
-    views: list[Tensor]
-    indices: Tensor
-    epoch: int
-    names: list[str]
-    bad: list[str]
-
-
 class DevicePrefetcher:
-    """An endless iterator of Views over a loader. Raises what the loader raises.
+    """An endless iterator of Batch over a loader. Raises what the loader raises.
 
-    On a GPU, who calls `prefetch` when a step's backward pass is launched finds the next views ready: they are copied
+    On a GPU, who calls `prefetch` when a step's backward pass is launched finds the next crops ready: they are copied
     and augmented by a stream of their own, behind that pass.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self._loader, self._device = loader, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._next: Views | DataError | None = None
+        self._next: Batch | DataError | None = None
         self._notes: list[str] = []
         self._first = True
 
     def __iter__(self) -> DevicePrefetcher:
         return self
 
-    def __next__(self) -> Views:
+    def __next__(self) -> Batch:
         return self.next_unless(_never)
 
-    def next_unless(self, give_up: Callable[[], bool]) -> Views:
+    def next_unless(self, give_up: Callable[[], bool]) -> Batch:
         """As `Loader.next_unless`."""
         if self._stream is None:
             return self._to_device(self._loader.next_unless(give_up))
@@ -61,7 +46,7 @@ class DevicePrefetcher:
             ready = self._to_device(self._loader.next_unless(give_up))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
-        for tensor in (*ready.views, ready.indices):
+        for tensor in (*all_crops(ready.crops), ready.indices):
             tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
         return ready
 
@@ -85,26 +70,26 @@ class DevicePrefetcher:
         self._next = None
         self._loader.close()
 
-    def _to_device(self, batch: Batch) -> Views:
+    def _to_device(self, batch: LoaderBatch) -> Batch:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            views = to_device(batch, self._device)
+            ready = to_device(batch, self._device)
         if self._first and batch.plans:
-            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.groups]
+            reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.crops.values()]
             if any(reasons):
                 self._notes.append(
                     "augmentation takes some 490 launches a batch, not 8: the fused kernels don't run here "
                     f"({next(filter(None, reasons))})"
                 )
         self._first = False
-        return views
+        return ready
 
 
-def to_device(batch: Batch, device: torch.device) -> Views:
+def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     """Copy a batch to the device and augment it there, by the current stream; the host does not wait."""
     there = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
-        views = augmented_views(there)
-    return Views(views, there.indices, batch.epoch, batch.names, batch.bad)
+        crops = augmented_crops(there)
+    return Batch(crops, there.indices, batch.epoch, batch.names, batch.bad)
 
 
 def _never() -> bool:

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
-from tqdm import tqdm
+from torch.utils.data import Dataset, Sampler
 
 from dino_ds import distributed
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
-from dino_ds.evals.features import collate
-from dino_ds.evals.subject import EvalContext, GaveUp, Labelled, Settings
+from dino_ds.evals.features import GaveUp, loaded
+from dino_ds.evals.subject import EvalContext, Labelled, Settings
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -146,18 +144,12 @@ def augmented_batches(subject: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     settings, source, indices = subject.settings, subject.train_source, subject.train_indices
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
     images = _Augmented(source, indices, RandomCrop(subject.size), settings)
-    loader = DataLoader(images, batch_sampler=sampler, collate_fn=collate, **worker_options(settings.workers))
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
+    progress = "linear-sgd" if subject.progress else None
+    batches = loaded(images, source, settings.workers, progress, batch_sampler=sampler)
     unreadable = set[str]()
-    hidden = distributed.hidden_bar(subject.progress)
-    bar = tqdm(batches, "linear-sgd", len(sampler), leave=False, disable=hidden)
-    try:
-        for step, (crops, rows, bad) in enumerate(bar):
-            unreadable.update(bad)
-            yield step // sampler.epoch_steps, crops, rows[:, 1]
-    finally:
-        stop_workers(batches)
+    for step, (crops, rows, bad) in enumerate(batches):
+        unreadable.update(bad)
+        yield step // sampler.epoch_steps, crops, rows[:, 1]
     everybodys = sorted(set().union(*distributed.gather_objects(unreadable)))
     subject.note(f"left out, unreadable: {text}" for text in everybodys)
 

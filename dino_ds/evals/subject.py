@@ -14,11 +14,12 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
-from dino_ds.evals.features import BATCH, evenly_spaced_indices, extract_features
+from dino_ds.evals.features import BATCH, Reading, extract_features
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
 
@@ -78,10 +79,6 @@ class Labelled:
     features: Tensor
     labels: Tensor
     classes: int
-
-
-class GaveUp(Exception):
-    """`give_up` said yes on some rank; raised on all of them."""
 
 
 class EvalContext:
@@ -240,12 +237,16 @@ class EvalContext:
         Raises GaveUp, DataError.
         """
         self.begin()
-        progress = what if self.progress else None
-        settings = self.settings.workers, self.give_up, progress, batch, self.settings.value_range
-        found = extract_features(describe, source, indices, transform, self.device, *settings)
-        if found is None:
-            raise GaveUp
-        return found[0].float(), *found[1:]
+        how = Reading(
+            transform,
+            self.settings.workers,
+            self.settings.value_range,
+            batch,
+            what if self.progress else None,
+            self.give_up,
+        )
+        features, labels, unreadable = extract_features(describe, source, indices, self.device, how)
+        return features.float(), labels, unreadable
 
     def note(self, lines: Iterable[str]) -> None:
         """Say something to people, once; the same on all ranks."""

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import BENCHMARKS
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.errors import DataError
-from dino_ds.evals.features import evenly_spaced_indices
-from dino_ds.evals.knn import knn_accuracies
+from dino_ds.evals.knn import class_retrieval, knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
 from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford, paris
 from dino_ds.evals.protocols.voc import voc
-from dino_ds.evals.retrieval import class_retrieval
 from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
 from dino_ds.evals.subject import EvalContext
 

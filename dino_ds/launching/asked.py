@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.config.ds_config import CHECKOUT
@@ -11,6 +10,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.launching.command import LaunchPlan, visible_devices
 from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile
 from dino_ds.names import did_you_mean
+from dino_ds.options.machine import LaunchOptions
 from dino_ds.ports import find_free_port
 
 LAUNCHERS = ("deepspeed", "torchrun")
@@ -19,24 +19,7 @@ _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """Taken by DeepSpeed's launcher where none is given."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The flags as they were given (options/machine_commands.py); None: not given."""
-
-    hostfile: str | None = None
-    include: str | None = None
-    exclude: str | None = None
-    ranks: int | None = None
-    launcher: str = "deepspeed"
-    nodes: str | None = None
-    no_ssh: bool = False
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    max_restarts: int = 0
-
-
-def build_plan(asked: Asked, words: tuple[str, ...]) -> LaunchPlan:
+def build_plan(asked: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     """The launch of `train` with `words`. Raises ConfigError for flags that contradict each other or the hostfile."""
     if asked.launcher not in LAUNCHERS:
         near = did_you_mean(asked.launcher, LAUNCHERS)
@@ -70,13 +53,13 @@ def build_plan(asked: Asked, words: tuple[str, ...]) -> LaunchPlan:
     )
 
 
-def _hostfile(asked: Asked) -> Path | None:
+def _hostfile(asked: LaunchOptions) -> Path | None:
     if asked.hostfile is not None:
         return Path(asked.hostfile)
     return _DEEPSPEED_HOSTFILE if asked.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file() else None
 
 
-def _check_together(asked: Asked, hostfile: Path | None, nodes: tuple[int, int]) -> None:
+def _check_together(asked: LaunchOptions, hostfile: Path | None, nodes: tuple[int, int]) -> None:
     """Raises ConfigError for flags that don't belong to the launcher, or want others beside them."""
     if (asked.include or asked.exclude) and hostfile is None:
         raise ConfigError("--include and --exclude choose among the slots of a hostfile: give --hostfile")
@@ -111,7 +94,7 @@ def _parse_nodes(text: str | None) -> tuple[int, int]:
     return least, most
 
 
-def _choose_hosts(asked: Asked, path: Path) -> tuple[Host, ...]:
+def _choose_hosts(asked: LaunchOptions, path: Path) -> tuple[Host, ...]:
     """The machines of the hostfile with the slots that are asked for."""
     hosts = choose_slots(read_hostfile(path), asked.include, asked.exclude)
     if asked.node_rank is not None and asked.node_rank >= len(hosts):

@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import append_line
+from dino_ds.health.files import Disk, append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
 
 _WORKING = ("data", "step")

@@ -23,10 +23,9 @@ from dino_ds.engine.device import fp16_supported
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.objective.dino import GLOBAL_VIEWS
 from dino_ds.ranges import named_range
-from dino_ds.training.run import build_prefetcher, build_step
-from dino_ds.training.step import DinoStep
+from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.step import TrainingStep
 
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
@@ -34,16 +33,16 @@ EPOCH_STEPS = 1000
 
 @dataclass
 class Trial:
-    """A step and one micro-batch for it: views v x (b, c, h, w) on the device, keys (b,) for stochastic depth."""
+    """A step and one micro-batch for it: crops (b, c, h, w) by group on the device, keys (b,) for stochastic depth."""
 
-    step: DinoStep
+    step: TrainingStep
     accumulation: int
-    views: list[Tensor]
+    crops: dict[str, list[Tensor]]
     keys: Tensor
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
-        losses = [self.step.micro_batch(self.views, self.keys).loss for _ in range(self.accumulation)]
+        losses = [self.step.micro_batch(self.crops, self.keys).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
 
 
@@ -53,7 +52,7 @@ def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
         with named_range("data"):
             batch = next(prefetcher)
         keys = sample_keys(seed, batch.epoch, batch.indices)
-        trial.step.micro_batch(batch.views, keys, prefetcher.prefetch)
+        trial.step.micro_batch(batch.crops, keys, prefetcher.prefetch)
 
 
 def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
@@ -87,23 +86,27 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
     step = build_step(recipe, config, EPOCH_STEPS)
     begin_training(step)
-    views = synthetic_crops(recipe, config.micro_batch, step.engine.device)
-    return Trial(step, config.accumulation, views, synthetic_keys(recipe, config.micro_batch, step.engine.device))
+    crops = synthetic_crops(recipe, config.micro_batch, step.engine.device)
+    return Trial(step, config.accumulation, crops, synthetic_keys(recipe, config.micro_batch, step.engine.device))
 
 
-def begin_training(step: DinoStep) -> None:
+def begin_training(step: TrainingStep) -> None:
     """Set the clock to where all weights move with the full learning rate, as in nearly all steps of a run."""
     schedules = step.schedules
-    step.restore(max(schedules.warmup_steps, schedules.freeze_steps + 1))
+    step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
 
 
-def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> list[Tensor]:
-    """Normal noise as the recipe's views v x (images, c, h, w) FP32, global ones first; others on each rank."""
+def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
+    """Normal noise as the recipe's crops (images, c, h, w) FP32 by group; other noise on each rank."""
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
-    crops = recipe.crops
-    sizes = [crops.global_size] * GLOBAL_VIEWS + [crops.local_size] * crops.num_local
     channels = recipe.model.in_chans
-    return [torch.randn(images, channels, size, size, device=device, generator=generator) for size in sizes]
+    return {
+        group.name: [
+            torch.randn(images, channels, group.size, group.size, device=device, generator=generator)
+            for _ in range(group.count)
+        ]
+        for group in recipe.crops.groups
+    }
 
 
 def synthetic_keys(recipe: Recipe, images: int, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import TEACHER_VIEWS
 from dino_ds.costs.memory import GIB, count_parameters, element_bytes
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
@@ -32,7 +31,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
     parts = {
         "processes": PROCESS_BYTES * gpus,
         "loader processes": WORKER_BYTES * workers * gpus,
-        "loaded batches": (workers * _PREFETCHED + 1) * batch_bytes(recipe, config.micro_batch) * gpus,
+        "loaded batches": (workers * _PREFETCHED + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients lie beside the state.
         "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if _offloads_weights(config) else 0,
@@ -46,18 +45,6 @@ def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -
     parts = host_bytes(recipe, config, gpus, world_size)
     left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
     return sum(size for name, size in parts.items() if name not in left_out)
-
-
-def batch_bytes(recipe: Recipe, images: int) -> int:
-    """Crops of `images` images as loader processes hand them over: bytes, or numbers where they augment them."""
-    crops = recipe.crops
-    pixels = TEACHER_VIEWS * crops.global_size**2 + crops.num_local * crops.local_size**2
-    return (
-        images
-        * pixels
-        * recipe.model.in_chans
-        * (_FP32 if recipe.data.augment == "worker" or recipe.data.is_deep else 1)
-    )
 
 
 def _offloads_weights(config: DsConfig) -> bool:

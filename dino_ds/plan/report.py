@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import step_traffic
-from dino_ds.costs.flops import TEACHER_VIEWS
 from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes
 from dino_ds.measure.tables import markdown_table, short
 from dino_ds.plan.fit import FRAGMENTATION, Fit, fit_with, largest_micro_batch, micro_batches
@@ -25,12 +25,11 @@ def describe(
     traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
     largest = largest_micro_batch(recipe, ds, ds_path, world, found.limit_gib)
     whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
-    crops = recipe.crops
     return {
         "fits": found.fits,
         "backbone": recipe.model.backbone,
         "weights": count_parameters(recipe),
-        "crops": f"{TEACHER_VIEWS}x{crops.global_size} + {crops.num_local}x{crops.local_size}",
+        "crops": describe_crops(recipe.crops.groups),
         "gpu": cluster.gpu.name,
         "gpus_per_node": cluster.gpus,
         "nodes": cluster.nodes,

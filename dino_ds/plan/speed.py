@@ -11,11 +11,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, step_traffic
-from dino_ds.costs.flops import TEACHER_VIEWS, HeadSizes, step_flops, tokens_of
+from dino_ds.costs.flops import HeadSizes, step_flops, tokens_of
 from dino_ds.costs.memory import element_bytes, recipe_sizes, recomputed_blocks
 from dino_ds.plan.gpus import Gpu
 
@@ -106,7 +107,7 @@ def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, in
     """`step_flops` of a recipe: per image, by part."""
     head = recipe.head
     sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(recipe.model.architecture(), sizes, _sides(recipe), cls_only_last_block)
+    return step_flops(recipe.model.architecture(), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, backward: float) -> float:
@@ -140,8 +141,8 @@ def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
 def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
     """What a micro-batch moves outside matrix products and attention; half as much where blocks are compiled: fused."""
     arch = recipe.model.architecture()
-    tokens = sum(tokens_of(arch, side) for side in _sides(recipe))
-    seen = sum(tokens_of(arch, side) for side in _sides(recipe)[:TEACHER_VIEWS])
+    tokens = _student_tokens(recipe)
+    seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.crops.groups))
     return config.micro_batch * _bytes_per_token(recipe, config) * (tokens + seen / 3)
 
 
@@ -170,7 +171,7 @@ def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict
     hooks = ASSUMPTIONS["zero3_us_per_block"] if config.stage == 3 else 0.0
     launched = (launches(recipe, config)[0] * ASSUMPTIONS["launch_us"] + arch.depth * hooks) * _MICRO
     share = recomputed_blocks(recipe, config) / arch.depth
-    moved = _bytes_per_token(recipe, config) * sum(tokens_of(arch, side) for side in _sides(recipe)) / 3
+    moved = _bytes_per_token(recipe, config) * _student_tokens(recipe) / 3
     forward = images * ((flops["student_linear"] + flops["student_attention"]) / 3 / rate + moved / bandwidth)
     # The student's forward pass is a fifth of the blocks' launches.
     again = arch.depth * ASSUMPTIONS["launches_per_block"] / 5 * ASSUMPTIONS["launch_us"] * _MICRO
@@ -208,12 +209,13 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> floa
         seconds += 2 * config.accumulation * element * mine / pcie
     if config.checkpoint_on_cpu:
         arch = recipe.model.architecture()
-        tokens = config.micro_batch * sum(tokens_of(arch, side) for side in _sides(recipe))
+        tokens = config.micro_batch * _student_tokens(recipe)
         kept = recomputed_blocks(recipe, config) * tokens * arch.width * element
         seconds += 2 * config.accumulation * kept / pcie
     return seconds
 
 
-def _sides(recipe: Recipe) -> list[int]:
-    crops = recipe.crops
-    return [crops.global_size] * TEACHER_VIEWS + [crops.local_size] * crops.num_local
+def _student_tokens(recipe: Recipe) -> int:
+    """Of one image, over all its crops."""
+    arch = recipe.model.architecture()
+    return sum(tokens_of(arch, size) for size in student_sizes(recipe.crops.groups))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.measure.tables import markdown_table
@@ -55,7 +56,7 @@ def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
                         "largest_with_checkpointing": checked,
                     }
                 )
-    return {"gpus": world_size, "crops": _crops(recipe), "cells": cells}
+    return {"gpus": world_size, "crops": describe_crops(recipe.crops.groups), "cells": cells}
 
 
 def sweep_page(result: dict[str, Any]) -> str:
@@ -80,8 +81,3 @@ def cell_text(cell: dict[str, Any]) -> str:
     if cell["largest"]:
         return str(cell["largest"])
     return f"c{cell['largest_with_checkpointing']}" if cell["largest_with_checkpointing"] else "-"
-
-
-def _crops(recipe: Recipe) -> str:
-    crops = recipe.crops
-    return f"2x{crops.global_size} + {crops.num_local}x{crops.local_size}"

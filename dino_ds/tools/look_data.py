@@ -16,18 +16,20 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
+from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.batches import MultiCropDataset, augmented_crops
 from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
-from dino_ds.data.multicrop import NUM_GLOBAL, MultiCrop, channel_statistics, crop_seed
+from dino_ds.data.multicrop import MultiCrop, channel_statistics, crop_seed
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.statistics import Facts, look_at, summarise
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import LookDataOptions
 from dino_ds.tools.data_report import report
 from dino_ds.tools.sheet import Seen, draw_sheet
 from dino_ds.tools.sheet_page import build_page
@@ -36,31 +38,34 @@ _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
 
 
-def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> None:
+def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     """Write a sheet of `images` images with their crops to `out` (.png) and a page with more beside it (.html), and
     print statistics of `sample` images drawn at random (0 = all).
 
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
     """
-    png = _check(images, sample, out)
+    png = _check(options.images, options.sample, options.out)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, words = _with_some_range(recipe, source)
-    facts = _look(source, sample, recipe)
+    facts = _look(source, options.sample, recipe)
     found = _describe(facts, source, recipe) | {"value_range": words}
-    rows = list(islice(_seen(source, recipe), images))
+    rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
-    if len(rows) < images:
-        print(f"note: {len(rows)} images on the sheet, {images} were asked for: there are no more", file=sys.stderr)
+    if len(rows) < options.images:
+        print(
+            f"note: {len(rows)} images on the sheet, {options.images} were asked for: there are no more",
+            file=sys.stderr,
+        )
     sheet = draw_sheet(rows, _title(recipe))
     html = png.with_suffix(".html")
     with replacing(png) as path:
         sheet.save(path, "PNG", optimize=True)
     replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
-    print(json_module.dumps(found) if json else report(found))
+    print(json_module.dumps(found) if options.json else report(found))
 
 
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
@@ -117,23 +122,23 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
     """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
-    multicrop = MultiCrop(**recipe.crops.model_dump())
-    small: dict[str, list[bool]] = {"global": [], "local": []}
+    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
     for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
-        views = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
-        for number, view in enumerate(views):
-            left, top, right, bottom = view.box
-            kind, side = ("global", multicrop.global_size) if number < NUM_GLOBAL else ("local", multicrop.local_size)
-            small[kind].append((right - left) * (bottom - top) < side * side)
-    sizes = {"global": multicrop.global_size, "local": multicrop.local_size}
+        drawn = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
+        for (group, _), crop in zip(multicrop.crops, drawn, strict=True):
+            left, top, right, bottom = crop.box
+            small[group.name].append((right - left) * (bottom - top) < group.size**2)
     return {
-        kind: {"size": sizes[kind], "fraction": float(np.mean(hits))} for kind, hits in small.items() if len(hits) > 0
+        group.name: {"size": group.size, "fraction": float(np.mean(small[group.name]))}
+        for group in multicrop.groups
+        if small[group.name]
     }
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
-    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(**recipe.crops.model_dump())
+    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
     dataset = MultiCropDataset(
         source,
         multicrop,
@@ -155,9 +160,9 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         batch = dataset.__getitems__(keys)
         assert not isinstance(batch, DataError)
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
-        views = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        crops = [_picture(_levels(view[0]).numpy()) for view in augmented_views(batch)]
-        yield Seen(batch.names[0], original, views, crops, NUM_GLOBAL)
+        drawn = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        crops = [_picture(_levels(crop[0]).numpy()) for crop in all_crops(augmented_crops(batch))]
+        yield Seen(batch.names[0], original, drawn, crops, multicrop.groups[0].count)
 
 
 def _levels(crop: torch.Tensor) -> torch.Tensor:
@@ -172,6 +177,5 @@ def _picture(array: np.ndarray) -> Image.Image:
 
 
 def _title(recipe: Recipe) -> str:
-    crops = recipe.crops
-    local = f" + {crops.num_local} x {crops.local_size}" if crops.num_local else ""
-    return f"What the network sees: {NUM_GLOBAL} x {crops.global_size}{local} px, augmentation {crops.augment}"
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.crops.groups)
+    return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}"

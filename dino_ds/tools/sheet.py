@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from dino_ds.data.multicrop import ViewParameters
+from dino_ds.data.multicrop import CropParameters
 
 GLOBAL_COLOUR, LOCAL_COLOUR = "#e8590c", "#1c7ed6"
 _ROW = 192
@@ -25,16 +25,16 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Seen:
-    """One image as it is, its views, and its crops as RGB pictures at the network's sizes; `num_global` come first."""
+    """One image, how its crops were `drawn`, and the crops as RGB pictures; the first `num_global` are shown large."""
 
     name: str
     original: Image.Image
-    views: list[ViewParameters]
+    drawn: list[CropParameters]
     crops: list[Image.Image]
     num_global: int
 
-    def colour(self, view: int) -> str:
-        return GLOBAL_COLOUR if view < self.num_global else LOCAL_COLOUR
+    def colour(self, crop: int) -> str:
+        return GLOBAL_COLOUR if crop < self.num_global else LOCAL_COLOUR
 
 
 def draw_sheet(rows: Sequence[Seen], title: str) -> Image.Image:
@@ -49,15 +49,15 @@ def draw_sheet(rows: Sequence[Seen], title: str) -> Image.Image:
     return sheet
 
 
-def describe(view: ViewParameters) -> str:
+def describe(crop: CropParameters) -> str:
     """What was done to a crop, in words."""
-    left, top, right, bottom = view.box
+    left, top, right, bottom = crop.box
     words = [f"{right - left} x {bottom - top} at {left}, {top}"]
-    words += ["mirrored"] if view.flip else []
-    words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in view.jitter]
-    words += ["grey"] if view.gray else []
-    words += [f"blur {view.blur_radius:.1f} px"] if view.blur_radius is not None else []
-    words += ["solarized"] if view.solarize else []
+    words += ["mirrored"] if crop.flip else []
+    words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in crop.jitter]
+    words += ["grey"] if crop.gray else []
+    words += [f"blur {crop.blur_radius:.1f} px"] if crop.blur_radius is not None else []
+    words += ["solarized"] if crop.solarize else []
     return ", ".join(words)
 
 
@@ -95,8 +95,8 @@ def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
 
 def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
     boxes = []
-    for view in row.views:
-        left, top, right, bottom = (edge * scale for edge in view.box)
+    for crop in row.drawn:
+        left, top, right, bottom = (edge * scale for edge in crop.box)
         boxes.append((_MARGIN + left, y + top, _MARGIN + right - 1, y + bottom - 1))
     for number in reversed(range(len(boxes))):
         draw.rectangle(boxes[number], outline=row.colour(number), width=2 if number < row.num_global else 1)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from markupsafe import Markup
-
 from dino_ds.report.html import build_document, embedded_picture
 from dino_ds.tools.data_report import bin_name, duplicates_sentence
 from dino_ds.tools.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
@@ -30,7 +28,7 @@ def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
         statistics=_statistics(found),
     )
     style = _STYLE.replace("GLOBAL", GLOBAL_COLOUR).replace("LOCAL", LOCAL_COLOUR)
-    return build_document(title, Markup(body), style, _SCRIPT)
+    return build_document(title, body, style, _SCRIPT)
 
 
 def _card(number: int, row: Seen) -> str:
@@ -40,7 +38,7 @@ def _card(number: int, row: Seen) -> str:
     line = max(width, height) / 160
     boxes: list[str] = []
     crops: dict[str, list[str]] = {"global": [], "local": []}
-    for view, (parameters, crop) in enumerate(zip(row.views, row.crops, strict=True)):
+    for view, (parameters, crop) in enumerate(zip(row.drawn, row.crops, strict=True)):
         kind = "global" if view < row.num_global else "local"
         left, top, right, bottom = parameters.box
         boxes.append(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views
+from dino_ds.data.batches import LoaderBatch, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage, pixels
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
@@ -54,7 +54,7 @@ def measure_stages(
 class _Stages:
     def __init__(self, source: Source, recipe: Recipe, device: torch.device, images: int) -> None:
         self._source, self._recipe, self._device, self._images = source, recipe, device, images
-        self._multicrop = MultiCrop(**recipe.crops.model_dump())
+        self._multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
         # Another order than the loader's: its files may be in memory already.
         sampler = ResumableSampler(len(source), recipe.seed + 1, 1, 1, 0, 1, Position())
         self._order = (index for [(_, index)] in sampler)
@@ -71,7 +71,7 @@ class _Stages:
         self._note("crops", time.perf_counter() - begin, len(keys))
         synchronize(self._device)
         begin = time.perf_counter()
-        augmented_views(batch.moved(lambda tensor: tensor.to(self._device)))
+        augmented_crops(batch.moved(lambda tensor: tensor.to(self._device)))
         synchronize(self._device)
         self._note("device", time.perf_counter() - begin, len(keys))
 
@@ -81,7 +81,7 @@ class _Stages:
         ready = _Ready(self._dataset(_Decoded([blank])), self._images)
         sampler = ResumableSampler(self._images, 0, self._images, self._images, 0, 1, Position())
         options = worker_options(1)
-        loader: DataLoader[Batch] = DataLoader(ready, batch_sampler=sampler, collate_fn=_as_it_is, **options)
+        loader: DataLoader[LoaderBatch] = DataLoader(ready, batch_sampler=sampler, collate_fn=_as_it_is, **options)
         with main_module_left_out(unless_defines=self._source):
             batches = iter(loader)
         try:
@@ -165,14 +165,14 @@ class _Decoded:
         return str(index)
 
 
-class _Ready(Dataset[Batch]):
+class _Ready(Dataset[LoaderBatch]):
     """The crops of the first image of `dataset`, again and again, each time written to memory anew."""
 
     def __init__(self, dataset: MultiCropDataset, images: int) -> None:
         self._dataset, self._images = dataset, images
-        self._batch: Batch | None = None
+        self._batch: LoaderBatch | None = None
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Batch:
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         if self._batch is None:
             self._batch = _batch_of(self._dataset, [(0, 0)] * self._images)
         return self._batch.moved(torch.clone)
@@ -182,7 +182,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _batch_of(dataset: MultiCropDataset, keys: Sequence[tuple[int, int]]) -> Batch:
+def _batch_of(dataset: MultiCropDataset, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
     batch = dataset.__getitems__(keys)
     if isinstance(batch, DataError):
         raise batch

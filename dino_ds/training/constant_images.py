@@ -7,8 +7,6 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from dino_ds.objective.dino import GLOBAL_VIEWS
-
 _NO_CONTRAST = 1e-3
 """Between the least and the greatest value of a channel, in deviations; one level of 8 bits is 17 times as much."""
 _GRID = 32
@@ -16,15 +14,15 @@ _KEPT = 1000
 MOST_NAMES = 20
 
 
-def constant_images(views: list[Tensor]) -> Tensor:
-    """(b,) bool, on the device: which images have one colour in each of their global crops (b, c, h, w).
+def constant_images(crops: list[Tensor]) -> Tensor:
+    """(b,) bool, on the device: which images have one colour in each of these crops (b, c, h, w) of theirs.
 
     Looks at every few pixels: a grid of about 32 x 32.
     """
     flat = []
-    for view in views[:GLOBAL_VIEWS]:
-        step = max(1, view.shape[-1] // _GRID)
-        seen = view[:, :, ::step, ::step]
+    for crop in crops:
+        step = max(1, crop.shape[-1] // _GRID)
+        seen = crop[:, :, ::step, ::step]
         flat.append((seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < _NO_CONTRAST)
     return torch.stack(flat).all(0)
 

@@ -31,6 +31,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
     arch, about = model.vit.arch, model.about
+    resizing = model.vit.options.pos_embed_interpolation
     mean, std = (list(values) for values in channel_statistics(arch.in_chans))
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return "\n".join(
@@ -50,7 +51,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
             f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
-            f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
+            f"other sizes were resized as {resizing!r} in training; other libraries have "
             "their own way, so features at other sizes may differ a little.",
             *_deep(model),
             "",

@@ -36,7 +36,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     about = {
         "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
-        "pos_embed_interpolation": model.vit.pos_embed_interpolation,
+        "pos_embed_interpolation": model.vit.options.pos_embed_interpolation,
         **model.about,
     }
     with _whole(out) as file:

@@ -10,9 +10,11 @@ from PIL import Image
 
 from dino_ds.bench.data import run
 from dino_ds.bench.pil_pipeline import PilPipeline
+from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.bench import BenchDataOptions
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded
 
@@ -21,7 +23,7 @@ SMALL = {"crops.global_size": "32", "crops.local_size": "16", "crops.num_local":
 
 def bench(changes: dict[str, str], **flags) -> None:
     given = {"images": 3, "rounds": 2, "threads": 1, "json": True, "out": None, **flags}
-    run(**given, recipe=load_recipe(None, {**SMALL, **changes}))
+    run(BenchDataOptions(**given), recipe=load_recipe(None, {**SMALL, **changes}))
 
 
 def test_every_pipeline_is_measured(capsys, tmp_path):
@@ -61,7 +63,7 @@ def test_what_can_not_be_measured_is_said(tmp_path):
 
 def test_the_pil_pipeline_is_dinos():
     """As many crops, of the same sizes, scaled alike: means and deviations over draws agree with MultiCrop's."""
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 2, "dino")
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2), "dino")
     data = encoded(photo(), "PNG")
     theirs = [PilPipeline(multicrop)(data) for _ in range(60)]
     ours = [multicrop(Image.fromarray(np.array(photo())), seed) for seed in range(60)]

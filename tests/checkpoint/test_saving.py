@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dino_ds import distributed
+from dino_ds.checkpoint import files as checkpoint_writing
 from dino_ds.checkpoint import saving as checkpoint_saving
-from dino_ds.checkpoint import writing as checkpoint_writing
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.errors import StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of

@@ -6,15 +6,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
+from dino_ds.config.crops import crop_sizes, dino_groups
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objective.dino import GLOBAL_VIEWS
+from dino_ds.objectives.dino import HEAD as HEAD_NAME
 from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.reference import by_group, dino_network
 
 HEAD = HeadSizes(prototypes=64, hidden=48, bottleneck=16, layers=3)
 ARCHS = {
@@ -48,15 +50,17 @@ def _count_flops():
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
-    backbone = VisionTransformer(arch, 32, attention="naive", packed=packed, cls_only_last_block=cls_only)
-    network = DinoNetwork(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
-    sides = [32, 32, 16, 16, 16]
-    views = [torch.randn(2, arch.in_chans, side, side) for side in sides]
+    backbone = VisionTransformer(
+        arch, 32, BackboneOptions(attention="naive", packed=packed, cls_only_last_block=cls_only)
+    )
+    network = dino_network(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
+    groups = dino_groups(32, (0.4, 1), 16, (0.1, 0.4), 3)
+    crops = by_group([torch.randn(2, arch.in_chans, size, size) for size in crop_sizes(groups)])
     with _count_flops() as counted:
         with torch.no_grad():
-            network(views[:GLOBAL_VIEWS])
-        network(views).sum().backward()
-    assert counted.get_total_flops() == 2 * sum(step_flops(arch, HEAD, sides, cls_only).values())
+            network({"global": crops["global"]})
+        network(crops)[HEAD_NAME].sum().backward()
+    assert counted.get_total_flops() == 2 * sum(step_flops(arch, HEAD, groups, cls_only).values())
 
 
 def test_a_whole_training_step_costs_what_the_model_says():
@@ -68,7 +72,7 @@ def test_a_whole_training_step_costs_what_the_model_says():
     with _count_flops() as counted:
         trial.run()
     head = HeadSizes(**recipe.head.model_dump())
-    expected = step_flops(recipe.model.architecture(), head, [32, 32, 16, 16], cls_only_last_block=True)
+    expected = step_flops(recipe.model.architecture(), head, recipe.crops.groups, cls_only_last_block=True)
     assert counted.get_total_flops() == 4 * sum(expected.values())
 
 
@@ -76,5 +80,5 @@ def test_known_models():
     """ViT-S/16 and ViT-L/16 with DINO's head and 2x224 + 8x96: 113.4 and 1526 GFLOP an image."""
     head = HeadSizes(65536, 2048, 256, 3)
     for name, expected in (("vit_small_patch16_224", 113.4e9), ("vit_large_patch16_224", 1526.2e9)):
-        total = sum(step_flops(ARCHITECTURES[name], head, [224] * 2 + [96] * 8).values())
+        total = sum(step_flops(ARCHITECTURES[name], head, Recipe().crops.groups).values())
         assert total == pytest.approx(expected, rel=1e-3)

@@ -6,25 +6,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import all_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import photometric
-from dino_ds.data.batches import Batch
+from dino_ds.data.batches import LoaderBatch
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import Plan, augment
+from dino_ds.data.photometric import AugmentationParams, augment
 from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, Counter, fake_cuda
 
 IMAGES = 64
 
 
-def batch() -> Batch:
-    crops = MultiCrop(**Recipe().crops.model_dump())
+def batch() -> LoaderBatch:
+    crops = MultiCrop(Recipe().crops.groups, Recipe().crops.augment)
     views = [crops.draw(500, 375, image) for image in range(IMAGES)]
-    groups, plans = [], []
-    for side, group in ((224, range(2)), (96, range(2, 10))):
-        plans.append([Plan.build([view[crop] for crop in group for view in views], 3)])
-        groups.append(torch.empty(len(group), IMAGES, side, side, 3, dtype=torch.uint8))
-    return Batch(groups, plans, torch.arange(IMAGES), 0, [], [])
+    groups, plans = {}, {}
+    for name, side, group in (("global", 224, range(2)), ("local", 96, range(2, 10))):
+        plans[name] = [AugmentationParams.build([view[crop] for crop in group for view in views], 3)]
+        groups[name] = torch.empty(len(group), IMAGES, side, side, 3, dtype=torch.uint8)
+    return LoaderBatch(groups, plans, torch.arange(IMAGES), 0, [], [])
 
 
 def test_the_fused_augmentation(monkeypatch):
@@ -43,9 +44,9 @@ def test_the_fused_augmentation(monkeypatch):
         monkeypatch.setattr(kernels, "launch", launch)
         monkeypatch.setattr(photometric, "find_kernels", lambda *_: (kernels.augment, ""))
         with gpu.part("augmentation"):
-            views = to_device(batch(), CUDA).views
+            views = all_crops(to_device(batch(), CUDA).crops)
     assert [tuple(view.shape) for view in views] == [(IMAGES, 3, 224, 224)] * 2 + [(IMAGES, 3, 96, 96)] * 8
-    copies = [problem for problem in gpu.problems if "_to_copy between host and device at feed.py" in problem]
+    copies = [problem for problem in gpu.problems if "_to_copy between host and device at prefetcher.py" in problem]
     gpu.check({"augmentation": (13, 0.78)}, known=tuple(copies))
 
 
@@ -53,7 +54,7 @@ def test_the_augmentation_by_single_operators():
     """What runs where the kernels can't. On the meta device, since the host reads here what is done to each crop."""
     here = batch()
     with Counter("meta") as gpu, gpu.part("augmentation"):
-        for group, plans in zip(here.groups, here.plans, strict=True):
+        for group, plans in zip(here.crops.values(), here.plans.values(), strict=True):
             there = torch.empty(group.flatten(0, 1).shape, dtype=torch.uint8, device="meta")
             augment(there, [plan.moved(lambda table: table.to("meta")) for plan in plans])
     copies = [problem for problem in gpu.problems if "_to_copy between host and device" in problem]

@@ -15,9 +15,12 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.config.crops import all_crops, dino_groups
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data import loader as loader_module
 from dino_ds.data import workers as workers_module
-from dino_ds.data.batches import Batch, MultiCropDataset, augmented_views, batch_bytes
+from dino_ds.data.batches import LoaderBatch, MultiCropDataset, augmented_crops
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import (
     DataTimeout,
@@ -65,7 +68,7 @@ class Exhausting(Noise):
         return super().load(index)
 
 
-CROPS = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
+CROPS = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
 
 
 BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
@@ -82,7 +85,7 @@ def batches(
     seed=0,
     augment="worker",
     channels=3,
-) -> list[Batch]:
+) -> list[LoaderBatch]:
     loader = build_loader(
         source or Noise(),
         CROPS,
@@ -102,10 +105,10 @@ def batches(
         loader.close()
 
 
-def by_sample(some: list[Batch]) -> dict[tuple[int, int], list[torch.Tensor]]:
+def by_sample(some: list[LoaderBatch]) -> dict[tuple[int, int], list[torch.Tensor]]:
     """What the loader sends of an image, then what the network gets to see."""
     return {
-        (batch.epoch, int(index)): [crop[row] for crop in (*batch.crops, *augmented_views(batch))]
+        (batch.epoch, int(index)): [crop[row] for crop in (*all_crops(batch.crops), *all_crops(augmented_crops(batch)))]
         for batch in some
         for row, index in enumerate(batch.indices)
     }
@@ -124,11 +127,11 @@ def assert_same_crops(a, b) -> None:
 def test_batch_contents(augment):
     (batch,) = batches(1, augment=augment)
     if augment == "device":
-        assert [tuple(group.shape) for group in batch.groups] == [(2, 8, 8, 8, 3), (1, 8, 4, 4, 3)]
-        assert all(group.dtype == torch.uint8 for group in batch.groups)
-    views = augmented_views(batch)
-    assert [tuple(view.shape) for view in views] == [(8, 3, 8, 8)] * 2 + [(8, 3, 4, 4)]
-    assert all(view.dtype == torch.float32 and view.is_contiguous() for view in views)
+        assert [tuple(group.shape) for group in batch.crops.values()] == [(2, 8, 8, 8, 3), (1, 8, 4, 4, 3)]
+        assert all(group.dtype == torch.uint8 for group in batch.crops.values())
+    crops = all_crops(augmented_crops(batch))
+    assert [tuple(crop.shape) for crop in crops] == [(8, 3, 8, 8)] * 2 + [(8, 3, 4, 4)]
+    assert all(crop.dtype == torch.float32 and crop.is_contiguous() for crop in crops)
     assert batch.indices.dtype == torch.int64
     assert batch.indices.shape == (8,)
     assert batch.epoch == 0
@@ -188,7 +191,7 @@ def crops_of(key: tuple[int, int], source: Noise, seed: int, augment: str) -> li
     dataset = MultiCropDataset(
         source, CROPS, seed, augment=augment, max_pixels=None, channels=3, device=torch.device("cpu")
     )
-    return augmented_views(dataset.__getitems__([key]))
+    return all_crops(augmented_crops(dataset.__getitems__([key])))
 
 
 @BOTH
@@ -215,7 +218,8 @@ def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
     resumed = batches(9 - consumed, micro=4, start=position, augment=augment)
     for a, b in zip(straight[consumed:], resumed, strict=True):
         assert (a.epoch, a.names) == (b.epoch, b.names)
-        assert all(torch.equal(x, y) for x, y in zip(augmented_views(a), augmented_views(b), strict=True))
+        crops, again = all_crops(augmented_crops(a)), all_crops(augmented_crops(b))
+        assert all(torch.equal(x, y) for x, y in zip(crops, again, strict=True))
 
 
 @BOTH
@@ -300,8 +304,8 @@ def test_sources_of_other_channels_are_augmented_alike_in_both_modes(workers):
         batches(1, source=Channels(), channels=5, augment=augment, workers=workers)[0]
         for augment in ("worker", "device")
     )
-    assert worker.plans is None and worker.crops[0].shape == (8, 5, 8, 8)
-    for a, b in zip(worker.crops, augmented_views(device), strict=True):
+    assert worker.plans is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)
+    for a, b in zip(all_crops(worker.crops), all_crops(augmented_crops(device)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     with pytest.raises(DataError, match="5 channels, 3 are wanted"):
         batches(1, source=Channels())
@@ -387,15 +391,16 @@ def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
         workers_module.os, "statvfs", lambda path: SimpleNamespace(f_bavail=64 * 2**20, f_frsize=1)
     )  # what Docker gives
     check = workers_module.check_shared_memory
-    large = MultiCrop(224, (0.4, 1.0), 96, (0.05, 0.4), 8, "dino")
-    assert batch_bytes(large, 64, 3, "device") == 64 * 3 * (2 * 224**2 + 8 * 96**2)
+    large, worker = Recipe(), change_recipe(Recipe(), {"data.augment": "worker"})
+    small = change_recipe(worker, {"crops.global_size": "32", "crops.local_size": "16"})
+    assert large.batch_bytes(64) == 64 * 3 * (2 * 224**2 + 8 * 96**2)
     with pytest.raises(DataError, match=r"0\.50 GiB .* /dev/shm has 0\.06 GiB free: start .* --shm-size 1g") as caught:
-        check(batch_bytes(large, 64, 3, "device"), 5)
+        check(large.batch_bytes(64), 5)
     assert "\n" not in str(caught.value)
-    check(batch_bytes(CROPS, 8, 3, "worker"), 5)
-    check(batch_bytes(large, 64, 3, "worker"), 0)
+    check(small.batch_bytes(8), 5)
+    check(worker.batch_bytes(64), 0)
     monkeypatch.setattr(workers_module, "_SHARED_MEMORY", "/nowhere")
-    check(batch_bytes(large, 64, 3, "worker"), 5)
+    check(worker.batch_bytes(64), 5)
 
 
 def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
@@ -434,10 +439,11 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
             import psutil
             open(sys.argv[1], "a").write("run\\n")
             if __name__ == "__main__":
+                from dino_ds.config.crops import dino_groups
                 from dino_ds.data.loader import Position, build_loader
                 from dino_ds.data.multicrop import MultiCrop
                 from dino_ds.data.sources import build_source
-                crops = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
+                crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
                 loader = build_loader(build_source("photos", None, "train", False), crops, 0, 8, 8, 0, 1, 2, Position())
                 next(loader)
                 family = psutil.Process().children(recursive=True)
@@ -474,10 +480,11 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         """
         import os, time
         import psutil
+        from dino_ds.config.crops import dino_groups
         from dino_ds.data.loader import Position, build_loader
         from dino_ds.data.multicrop import MultiCrop
         from dino_ds.data.sources import build_source
-        crops = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
+        crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
         loader = build_loader(build_source("photos", None, "train", False), crops, 0, 8, 8, 0, 1, 1, Position())
         next(loader)
         print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)

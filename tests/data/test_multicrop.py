@@ -13,14 +13,15 @@ from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 
+from dino_ds.config.crops import dino_groups
 from dino_ds.data.multicrop import (
     AUGMENTATIONS,
     MEAN,
     STD,
+    CropParameters,
     EvalCrop,
     MultiCrop,
-    ViewParameters,
-    apply_view,
+    apply_crop,
     crop_seed,
     to_tensor,
 )
@@ -30,7 +31,7 @@ IMAGES = 3000
 
 
 def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:
-    return MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), num_local, augment)
+    return MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), num_local), augment)
 
 
 def photo(width: int = 60, height: int = 45) -> Image.Image:
@@ -149,7 +150,7 @@ def test_unknown_variant_is_refused():
 # pixels
 
 
-def reference_view(image: Image.Image, view: ViewParameters, size: int) -> torch.Tensor:
+def reference_view(image: Image.Image, view: CropParameters, size: int) -> torch.Tensor:
     """The same numbers through torchvision's functions, in the order of DINO's Compose."""
     left, top, right, bottom = view.box
     image = F.resized_crop(image, top, left, bottom - top, right - left, [size, size], InterpolationMode.BICUBIC)
@@ -176,15 +177,15 @@ JITTER = (("hue", -0.07), ("brightness", 1.3), ("saturation", 0.85), ("contrast"
 @pytest.mark.parametrize(
     "view",
     [
-        ViewParameters((0, 0, 60, 45), False, (), False, None, False),
-        ViewParameters((7, 3, 40, 31), True, (), False, None, False),
-        ViewParameters((7, 3, 40, 31), True, JITTER, False, None, False),
-        ViewParameters((7, 3, 40, 31), False, JITTER[::-1], True, 1.7, False),
-        ViewParameters((20, 10, 31, 22), False, (("hue", 0.1),), False, 0.4, True),
+        CropParameters((0, 0, 60, 45), False, (), False, None, False),
+        CropParameters((7, 3, 40, 31), True, (), False, None, False),
+        CropParameters((7, 3, 40, 31), True, JITTER, False, None, False),
+        CropParameters((7, 3, 40, 31), False, JITTER[::-1], True, 1.7, False),
+        CropParameters((20, 10, 31, 22), False, (("hue", 0.1),), False, 0.4, True),
     ],
 )
 def test_pixels_equal_torchvisions_for_given_parameters(view):
-    ours = to_tensor(apply_view(photo(), view, 24))
+    ours = to_tensor(apply_crop(photo(), view, 24))
     torch.testing.assert_close(ours, reference_view(photo(), view, 24), rtol=0, atol=ROUNDING)
 
 
@@ -257,10 +258,11 @@ def test_extreme_images_give_crops():
 
 def test_picture_shows_the_crops():
     crops = multicrop()
-    batch = [torch.stack(views) for views in zip(*(crops(photo(), seed) for seed in range(10)), strict=True)]
+    stacked = [torch.stack(row) for row in zip(*(crops(photo(), seed) for seed in range(10)), strict=True)]
+    batch = {"global": stacked[:2], "local": stacked[2:]}
     picture = crops.picture(batch, images=4)
     assert picture.shape == (3, 4 * 34, 5 * 34)
     assert picture.min() >= 0 and picture.max() <= 1
     view = crops.draw(60, 45, 0)[0]
-    shown = np.asarray(apply_view(photo(), view, 32)).transpose(2, 0, 1) / 255
+    shown = np.asarray(apply_crop(photo(), view, 32)).transpose(2, 0, 1) / 255
     np.testing.assert_allclose(picture[:, :32, :32], shown, atol=1e-5)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
@@ -40,7 +41,7 @@ def test_the_example_of_the_docs_runs(write, workers):
     recipe = load_recipe(None, {"data.source": "my_module:MySource", "data.root": "8"})
     source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
     assert len(source) == 8 and source.labels is None and source.classes is None
-    crops = MultiCrop(8, (0.4, 1.0), 4, (0.1, 0.4), 1, "low_res")
+    crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
     loader = build_loader(source, crops, 0, 4, 4, 0, 1, workers, Position())
     try:
         batches = list(itertools.islice(loader, 2))

@@ -11,8 +11,9 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image
 
+from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
-from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, MultiCrop, ViewParameters, apply_view, to_tensor
+from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, MultiCrop, apply_crop, to_tensor
 from dino_ds.data.photometric import (
     FLIP,
     GRAY,
@@ -32,7 +33,7 @@ from tests.data.test_multicrop import JITTER, assert_rate, photo
 pytestmark = pytest.mark.numerical
 
 LEVEL = 1 / 255
-NOTHING = ViewParameters((0, 0, 1, 1), False, (), False, None, False)
+NOTHING = CropParameters((0, 0, 1, 1), False, (), False, None, False)
 
 
 def crops(count: int, size: int = 32, channels: int = 3) -> torch.Tensor:
@@ -52,7 +53,7 @@ def pixels(out: torch.Tensor) -> torch.Tensor:
     return out * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
 
 
-def reference(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
+def reference(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
     """torchvision's functional on float tensors, crop by crop, in the order of DINO's Compose."""
     out = []
     for image, view in zip(as_floats(some), views, strict=True):
@@ -70,7 +71,7 @@ def reference(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
     return torch.stack(out)
 
 
-def augmented(some: torch.Tensor, views: list[ViewParameters]) -> torch.Tensor:
+def augmented(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
     return augment(some, [AugmentationParams.build(views, some.shape[-1])])
 
 
@@ -102,7 +103,7 @@ def test_every_operation_equals_torchvisions(operation):
 @pytest.mark.parametrize("augmentation", sorted(AUGMENTATIONS))
 def test_the_chain_equals_torchvisions_for_drawn_parameters(augmentation):
     """Every crop has its own operations in its own order. 1e-4: hue divides by the chroma of greyish pixels."""
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, augmentation)
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), augmentation)
     views = [view for seed in range(30) for view in multicrop.draw(100, 80, seed)]
     some = crops(len(views))
     out, expected = pixels(augmented(some, views)), pixels(reference(some, views))
@@ -130,7 +131,7 @@ def test_crops_smaller_than_the_blur_are_blurred():
 
 
 def test_pieces_give_what_the_whole_gives():
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, "dino")
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
     views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
     some = crops(len(views))
     pieces = [AugmentationParams.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
@@ -147,7 +148,7 @@ def test_crops_are_not_written_to():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
     """Images of more than 8 bits come as numbers in [0, 1]."""
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 6, "dino")
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
     views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
     some = crops(len(views), channels=channels)
     torch.testing.assert_close(augmented(some / 255, views), augmented(some, views), rtol=0, atol=1e-5)
@@ -155,7 +156,7 @@ def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
 
 def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
-    views = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
+    views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").draw(100, 80, 0)
     plan = AugmentationParams.build(views, 3).moved(lambda tensor: tensor.to("meta"))
     out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan])
     assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
@@ -164,7 +165,7 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch):
-    views = MultiCrop(64, (0.4, 1.0), 16, (0.05, 0.4), 30, "dino").draw(100, 80, 0)
+    views = MultiCrop(dino_groups(64, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").draw(100, 80, 0)
     some, plan = crops(len(views), 64), AugmentationParams.build(views, 3)
     there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
     assert find_kernels(there.device, there.dtype, there.shape[1:])[1] == ""
@@ -206,7 +207,7 @@ def test_a_blend_is_clamped_and_in_place():
 
 
 def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 2, "dino")
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2), "dino")
     views = [multicrop.draw(100, 80, seed) for seed in range(2000)]
     for kind, blur in ((0, 1.0), (1, 0.1), (2, 0.5)):
         table = AugmentationParams.build([view[kind] for view in views], 3).table
@@ -229,11 +230,11 @@ def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
 
 def test_the_worker_sees_nearly_the_same():
     """Pillow rounds after every operation, and its blur is three box filters that repeat the edge's pixels."""
-    multicrop = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 4, "dino")
+    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 4), "dino")
     views = [replace(view, box=(0, 0, 32, 32)) for seed in range(20) for view in multicrop.draw(100, 80, seed)]
     some = crops(len(views))
     worker = torch.stack(
-        [to_tensor(apply_view(Image.fromarray(x.numpy()), view, 32)) for x, view in zip(some, views, strict=True)]
+        [to_tensor(apply_crop(Image.fromarray(x.numpy()), view, 32)) for x, view in zip(some, views, strict=True)]
     )
     difference = (pixels(augmented(some, views)) - pixels(worker)).abs()
     assert difference.mean() < 1.5 * LEVEL

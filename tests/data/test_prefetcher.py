@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dino_ds.config.crops import all_crops
 from dino_ds.data import prefetcher as feed_module
-from dino_ds.data.batches import augmented_views
+from dino_ds.data.batches import augmented_crops
 from dino_ds.data.loader import DataTimeout
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import DataError
@@ -24,13 +25,17 @@ def prefetcher(device: str, augment: str, workers: int = 0) -> DevicePrefetcher:
     )
 
 
+def same_crops(a, b) -> bool:
+    return list(a) == list(b) and all(torch.equal(x, y) for x, y in zip(all_crops(a), all_crops(b), strict=True))
+
+
 @BOTH
-def test_views_are_those_of_the_batches(augment):
+def test_crops_are_those_of_the_batches(augment):
     fed = prefetcher("cpu", augment)
-    for views, batch in zip(itertools.islice(fed, 5), batches(5, 4, augment=augment), strict=True):
-        assert torch.equal(views.indices, batch.indices)
-        assert (views.epoch, views.names, views.bad) == (batch.epoch, batch.names, batch.bad)
-        assert all(torch.equal(a, b) for a, b in zip(views.views, augmented_views(batch), strict=True))
+    for fed_batch, batch in zip(itertools.islice(fed, 5), batches(5, 4, augment=augment), strict=True):
+        assert torch.equal(fed_batch.indices, batch.indices)
+        assert (fed_batch.epoch, fed_batch.names, fed_batch.bad) == (batch.epoch, batch.names, batch.bad)
+        assert same_crops(fed_batch.crops, augmented_crops(batch))
     fed.close()
 
 
@@ -71,7 +76,7 @@ class Recorder:
         number = batch.number
         self.did.append(f"augment {number} on {self.streams[-1]}")
         tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
-        return SimpleNamespace(views=[tensor], indices=tensor, number=number)
+        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, number=number)
 
     def step(self):
         """What the host does in one step; the batch it got."""
@@ -129,13 +134,13 @@ def test_why_the_augmentation_is_slow_is_noted_once(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
 @BOTH
-def test_a_gpu_is_fed_the_same_views(augment, workers):
+def test_a_gpu_is_fed_the_same_crops(augment, workers):
     """Also when the step writes over its memory: nothing of the next batch may lie there yet."""
     fed = prefetcher("cuda", augment, workers)
-    for views, batch in zip(itertools.islice(fed, 12), batches(12, 4, augment=augment), strict=True):
+    for fed_batch, batch in zip(itertools.islice(fed, 12), batches(12, 4, augment=augment), strict=True):
         fed.prefetch()
-        assert views.indices.is_cuda and torch.equal(views.indices.cpu(), batch.indices)
-        for a, b in zip(views.views, augmented_views(batch), strict=True):
+        assert fed_batch.indices.is_cuda and torch.equal(fed_batch.indices.cpu(), batch.indices)
+        for a, b in zip(all_crops(fed_batch.crops), all_crops(augmented_crops(batch)), strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1 / 58)
             a.zero_()
     fed.close()

@@ -11,9 +11,10 @@ import torch
 from PIL import Image, ImageOps
 
 from dino_ds import distributed
+from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import MultiCropDataset, augmented_views
+from dino_ds.data.batches import MultiCropDataset, augmented_crops
 from dino_ds.data.cropping import resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.find_range import Sample, look_at_values, with_value_range
@@ -230,11 +231,11 @@ class Arrays:
         return f"arrays/{index}"
 
 
-def views_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
+def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
     """The crops of image 0 in a few epochs, as the network gets them."""
     dataset = MultiCropDataset(
         source,
-        crops or MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 3, "dino"),
+        crops or MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino"),
         0,
         augment=augment,
         max_pixels=None,
@@ -242,17 +243,17 @@ def views_of(source, value_range, augment="device", crops=None, epochs=4) -> lis
         device=torch.device("cpu"),
         value_range=value_range,
     )
-    return [view for epoch in range(epochs) for view in augmented_views(dataset.__getitems__([(epoch, 0)]))]
+    return [view for epoch in range(epochs) for view in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
 
 
 def test_12_bits_reach_the_network(monkeypatch):
     """Shifted to 8 bits they were 16 levels."""
     monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), flip=0, jitter=0, gray=0))
-    crops = MultiCrop(64, (1.0, 1.0), 32, (0.5, 1.0), 0, "none")
+    crops = MultiCrop(dino_groups(64, (1.0, 1.0), 32, (0.5, 1.0), 0), "none")
     levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
     for augment in ("device", "worker"):
-        [view, _] = views_of(Files(png16(levels)), (0, 4095), augment, crops, epochs=1)
-        assert len(view[0, 0].unique()) >= 4000
+        [crop, _] = crops_of(Files(png16(levels)), (0, 4095), augment, crops, epochs=1)
+        assert len(crop[0, 0].unique()) >= 4000
 
 
 @pytest.mark.parametrize("scale", [1, 257])
@@ -261,26 +262,28 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
     image = photo(120, 90)
     deep, shallow = Files(png16(np.asarray(image).astype(np.uint16) * scale)), Files(encoded(image, "PNG"))
     range_ = (0.0, 255.0 * scale)
-    for ours, theirs in zip(views_of(deep, range_), views_of(shallow, range_), strict=True):
+    for ours, theirs in zip(crops_of(deep, range_), crops_of(shallow, range_), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a hue turns with the last bits of nearly grey
-    for ours, theirs in zip(views_of(deep, range_), views_of(shallow, None), strict=True):
+    for ours, theirs in zip(crops_of(deep, range_), crops_of(shallow, None), strict=True):
         levels = (ours - theirs)[0] * torch.tensor(STD).view(3, 1, 1) * 255
         assert levels.abs().mean() <= 1
 
 
 def test_both_modes_augment_deep_images_alike():
     source = Files(png16(RGB.repeat(8, 0).repeat(8, 1)))
-    for ours, theirs in zip(views_of(source, FULL), views_of(source, FULL, "worker"), strict=True):
+    for ours, theirs in zip(crops_of(source, FULL), crops_of(source, FULL, "worker"), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_a_file_beyond_the_range_is_named():
     dataset = partial(MultiCropDataset, augment="device", max_pixels=None, channels=3, device=torch.device("cpu"))
     source = Files(png16(GREY % 4096), png16(np.full_like(GREY, 5000)))
-    batch = dataset(source, MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 1, "dino"), 0, value_range=(0, 4095))
+    batch = dataset(
+        source, MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino"), 0, value_range=(0, 4095)
+    )
     found = batch.__getitems__([(0, 1)])
     assert found.bad[0] == "files/1.png (uint16 values, 5000 to 5000: beyond data.value_range 0,4095)"
-    assert found.names == ["files/0.png"] and found.groups[0].dtype == torch.float32
+    assert found.names == ["files/0.png"] and found.crops["global"].dtype == torch.float32
 
 
 # the choice of a range

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     tiny_schedules,
 )
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
@@ -32,7 +33,7 @@ def _train(stage, precision, accumulation=1, **sections):
     config = ds_config(stage, precision, BATCH, accumulation, **sections)
     step = build_step(config, schedules=tiny_schedules(2), eps=1e-2)  # so large that Adam doesn't magnify roundings
     ema = fp32_student(step.engine, tiny_network())
-    assert max_difference(ema, step.teacher.state_dict()) == 0.0
+    assert max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
     losses, norms = [], []
     for window in range(WINDOWS):
         momentum = step.knobs.teacher_momentum
@@ -40,8 +41,8 @@ def _train(stage, precision, accumulation=1, **sections):
         norms.append(step.engine.grad_norm)
         masters = fp32_student(step.engine, tiny_network())
         ema = {name: ema[name].lerp(masters[name], 1 - momentum) for name in ema}
-    teacher = step.teacher.state_dict()
-    return losses, teacher, max_difference(ema, teacher), norms, step.objective.center.value
+    teacher = copied(step.teachers["ema"].state())
+    return losses, teacher, max_difference(ema, teacher), norms, step.objective.statistics["center"].value
 
 
 def _one_process(precision, accumulation=1):
@@ -210,16 +211,16 @@ def _precisions():
         step = build_step(ds_config(1, precision, BATCH))
         module = step.engine._engine.module
         dtypes = {p.dtype for p in module.parameters()}
-        teacher = {p.dtype for p in step.teacher.network.parameters()}
+        teacher = {p.dtype for p in step.teachers["ema"].network.parameters()}
         forwards = []
 
         def note(_module, _inputs, out, seen=forwards):
             seen.append(out.dtype)
 
-        step.teacher.network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
+        step.teachers["ema"].network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
         indices = torch.arange(BATCH)
         loss = step.micro_batch(crops(indices), None).loss
-        assert loss.dtype == torch.float32 and step.objective.center.value.dtype == torch.float32
+        assert loss.dtype == torch.float32 and step.objective.statistics["center"].value.dtype == torch.float32
         found[precision] = (dtypes == {DTYPES[precision]}, teacher == {torch.float32}, forwards[0])
     return found
 

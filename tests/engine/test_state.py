@@ -16,6 +16,7 @@ from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters, even_sh
 from dino_ds.errors import CheckpointError
 from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 
 BATCH, SAVED_AT, RELEASED_AT = 8, 3, 2
 # The scale doubles after every second good step: it moves within a test, and overflows.
@@ -79,8 +80,8 @@ def _take(step):
     tensors = {name: tensor.cpu().clone() for name, tensor in state.tensors.items()}
     assert all(tensor.ndim == 1 and tensor.dtype == torch.float32 for tensor in tensors.values())
     whole = {
-        "teacher": step.teacher.state_dict(),
-        "center": step.objective.center.value.clone(),
+        "teacher": copied(step.teachers["ema"].state()),
+        "state": copied(step.state()),
         "applied_steps": step.applied_steps,
         "loss_scale": step.engine.loss_scale,
     }
@@ -106,9 +107,7 @@ def _resume(setup, saved, more):
     saved.read_elements = 0
     step.engine.load_state(saved)
     read = saved.read_elements
-    step.objective.center.load(saved.whole["center"])
-    step.teacher.load_state_dict(saved.whole["teacher"])
-    step.restore(saved.whole["applied_steps"])
+    step.restore(saved.whole["state"], saved.whole["applied_steps"])
     loaded, masters = _take(step), fp32_student(step.engine, tiny_network())
     windows = saved.layouts[0]["counters"]["global_steps"]
     return loaded, run_windows(step, windows, more, BATCH), _take(step), masters, read
@@ -260,9 +259,7 @@ def _go_back(setup, saved, more):
     step = _build(setup)
     run_windows(step, 7, 2, BATCH)
     step.engine.load_state(saved)
-    step.objective.center.load(saved.whole["center"])
-    step.teacher.load_state_dict(saved.whole["teacher"])
-    step.restore(saved.whole["applied_steps"])
+    step.restore(saved.whole["state"], saved.whole["applied_steps"])
     loaded = _take(step)
     return loaded, run_windows(step, saved.layouts[0]["counters"]["global_steps"], more, BATCH), _take(step)
 

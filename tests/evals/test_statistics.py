@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_ds.evals.retrieval import average_precision, class_retrieval, rank_database
+from dino_ds.evals.knn import average_precision, class_retrieval, rank_database
 from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
 from tests.ranks import run_on_ranks
 

@@ -168,7 +168,7 @@ PROCESSES = [
         "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
         at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
     ),
-    Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_watcher)),
+    Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind(
         "launcher killed", "SIGKILL to the ranks' parent", (75, 75), "the end of the launcher",
         at_step(8, (0,), inject.kill_parent),
@@ -215,7 +215,7 @@ SAVING = [
         "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, _fill_disk,
         before=scene.small_disk, changes={"save_every": "1 steps"}, goes_on=False,
     ),
-    Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training goes on", before=scene.log_full),
+    Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training continues", before=scene.log_full),
 ]  # fmt: skip
 
 
@@ -280,7 +280,7 @@ MEMORY = [
     ),
     Kind(
         "out of memory in a save", "Python's MemoryError on rank 0, step 6", (7, 7), "out of memory in saving after",
-        at_call("dino_ds.training.run:Run.save", 2, (0,), inject.allocate_in_python),
+        at_call("dino_ds.training.saver:Saver.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
         "more predicted than there is", "2^24 prototypes for 4096 images", (2, 2), "of host memory by prediction",

@@ -27,6 +27,7 @@ from dino_ds.data.tar_index import INDEX
 from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
 from dino_ds.launching.command import quote_for_pdsh
 from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.options.data import LookDataOptions, UnshardOptions
 from dino_ds.tools import look_data, unshard
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.guard import bounded, command, raised_by
@@ -244,7 +245,7 @@ def test_tar_members(canary, kind):
     path = _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]), *MEMBERS[kind])
     assert read_all(path) is None
     out = canary / "out"
-    raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+    raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(out))), UserError)
     for found in out.rglob("*"):
         assert found.resolve().is_relative_to(out.resolve()) and not found.is_symlink()
         assert found.is_dir() or (found.is_file() and not found.stat().st_mode & 0o6000)
@@ -258,7 +259,7 @@ def test_pax_headers_that_rename_a_member(canary):
     info.pax_headers = {"path": "../../canary.png", "size": str(2**62), "GNU.sparse.name": "/canary.png"}
     path = _tar(canary / "x.tar", (info, IMAGES["PNG"]))
     read_all(path)
-    raised_by(lambda: unshard.run(root=str(path), out=str(canary / "out")), UserError)
+    raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(canary / "out"))), UserError)
     shutil.rmtree(canary / "out", ignore_errors=True)
 
 
@@ -267,7 +268,7 @@ def test_unshard_does_not_follow_a_link_in_its_folder(canary):
     out = canary / "out"
     out.mkdir()
     (out / "a").symlink_to(canary.parent / "cwd")
-    assert raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+    assert raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(out))), UserError)
 
 
 @pytest.mark.parametrize("kind", [*PICKLES, "a header 100,000 deep", "a header of 2^60 bytes"])
@@ -413,12 +414,12 @@ def test_a_report_shows_names_and_runs_none(canary):
     small = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "model.patch_size": "8"}
     recipe = load_recipe(None, {"data.root": str(canary / "images"), **small})
     with bounded():
-        look_data.run(images=4, sample=0, out=str(canary / "look.png"), recipe=recipe, json=True)
+        look_data.run(LookDataOptions(images=4, sample=0, out=str(canary / "look.png"), json=True), recipe=recipe)
     pages = list(canary.glob("*.html"))
     assert pages
     for page in pages:
         parser = _Tags()
-        parser.prefetcher(page.read_text())
+        parser.feed(page.read_text())
         assert [tag for tag, _ in parser.found].count("script") == 1
         assert not any(name.startswith("on") for _, attributes in parser.found for name in attributes)
         sources = [a.get("src") or "" for tag, a in parser.found if tag == "img"]

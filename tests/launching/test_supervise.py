@@ -31,7 +31,7 @@ FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import restarts
+from dino_ds.launching import supervise
 from dino_ds.launching.supervise import supervise
 restarts._FIRST_WAIT = restarts._FIRST_WAIT_STORAGE = 0.02
 sys.exit(supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))
@@ -159,7 +159,10 @@ def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
     assert "step 5 has ended the run 3 times in a row" in lines[-1]
     named = (run / "suspect_images-5.txt").read_text().splitlines()
     assert "step 5, epoch 2" in named[0]
-    source, crops = build_source("folder", str(images), "train", False), MultiCrop(**recipe.crops.model_dump())
+    source, crops = (
+        build_source("folder", str(images), "train", False),
+        MultiCrop(recipe.crops.groups, recipe.crops.augment),
+    )
     loaded = []
     for micro_step in range(2):  # accumulation 2
         for rank in range(2):

@@ -13,12 +13,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds import distributed
+from dino_ds.config.crops import all_crops
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.memory import ChildFailed, resident_mib, run_in_child, run_in_children
 from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 
 
 @pytest.fixture(autouse=True)
@@ -32,20 +34,22 @@ def _trial(stage=0, batch=4, **sections):
 
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
-    assert [tuple(view.shape) for view in trial.views] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
+    assert [tuple(view.shape) for view in all_crops(trial.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     knobs = trial.step.knobs
     assert not knobs.prototypes_frozen and not knobs.unfreeze_prototypes
     assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
-    before = trial.step.teacher.state_dict()
+    before = copied(trial.step.teachers["ema"].state())
     first = trial.run()
     assert math.isfinite(float(first))
     assert trial.step.applied_steps == 10001
-    assert any(not torch.equal(before[name], value) for name, value in trial.step.teacher.state_dict().items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in copied(trial.step.teachers["ema"].state()).items()
+    )
 
 
 def test_the_batch_is_of_a_step_and_accumulation_divides_it():
     trial = _trial(2, batch=8, gradient_accumulation_steps=4)
-    assert trial.views[0].shape[0] == 2 and trial.accumulation == 4
+    assert trial.crops["global"][0].shape[0] == 2 and trial.accumulation == 4
     trial.run()
     assert trial.step.applied_steps == 10001
 
@@ -89,7 +93,7 @@ def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
     trial.run()
-    kept = [weakref.ref(p) for p in (*trial.step.teacher.network.parameters(), trial.views[0])]
+    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.crops["global"][0])]
     del trial
     free_memory()
     assert not [ref for ref in kept if ref() is not None]
@@ -114,14 +118,14 @@ def test_named_ranges_cover_the_step_in_order():
     trial.run()
     assert tuple(seen) == PARTS[1:]
     with listen(Listener):  # the host fetches the next batch before it waits for the gradient's norm
-        trial.step.micro_batch(trial.views, trial.keys, lambda: seen.append("next batch"))
+        trial.step.micro_batch(trial.crops, trial.keys, lambda: seen.append("next batch"))
     assert seen[-5:] == ["backward", "next batch", *PARTS[-3:]]
 
 
 def _shapes_and_crops(stage):
     trial = _trial(stage)
     trial.run()
-    return trial.views[0]
+    return trial.crops["global"][0]
 
 
 def test_ranks_have_other_images():

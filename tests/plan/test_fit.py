@@ -11,7 +11,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FRAGMENTATION, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS
 from dino_ds.plan.habits import find_bad_habits
-from dino_ds.plan.host import batch_bytes, checkpoint_bytes, host_bytes
+from dino_ds.plan.host import checkpoint_bytes, host_bytes
 from dino_ds.plan.recommend import SHAPES, ds_of, recommend, write_ds
 from dino_ds.plan.speed import Cluster, elementwise_bytes, estimate_step, launches
 
@@ -114,7 +114,7 @@ def test_a_node_holds_what_is_offloaded_and_saved():
     parts = host_bytes(recipe, found.config, 8, 16)
     assert parts["offloaded optimizer"] == 16 * weights // 2
     assert parts["offloaded weights"] == 2 * (weights // 2)
-    assert parts["loaded batches"] == 8 * 7 * batch_bytes(recipe, found.config.micro_batch)
+    assert parts["loaded batches"] == 8 * 7 * recipe.batch_bytes(found.config.micro_batch)
     assert checkpoint_bytes(recipe) == 16 * weights + 4 * 65536
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import FindWorkersOptions
 from dino_ds.tools import find_workers
 from dino_ds.tools.find_workers import _bottleneck, _counts, _ideal, _recommend
 
@@ -33,7 +34,10 @@ def folder(tmp_path):
 
 
 def find(capsys, recipe, max_workers=1, step=None, as_json=True, seconds=0.3):
-    find_workers.run(seconds=seconds, max_workers=max_workers, step_images_per_second=step, json=as_json, recipe=recipe)
+    find_workers.run(
+        FindWorkersOptions(seconds=seconds, max_workers=max_workers, step_images_per_second=step, json=as_json),
+        recipe=recipe,
+    )
     out = capsys.readouterr().out
     return json.loads(out) if as_json else out
 
@@ -166,7 +170,8 @@ _JOB = """
 import signal
 import sys
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.feed import DevicePrefetcher
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.options.data import FindWorkersOptions
 from dino_ds.tools import find_workers
 
 def bring(feed, bring=DevicePrefetcher.__next__):
@@ -179,7 +184,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & hands on that it is ignored
     DevicePrefetcher.__next__ = bring
     find_workers.run(
-        seconds=float(sys.argv[2]), max_workers=1, step_images_per_second=None, json=True,
+        FindWorkersOptions(seconds=float(sys.argv[2]), max_workers=1, json=True),
         recipe=load_recipe(None, {"data.root": sys.argv[1], "data.augment": "worker"}),  # so it waits for the loader
     )
 """

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.loader import Position, build_loader
 from dino_ds.data.multicrop import MultiCrop
@@ -18,6 +19,7 @@ from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.data.statistics import look_at
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import LookDataOptions
 from dino_ds.tools import look_data
 from dino_ds.tools.sheet import _font, describe
 from tests.data.deep import tiff
@@ -58,7 +60,8 @@ def folder(tmp_path):
 
 def look(folder, tmp_path, capsys, images=3, sample=0, json_too=True, **more):
     look_data.run(
-        images=images, sample=sample, out=str(tmp_path / "look.png"), recipe=recipe_for(folder, **more), json=json_too
+        LookDataOptions(images=images, sample=sample, out=str(tmp_path / "look.png"), json=json_too),
+        recipe=recipe_for(folder, **more),
     )
     out = capsys.readouterr().out
     return json.loads(out) if json_too else out
@@ -133,7 +136,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     recipe = recipe_for(folder, **{"data.augment": augment})
     source = build_source("folder", str(folder), "train", False)
     rows = list(look_data._seen(source, recipe))
-    crops = MultiCrop(**recipe.crops.model_dump())
+    crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
         build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu")
     )
@@ -144,8 +147,8 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     assert [row.name for row in rows] == [name for name in order if name not in replaced]
     for row in rows:
         place = order.index(row.name)
-        assert len(row.crops) == len(row.views) == 5
-        for shown, crop in zip(row.crops, batch.views, strict=True):
+        assert len(row.crops) == len(row.drawn) == 5
+        for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
             # A batch of 7 may be summed in another order than one of 1.
             seen = look_data._levels(crop[place]).int() - torch.from_numpy(np.array(shown)).int()
             assert seen.abs().max() <= 1
@@ -179,7 +182,7 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     tags: list[str] = []
     parser = HTMLParser()
     parser.handle_starttag = lambda tag, attributes: tags.append(tag)
-    parser.prefetcher(page)
+    parser.feed(page)
     assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
     assert not re.search(r'(src|href)="(?!data:)', page)
     # Crops of 32 and 16 pixels are shown at 128, as they are.
@@ -188,13 +191,15 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
 
 
 def test_fewer_images_than_asked_for_is_said(folder, tmp_path, capsys):
-    look_data.run(images=50, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+    look_data.run(
+        LookDataOptions(images=50, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(folder)
+    )
     assert "5 images on the sheet, 50 were asked for" in capsys.readouterr().err
 
 
 def test_embedded_photos_have_neither_files_nor_formats(tmp_path, capsys):
     recipe = load_recipe("quickstart", {"data.workers": "0"})
-    look_data.run(images=2, sample=40, out=str(tmp_path / "a.png"), recipe=recipe, json=True)
+    look_data.run(LookDataOptions(images=2, sample=40, out=str(tmp_path / "a.png"), json=True), recipe=recipe)
     found = json.loads(capsys.readouterr().out)
     assert found["file_bytes"] is None and found["formats"] == {"none": 40} and found["looked_at"] == 40
     assert found["classes"]["count"] == 18
@@ -234,7 +239,9 @@ def test_images_beyond_the_limit_of_pixels_are_unreadable(folder, tmp_path, caps
 @pytest.mark.parametrize("images", [0, -1, 1000])
 def test_impossible_numbers_of_images(folder, tmp_path, images):
     with pytest.raises(ConfigError, match=f"--images {images}: a sheet has 1 to 200"):
-        look_data.run(images=images, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+        look_data.run(
+            LookDataOptions(images=images, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(folder)
+        )
 
 
 @pytest.mark.parametrize(
@@ -242,7 +249,9 @@ def test_impossible_numbers_of_images(folder, tmp_path, images):
 )
 def test_impossible_places(folder, tmp_path, out, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        look_data.run(images=1, sample=0, out=str(tmp_path / out), recipe=recipe_for(folder), json=False)
+        look_data.run(
+            LookDataOptions(images=1, sample=0, out=str(tmp_path / out), json=False), recipe=recipe_for(folder)
+        )
 
 
 def test_nothing_to_look_at(tmp_path):
@@ -252,12 +261,14 @@ def test_nothing_to_look_at(tmp_path):
     (broken / "a.jpg").touch()
     for root, words in ((empty, "no images under"), (broken, r"none of the 1 images .*a\.jpg \(empty file\)")):
         with pytest.raises(DataError, match=words):
-            look_data.run(images=1, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(root), json=False)
+            look_data.run(
+                LookDataOptions(images=1, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(root)
+            )
     assert list(tmp_path.glob("*a.png*")) == []
 
 
-def test_descriptions_of_views_name_every_operation():
-    crops = MultiCrop(32, (0.4, 1.0), 16, (0.05, 0.4), 3, "dino")
+def test_descriptions_of_crops_name_every_operation():
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino")
     text = " ".join(describe(view) for seed in range(50) for view in crops.draw(90, 60, seed))
     for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
         assert word in text

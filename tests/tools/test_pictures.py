@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
@@ -59,7 +60,7 @@ def _run(place, **changes):
     images = None if changes.get("only") in ("curves", "neighbours") else "3"
     values |= {"only": None, "images": images, "queries": None, "patch": None, "foreground": False, "map": None}
     values = {**values, "bank": None, "size": None, "json": True, **changes}
-    run(**{**values, "only": values["only"] and values["only"].split(",")})
+    run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
 
 def test_one_picture_of_each_kind(place, tmp_path, capsys):

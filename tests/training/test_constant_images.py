@@ -28,7 +28,7 @@ def test_crops_without_contrast():
     one, two = noise.clone(), noise.clone()
     one[:3], two[:2] = flat[:3], flat[:2]
     two[1, 2] = noise[1, 2]  # one channel
-    assert constant_images([one, two, noise[..., :16, :16]]).tolist() == [True, False, False, False, False]
+    assert constant_images([one, two]).tolist() == [True, False, False, False, False]
 
 
 def test_the_host_reads_nothing_until_names_are_asked_for():

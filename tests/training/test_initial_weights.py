@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.head import DinoHead
+from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.training.build import build_network
 from dino_ds.weights.export import export_dino
@@ -49,7 +51,9 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     model, run = load(trained / "run"), tmp_path / "run"
     whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
     assert model.head and all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.head.items())
-    dino_ds_export(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
+    dino_ds_export(
+        ExportOptions(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
+    )
     k, bottleneck = model.head["prototypes.weight"].shape
     hidden, arch = model.head["mlp.0.weight"].shape[0], model.vit.arch
     theirs = nn.ModuleDict(
@@ -161,7 +165,7 @@ def test_a_frozen_backbone_stays_to_the_last_bit_and_starts_afresh(stage, precis
 def test_a_frozen_backbone_leaves_the_head_s_gradient_as_it_is():
     """Against a backbone whose features are detached by hand."""
     network = tiny_network()
-    views = crops(torch.arange(2))
+    views = all_crops(crops(torch.arange(2)))
     network.freeze_backbone(True)
     network(views).square().sum().backward()
     head = {name: p.grad.clone() for name, p in network.head.named_parameters()}

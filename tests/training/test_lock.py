@@ -52,7 +52,7 @@ def test_a_folder_that_holds_something_stays(tmp_path):
     [
         ({"ticks": 1}, 0, True),  # the pid is another process's by now
         ({"pid": 2**22 - 1}, 0, True),  # nobody has it
-        ({}, 10 * STALE_SECONDS, False),  # alive, whatever its watcher does
+        ({}, 10 * STALE_SECONDS, False),  # alive, whatever its monitor does
         ({"machine": "another", "host": "far"}, STALE_SECONDS / 2, False),
         ({"machine": "another", "host": "far"}, 2 * STALE_SECONDS, True),
     ],

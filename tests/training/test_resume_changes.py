@@ -14,7 +14,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.engine.engine import Progress
-from dino_ds.training.step import DinoStep
+from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.soak import SOAK
 from tests.training.harness import image_folder, log_of, losses_of, train_tiny, whole_tensors
@@ -46,7 +46,7 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
     seen: list[tuple[int, list[int]]] = []
     begun: list[int] = []
     loaded: dict[str, int] = {}
-    micro_batch, restore = DinoStep.micro_batch, DinoStep.restore
+    micro_batch, restore = TrainingStep.micro_batch, TrainingStep.restore
 
     def watched(step, views, keys, *others):
         begun.extend(keys.tolist())
@@ -57,16 +57,15 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
             begun.clear()
         return out
 
-    def watched_restore(step, applied_steps):
-        network = {f"teacher.{name}": p for name, p in step.teacher.network.named_parameters()}
-        loaded.update(_sums({**network, "center": step.objective.center.value}))
-        restore(step, applied_steps)
+    def watched_restore(step, *args):
+        restore(step, *args)
+        loaded.update(_sums(step.state()))
 
-    DinoStep.micro_batch, DinoStep.restore = watched, watched_restore
+    TrainingStep.micro_batch, TrainingStep.restore = watched, watched_restore
     try:
         return train_tiny(root, run, *args)
     finally:
-        DinoStep.micro_batch, DinoStep.restore = micro_batch, restore
+        TrainingStep.micro_batch, TrainingStep.restore = micro_batch, restore
         name = f"{run}-{distributed.rank()}-from-{seen[0][0]}.json"
         Path(name).write_text(json.dumps({"seen": seen, "loaded": loaded}))
 

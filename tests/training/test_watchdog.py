@@ -1,4 +1,4 @@
-"""The watcher of a rank: what it publishes, whom it names, when it has seen enough. More in tests/faults."""
+"""The monitor process of a rank: what it publishes, whom it names, when it has seen enough. More in tests/faults."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from dino_ds.health.beat import Beat
-from dino_ds.health.disk import Disk
 from dino_ds.health.failures import Failures, is_connection_error
+from dino_ds.health.files import Disk
+from dino_ds.health.monitor import MonitorProcess, limit_of
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.health.watcher import MonitorProcess, limit_of
 from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
@@ -69,17 +69,16 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
 def test_work_inside_a_phase_is_progress_that_is_not_compared():
     """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
     beat = Beat()
-    watcher = object.__new__(MonitorProcess)
-    watcher._beat, watcher._moves, watcher._idle, watcher._slowest = beat, (-1, 0), 0.0, 0.0
+    monitor = object.__new__(MonitorProcess)
+    monitor._beat, monitor._moves, monitor._idle, monitor._slowest = beat, (-1, 0), 0.0, 0.0
     beat.enter("evaluate", 5)
     moves, idle = beat.moves, []
     for breathes in (False, False, True, False):
         if breathes:
             beat.tick()
-        watcher._count(10.0)
-        idle.append(watcher._idle)
+        monitor._count(10.0)
+        idle.append(monitor._idle)
     assert idle == [0.0, 10.0, 0.0, 10.0] and beat.moves == moves
-    beat.close()
 
 
 def test_a_rank_whose_machine_is_silent_is_behind(heartbeats):
@@ -123,18 +122,18 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
 def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats, tmp_path):
     """The rank that caused it says it; others end with its exit code in silence."""
     beat = Beat()
-    beat.list_in_folder()
+    beat.listed = True
     heartbeats.claim(Failure(1, "here", 3, "error", 2, "images are gone"))
-    with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).told():
+    with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
     assert (caught.value.exit_code, caught.value.said_by_me) == (2, False)
-    assert beat.ended == "error" and beat.last_word == (2, "images are gone")
+    assert beat.ended == "error" and beat.last_words == (2, "images are gone")
 
 
 def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):
     beat = Beat()
-    beat.list_in_folder()
-    with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).told():
+    beat.listed = True
+    with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).reported():
         raise RuntimeError("shapes differ")
     assert heartbeats.first_failure().message == "RuntimeError: shapes differ"
     assert heartbeats.first_failure().code == 1
@@ -145,9 +144,9 @@ def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path)
 def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_path):
     """Whoever calls sys.exit(0) in a plugin: the traceback leads there, the other ranks are told."""
     beat = Beat()
-    beat.list_in_folder()
+    beat.listed = True
     beat.enter("step", 7)
-    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).told():
+    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).reported():
         sys.exit(code)
     assert isinstance(caught.value.__cause__, SystemExit)
     failure = heartbeats.first_failure()
@@ -177,7 +176,7 @@ def test_limits_follow_from_where_the_rank_is():
     assert limit_of(beat, 10) == 30
     beat.enter("step", 0)
     assert limit_of(beat, 10) == 30  # kernels are compiled
-    beat.first_step_done()
+    beat.warm = True
     assert limit_of(beat, 10) == 10
     for phase, limit in (("save", 30), ("evaluate", 30), ("data", 10), ("end", 10)):
         beat.enter(phase, 7)
@@ -187,18 +186,18 @@ def test_limits_follow_from_where_the_rank_is():
 
 
 def test_a_beat_is_read_through_its_descriptor():
-    mine = Beat()
-    theirs = Beat(os.dup(mine.descriptor))
+    mine = Beat.shared()
+    theirs = Beat.shared(os.dup(mine.descriptor))
     mine.enter("step", 2**40)
-    mine.part("backward")
+    mine.enter_part("backward")
     assert (theirs.phase, theirs.where, theirs.step, theirs.moves) == ("step", "backward", 2**40, 2)
-    theirs.wish("the stop file")
-    assert mine.wished == "the stop file"
+    theirs.request_stop("the stop file")
+    assert mine.stop_reason == "the stop file"
     mine.end("error", 4, "ü" * 5000)
     mine.end("done", 0, "too late")
-    assert theirs.ended == "error" and theirs.last_word[0] == 4 and theirs.last_word[1].startswith("üü")
-    theirs.close()
-    mine.close()
+    assert theirs.ended == "error" and theirs.last_words[0] == 4 and theirs.last_words[1].startswith("üü")
+    os.close(theirs.descriptor)
+    os.close(mine.descriptor)
 
 
 def _wait_for_the_end(found):
@@ -266,7 +265,7 @@ def _limits_of_groups(root, run, ds):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_group_waits_longer_than_the_watchers(stage, tmp_path):
+def test_no_group_waits_longer_than_the_monitors(stage, tmp_path):
     """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
     root = image_folder(tmp_path / "images")
     for limits in run_on_ranks(_limits_of_groups, root, tmp_path / "run", f"zero{stage}_fp32.json"):
@@ -298,10 +297,10 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
         from dino_ds.health.watchdog import Watchdog
         with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as dog:
             dog.beat.enter("step", 1)
-            dog.beat.first_step_done()
+            dog.beat.warm = True
             for _ in range(int(sys.argv[3])):
                 time.sleep(0.2)
-                dog.beat.part("backward")
+                dog.beat.enter_part("backward")
             time.sleep(float(sys.argv[4]))
         """
     )
@@ -312,7 +311,7 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
         assert ("no progress on any rank for" in out.stderr) == bool(expected)
 
 
-def test_telling_the_watcher_costs_less_than_a_thousandth_of_a_step():
+def test_telling_the_monitor_costs_less_than_a_thousandth_of_a_step():
     """No system call, no lock: a few writes to memory. The bound is a hundred times what they take."""
     beat = Beat()
     begin = time.process_time()
@@ -320,5 +319,5 @@ def test_telling_the_watcher_costs_less_than_a_thousandth_of_a_step():
         beat.enter("data", step)
         beat.enter("step", step)
         for part in ("teacher", "student", "loss", "backward", "optimizer", "center", "ema"):
-            beat.part(part)
+            beat.enter_part(part)
     assert (time.process_time() - begin) / 10000 < 1e-3

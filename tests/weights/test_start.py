@@ -17,7 +17,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.errors import CheckpointError
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.training.build import build_network
 from dino_ds.weights.start import as_source, flags_for
 from tests.training.harness import TINY
@@ -38,9 +38,9 @@ def _from_source(source, **changes: str) -> Recipe:
     return as_source(load_recipe(None, {**given, "model.init_from": str(source), **changes}), None)
 
 
-def _features(network: DinoNetwork) -> torch.Tensor:
+def _features(network: Network) -> torch.Tensor:
     with torch.no_grad():
-        return network.backbone.eval()([IMAGES])
+        return network.backbone.eval().features(IMAGES)
 
 
 def _huggingface(folder, kind: str, **changes):

@@ -17,9 +17,8 @@ from dino_ds import distributed
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.places import Benchmark
-from dino_ds.evals.protocols.work import Files, describe_files
-from dino_ds.evals.retrieval import average_precision, rank_database
+from dino_ds.evals.knn import average_precision, rank_database
+from dino_ds.evals.protocols.work import Benchmark, Files, describe_files
 from dino_ds.evals.subject import EvalContext
 
 _BENCHMARK = Benchmark(

@@ -20,10 +20,9 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.places import Benchmark, plain_name
+from dino_ds.evals.knn import average_precision, rank_database
 from dino_ds.evals.protocols.plain_pickle import read_plain_pickle
-from dino_ds.evals.protocols.work import Files, describe_files
-from dino_ds.evals.retrieval import average_precision, rank_database
+from dino_ds.evals.protocols.work import Benchmark, Files, describe_files, plain_name
 from dino_ds.evals.subject import EvalContext
 
 _KS = (1, 5, 10)

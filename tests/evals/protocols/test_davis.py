@@ -10,8 +10,18 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.davis import LabelPropagation, _read_mask, davis, frame_sides, hard_labels, judge_masks
-from dino_ds.evals.protocols.mask_metrics import boundaries, boundary_similarity, dilate, region_similarity
+from dino_ds.evals.protocols.davis import (
+    LabelPropagation,
+    _read_mask,
+    boundaries,
+    boundary_similarity,
+    davis,
+    dilate,
+    frame_sides,
+    hard_labels,
+    judge_masks,
+    region_similarity,
+)
 from tests.evals.protocols.tiny import clips, label_map, subject_of
 from tests.ranks import run_on_ranks
 

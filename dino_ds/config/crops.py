@@ -1,0 +1,70 @@
+"""The crops that are cut from every image: the one description that data, model, costs and reports go by. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class CropGroup:
+    """Crops of one kind: `count` of each image, `size` pixels wide and high, who sees them and whether they are masked.
+
+    scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colours, blur and
+    solarization; every crop is flipped at random.
+    """
+
+    name: str
+    count: int
+    size: int
+    scale: tuple[float, float]
+    teacher: bool
+    student: bool
+    masked: bool = False
+    augmented: bool = True
+
+
+def dino_groups(
+    global_size: int,
+    global_scale: tuple[float, float],
+    local_size: int,
+    local_scale: tuple[float, float],
+    num_local: int,
+) -> tuple[CropGroup, ...]:
+    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student."""
+    both = CropGroup("global", 2, global_size, global_scale, teacher=True, student=True)
+    local = CropGroup("local", num_local, local_size, local_scale, teacher=False, student=True)
+    return (both, local) if num_local else (both,)
+
+
+def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:
+    """The size of every crop of an image, in the order of the groups."""
+    return [group.size for group in groups for _ in range(group.count)]
+
+
+def student_sizes(groups: Iterable[CropGroup]) -> list[int]:
+    """The size of every crop that the student sees."""
+    return crop_sizes(group for group in groups if group.student)
+
+
+def teacher_sizes(groups: Iterable[CropGroup]) -> list[int]:
+    """The size of every crop that the teacher sees."""
+    return crop_sizes(group for group in groups if group.teacher)
+
+
+def describe_crops(groups: Iterable[CropGroup]) -> str:
+    """The groups in words, such as "2x224 + 8x96"."""
+    return " + ".join(f"{group.count}x{group.size}" for group in groups)
+
+
+def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
+    """The crops of a batch in one list, group after group."""
+    return [crop for group in crops.values() for crop in group]
+
+
+def teacher_crops(groups: Iterable[CropGroup], crops: Mapping[str, Sequence[_T]]) -> list[_T]:
+    """Those crops of a batch that the teacher sees, in one list."""
+    return [crop for group in groups if group.teacher for crop in crops[group.name]]

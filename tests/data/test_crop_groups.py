@@ -1,0 +1,72 @@
+"""Any layout of crop groups: cut from images, loaded and brought to the device by the names of the groups."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dino_ds.config.crops import CropGroup, crop_sizes, describe_crops, student_sizes, teacher_crops, teacher_sizes
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.loader import build_loader
+from dino_ds.data.multicrop import MultiCrop, to_tensor
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.errors import ConfigError
+from tests.data.test_loader import BOTH, CROPS, START, Noise
+
+GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teacher=True, student=False, augmented=False)
+GROUPS = (*CROPS.groups, GRAM)
+
+
+def test_a_recipe_s_groups_are_dino_s():
+    groups = load_recipe(None, {}).crops.groups
+    assert describe_crops(groups) == "2x224 + 8x96"
+    assert teacher_sizes(groups) == [224] * 2 and student_sizes(groups) == crop_sizes(groups) == [224] * 2 + [96] * 8
+    [alone] = load_recipe(None, {"crops.num_local": "0"}).crops.groups
+    assert alone == groups[0] and alone.name == "global"
+
+
+@BOTH
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
+    """The other groups' crops are those of a run without it."""
+    batches = []
+    for groups in (GROUPS, GROUPS[:2]):
+        crops = MultiCrop(groups, "low_res")
+        loader = build_loader(Noise(), crops, 0, 8, 8, 0, 1, workers, START, augment=augment)
+        with closing(DevicePrefetcher(loader, torch.device("cpu"))) as fed:
+            batches.append(next(itertools.islice(fed, 1, None)))
+    with_gram, without = batches
+    shapes = {name: [tuple(crop.shape) for crop in crops] for name, crops in with_gram.crops.items()}
+    assert shapes == {"global": [(8, 3, 8, 8)] * 2, "local": [(8, 3, 4, 4)], "gram": [(8, 3, 16, 16)] * 2}
+    assert list(with_gram.crops) == ["global", "local", "gram"]
+    for name, crops in without.crops.items():
+        for a, b in zip(with_gram.crops[name], crops, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    seen = teacher_crops(GROUPS, with_gram.crops)
+    assert [crop.shape[-1] for crop in seen] == [8, 8, 16, 16] == teacher_sizes(GROUPS)
+
+
+@BOTH
+def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
+    group, source = replace(GRAM, count=1, size=12, scale=(1.0, 1.0)), Noise(8)
+    crops = MultiCrop([group], "low_res")
+    with closing(build_loader(source, crops, 0, 8, 8, 0, 1, 0, START, augment=augment)) as loader:
+        batch = next(DevicePrefetcher(loader, torch.device("cpu")))
+    [found], whole = batch.crops["gram"], 0
+    for index, crop in zip(batch.indices.tolist(), found, strict=True):
+        image = to_tensor(source.load(index))
+        whole += any(torch.allclose(crop, some, atol=1e-5) for some in (image, image.flip(2)))
+    drawn = [crops.draw(12, 12, seed)[0] for seed in range(100)]
+    assert whole > 0 and {crop.flip for crop in drawn} == {True, False}
+    assert all(not (crop.jitter or crop.gray or crop.solarize or crop.blur_radius) for crop in drawn)
+
+
+def test_an_augmented_group_that_no_augmentation_knows_is_refused():
+    with pytest.raises(ConfigError, match="no augmentation is known for crops of the group 'gram'"):
+        MultiCrop([replace(GRAM, augmented=True)], "dino")
+    assert np.array_equal(MultiCrop(GROUPS, "dino").sizes, [8, 8, 4, 16, 16])
