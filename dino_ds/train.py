@@ -155,12 +155,7 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory]
     overrides, before, saved = request.ds_overrides, None, request.path / "ds_config.json"
     resumed = request.options.resume is not False and saved.is_file()
     with distributed.raise_on_all_ranks():
-        if (
-            distributed.rank() == 0
-            and overrides is not None
-            and request.options.resume is not False
-            and saved.is_file()
-        ):
+        if distributed.rank() == 0 and overrides is not None and resumed:
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
     start = given(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
