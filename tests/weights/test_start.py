@@ -138,7 +138,7 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
     torch.save(content, source := tmp_path / "a.pth")
     seen: list[Recipe] = []
-    monkeypatch.setattr(cli, "_call", lambda command, values: seen.append(values["recipe"]))
+    monkeypatch.setattr(cli, "_call", lambda command, options, files: seen.append(files["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     words = [
