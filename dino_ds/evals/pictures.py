@@ -20,7 +20,7 @@ from dino_ds.evals.features import generators_kept
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
-from dino_ds.training.at_step import AtStep, Moment
+from dino_ds.training.run import AtStep, Moment
 
 _IMAGES = 4
 _PATCHES = 16

@@ -21,7 +21,7 @@ from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, describe_result, write_results
 from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
-from dino_ds.training.at_step import AtStep, Moment
+from dino_ds.training.run import AtStep, Moment
 
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
