@@ -17,7 +17,7 @@ from dino_ds.data.value_range import ValueRange
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
 from dino_ds.evals.features import generators_kept
-from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.runner import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
 from dino_ds.training.run import AtStep, Moment
