@@ -48,7 +48,7 @@ class PeriodicPictures(AtStep):
         return self._every > 0 and (last or step % self._every == 0)
 
     def run(self, moment: Moment) -> bool:
-        """Rank 0 draws, whose teacher is whole; the others wait."""
+        """Draw on rank 0, which has the whole teacher; the others wait."""
         if distributed.rank() == 0:
             try:
                 self._draw(moment)

@@ -22,6 +22,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
+from dino_ds.options.run import Resume
 from dino_ds.training.environment import describe_environment, versions
 from dino_ds.training.other_images import IMAGES
 
@@ -53,10 +54,6 @@ _FILES = (
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")
 _SECONDS_TO_SEE = 40.0
-
-
-Resume = bool | int | str
-"""Whether to go on with the run of a folder: False, True, "auto" (if there is one), or the step of a checkpoint."""
 
 
 class RunFolder:
