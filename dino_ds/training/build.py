@@ -175,7 +175,7 @@ def build_prefetcher(
         channels=channels,
         device=where,
         value_range=data.known_range,
-        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        # A third: the first restart and the error after it come before the monitor ends a rank that only waits.
         patience=recipe.hang_seconds / 3 or None,
     )
     return DevicePrefetcher(loader, where)
