@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -70,18 +72,11 @@ def hostfile_of(command: Sequence[str]) -> str | None:
     start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
     if start is None:
         return None
-    words = list(command[start:])
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        # argparse takes unambiguous beginnings of a long option.
-        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
-            return value if equals else (words[0] if words else None)
-        if word.startswith("-H"):
-            return word[2:]
-        if word.endswith(".py"):
-            return None  # the script: what follows is for us
-    return None
+    # What follows the script is for us.
+    words = itertools.takewhile(lambda word: not word.endswith(".py"), command[start:])
+    parser = argparse.ArgumentParser(add_help=False)  # as DeepSpeed's, which takes beginnings of a long option too
+    parser.add_argument("-H", "--hostfile")
+    return parser.parse_known_args(list(words))[0].hostfile
 
 
 def _is_launcher(word: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import math
 import shutil
 import sys
@@ -51,7 +51,7 @@ def run(options: ConvertOptions) -> None:
         "seconds": round(time.monotonic() - begin, 3),
     }
     if options.json:
-        print(jsons.dumps(result))
+        print(json.dumps(result))
         return
     old = saved.manifest.world_size
     what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"

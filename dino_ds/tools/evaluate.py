@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import os
 import sys
 import time
@@ -13,8 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config.loading import load_recipe
-from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS, Recipe
+from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
 from dino_ds.data.find_range import look_at_values
 from dino_ds.data.sources import Source, build_source
 from dino_ds.data.value_range import ValueRange
@@ -27,7 +26,7 @@ from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
-from dino_ds.tools.idle import check_unused_options
+from dino_ds.tools.model_options import check_unused_options, recipe_of
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -46,24 +45,14 @@ def run(options: EvalOptions) -> None:
 
     Raises ConfigError, DataError, CheckpointError.
     """
-    data = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    settings = _settings(options)
     named = {"source": options.source, "root": options.root, "test_root": options.test_root}
-    how: dict[str, Any] = {
-        "temperature": options.temperature,
-        "images": options.images,
-        "epochs": options.epochs,
-        "batch": options.batch,
-    }
-    how |= {"workers": options.workers, "benchmark_root": data}
-    given = {"ks": options.k, "size": options.size, **how}
-    settings = Settings(**{key: value for key, value in given.items() if value is not None})
     init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options.model, options.out)
-    # First: who gives --root for one is told what it wants.
-    for name in (name for name in options.evals if name in BENCHMARKS):
+    for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
         preflight_eval(name, settings, lambda: (None, None))
-    check_unused_options("evals", options.evals, _CONCERNS, {"k": options.k, **named, **how})
+    check_unused_options("evals", options.evals, _CONCERNS, options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -85,6 +74,14 @@ def run(options: EvalOptions) -> None:
             for note in subject.notes:
                 print(note, file=sys.stderr)
             _show(results, subject, backbone, time.monotonic() - began, options.json)
+
+
+def _settings(options: EvalOptions) -> Settings:
+    """Those that are given; others have the defaults of Settings."""
+    names = ("size", "temperature", "images", "epochs", "batch", "workers")
+    given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
+    given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
 def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
@@ -111,24 +108,9 @@ def _name_of(source: str | None, root: str | None, test_root: str | None) -> str
     return name_images(source or "folder", test_root or root) if source or root or test_root else None
 
 
-def find_images(model: str, source: str | None, root: str | None) -> Source:
-    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
-    if recipe := _recipe_of(model, source, root):
-        source, root = recipe.data.source, recipe.data.root
-    if source is None and root is None:
-        raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
-    return build_source(source or "folder", root, "train", False)
-
-
-def _recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """Of the run `model`, where no images are named."""
-    config = Path(model) / "config.yaml"
-    return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
-
-
 def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source | None]:
     """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
-    if recipe := _recipe_of(model, source, root):
+    if recipe := recipe_of(model, source, root):
         data = recipe.data
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
@@ -171,10 +153,12 @@ def _not_written(place: Path, reason: object) -> ConfigError:
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
 
 
-def _show(results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, json: bool) -> None:
-    if json:
+def _show(
+    results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, as_json_text: bool
+) -> None:
+    if as_json_text:
         about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
-        print(jsons.dumps({**about, "results": as_json(results)}))
+        print(json.dumps({**about, "results": as_json(results)}))
         return
     train, test = subject.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]

@@ -21,8 +21,7 @@ from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, head_colours, heat, overlay
 from dino_ds.pictures.maps import mass_mask
 from dino_ds.tools.attention_video import _shown, run
-from dino_ds.tools.clip import Clip, open_clip, survey
-from dino_ds.tools.clip_writing import FORMS, clip_writer
+from dino_ds.tools.clip import FORMS, Clip, clip_writer, open_clip, survey
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from tests.weights.test_weights import _backbone
