@@ -22,7 +22,6 @@ LONG_SIGNATURES = {
             *(
                 "evals/results.py:describe_result",
                 "launching/launch.py:run",
-                "models/vit.py:VisionTransformer.__init__",
             ),
             *("plan/command.py:run", "tools/attention_video.py:run"),
             *("tools/evaluate.py:run", "tools/find_batch_size.py:run", "tools/find_batch_size.py:_Trials.__init__"),
@@ -39,11 +38,11 @@ CYCLES = [[f"data/{name}.py" for name in _SOURCES], ["data/photometric.py", "dat
 LAYERS = [
     {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
     {"config", "distributed", "health"},
-    {"data", "models", "objective", "schedules", "costs", "checkpoint", "options"},
-    {"weights", "engine", "pictures"},
-    {"teacher"},
-    {"evals"},
+    {"data", "models", "schedules", "costs", "checkpoint", "options"},
+    {"weights", "engine", "pictures", "objectives"},
+    {"teachers"},
     {"training"},
+    {"evals"},
     {"measure"},
     {"plan", "report"},
     {"train", "bench", "tools", "launching"},

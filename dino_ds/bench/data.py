@@ -14,8 +14,9 @@ from torch import Tensor
 from dino_ds.bench.data_picture import draw
 from dino_ds.bench.pil_pipeline import PilPipeline
 from dino_ds.bench.storage import read_rates
+from dino_ds.config.crops import all_crops, describe_crops
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import Augment, Batch, MultiCropDataset, augmented_views
+from dino_ds.data.batches import Augment, LoaderBatch, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import UnreadableImage
@@ -45,14 +46,13 @@ def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
     Raises ConfigError for a source that has no files, DataError where none can be read.
     """
     torch.set_num_threads(options.threads)
-    multicrop = MultiCrop(**recipe.crops.model_dump())
+    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
     files = _Files(recipe, options.images)
     timings = _time(multicrop, files, recipe, options.rounds)
     rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}
     split = timings["split_worker"].seconds + timings["device"].seconds
     rates["split_total"] = {"images_per_second": len(files) / split}
     worker, device = _both_modes(multicrop, files, recipe)
-    crops = recipe.crops
     result: dict[str, Any] = {
         "pipelines": rates,
         "ratio_split_to_pil": timings["pil"].seconds / timings["split_worker"].seconds,
@@ -61,7 +61,7 @@ def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
         "distance_levels": _distance(worker, device),
         "read": read_rates(files.contents, options.rounds),
         "clock": timings["pil"].clock,
-        "crops": f"2x{crops.global_size} + {crops.num_local}x{crops.local_size}, {crops.augment}",
+        "crops": f"{describe_crops(recipe.crops.groups)}, {recipe.crops.augment}",
         "images": files.describe(),
         "host": describe_host(),
     }
@@ -69,7 +69,7 @@ def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
         folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data.json").write_text(json_text.dumps(result, indent=1) + "\n")
-        draw(result, [view[0] for view in worker], [view[0] for view in device]).savefig(folder / "data.png", dpi=100)
+        draw(result, [crop[0] for crop in worker], [crop[0] for crop in device]).savefig(folder / "data.png", dpi=100)
     print_result(_page(result), result, options.json)
 
 
@@ -137,13 +137,13 @@ def _dataset(multicrop: MultiCrop, files: _Files, recipe: Recipe, augment: Augme
     return MultiCropDataset(files, multicrop, recipe.seed, augment=augment, max_pixels=limit, channels=3, device=where)
 
 
-def _batches(dataset: MultiCropDataset, files: _Files) -> list[Batch]:
+def _batches(dataset: MultiCropDataset, files: _Files) -> list[LoaderBatch]:
     keys = [(0, index) for index in range(len(files))]
     built = [dataset.__getitems__(keys[i : i + _BATCH]) for i in range(0, len(keys), _BATCH)]
     return [_checked(batch) for batch in built]
 
 
-def _checked(batch: Batch | DataError) -> Batch:
+def _checked(batch: LoaderBatch | DataError) -> LoaderBatch:
     if isinstance(batch, DataError):
         raise batch
     return batch
@@ -157,7 +157,7 @@ def _time(multicrop: MultiCrop, files: _Files, recipe: Recipe, rounds: int) -> d
         "pil": lambda: [pil(data) for data in files.contents],
         "exact": lambda: [worker.__getitems__([(0, index)]) for index in range(len(files))],
         "split_worker": lambda: [split.__getitems__([(0, index)]) for index in range(len(files))],
-        "device": lambda: [augmented_views(batch) for batch in ready],
+        "device": lambda: [augmented_crops(batch) for batch in ready],
         "decode": lambda: [EncodedImage(data, "", recipe.data.max_pixels).decode() for data in files.contents],
     }
     with torch.random.fork_rng(devices=[]):
@@ -166,20 +166,20 @@ def _time(multicrop: MultiCrop, files: _Files, recipe: Recipe, rounds: int) -> d
         there = [
             b.moved(torch.Tensor.cuda) for b in _batches(_dataset(multicrop, files, recipe, "device", "cuda"), files)
         ]
-        gpu = {"device_gpu": lambda: [augmented_views(batch) for batch in there]}
+        gpu = {"device_gpu": lambda: [augmented_crops(batch) for batch in there]}
         timings |= time_interleaved(gpu, rounds, 3, torch.device("cuda"))
     return timings
 
 
 def _both_modes(multicrop: MultiCrop, files: _Files, recipe: Recipe) -> tuple[list[Tensor], list[Tensor]]:
-    """The views (b, 3, h, w) of the first images by worker and by device."""
+    """The crops (b, 3, h, w) of the first images by worker and by device."""
     datasets = (_dataset(multicrop, files, recipe, augment, "cpu") for augment in ("worker", "device"))
-    worker, device = (augmented_views(_batches(dataset, files)[0]) for dataset in datasets)
+    worker, device = (all_crops(augmented_crops(_batches(dataset, files)[0])) for dataset in datasets)
     return worker, device
 
 
 def _distance(worker: list[Tensor], device: list[Tensor]) -> float:
-    """Mean difference of two sets of views, in levels of 255."""
+    """Mean difference of two sets of crops, in levels of 255."""
     scale = torch.tensor(STD).view(3, 1, 1) * 255
     return torch.stack([((a - b).abs() * scale).mean() for a, b in zip(worker, device, strict=True)]).mean().item()
 

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.rungs import CLIPPING, build_rung, last_without_engine
+from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved
-from dino_ds.measure.trial import build_trial, resolve
-from dino_ds.objective.dino import GLOBAL_VIEWS, DinoLoss
+from dino_ds.measure.trial import EPOCH_STEPS, build_trial, resolve
+from dino_ds.objectives.dino import HEAD, DinoTerm
 from dino_ds.options.bench import BenchEngineOptions
 from dino_ds.ranges import PARTS, named_range
+from dino_ds.training.build import build_schedules
 
 STAGES = (0, 1, 3)
 EMA_BYTES = 12
@@ -53,7 +55,7 @@ def run(options: BenchEngineOptions, *, recipe: Recipe) -> None:
             }
         )
     loss_seconds = parts["loss"].read()["loss"] / options.steps
-    parameters = sum(p.numel() for p in trials[PLAIN].step.teacher.network.parameters())
+    parameters = sum(p.numel() for p in trials[PLAIN].step.teachers["ema"].network.parameters())
     floor = EMA_BYTES * parameters / copy_bytes_per_second(device())
     result = about(recipe, batch) | {
         "engines": rows,
@@ -69,11 +71,11 @@ class _LossAlone:
     """From logits to their gradient: in a step the second half of it is inside the backward pass."""
 
     def __init__(self, recipe: Recipe, batch: int) -> None:
-        objective, k = recipe.objective, recipe.head.prototypes
-        self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
-        self._temperature = objective.teacher_temp
-        self._student = self._cosines((GLOBAL_VIEWS + recipe.crops.num_local) * batch, k)
-        self._teacher = self._cosines(GLOBAL_VIEWS * batch, k)
+        objective, k, crops = recipe.objective, recipe.head.prototypes, recipe.crops.groups
+        self._term = DinoTerm(k, objective.student_temp, objective.center_momentum, device=device())
+        self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
+        self._student = self._cosines(len(student_sizes(crops)) * batch, k)
+        self._teacher = self._cosines(len(teacher_sizes(crops)) * batch, k)
 
     @staticmethod
     def _cosines(rows: int, k: int) -> Tensor:
@@ -82,8 +84,9 @@ class _LossAlone:
     def __call__(self) -> None:
         logits = self._student.clone().requires_grad_()  # the gradient is written over them
         with named_range("loss"):
-            torch.autograd.grad(self._loss(logits, self._teacher, self._temperature).loss, logits)
-        self._loss.center.drop()
+            targets = self._term.targets({"ema": {HEAD: self._teacher}}, self._schedule)
+            torch.autograd.grad(self._term.loss({HEAD: logits}, targets, self._schedule).loss, logits)
+        self._term.center.drop()
 
 
 def _page(result: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
 from dino_ds.models.vit import VisionTransformer
@@ -37,6 +37,8 @@ from dino_ds.weights.load import Backbone
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
+
+pytestmark = pytest.mark.slow
 
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
@@ -69,7 +71,7 @@ def test_step(capsys, no_children):
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
     recipe = tiny_recipe()
-    flops = sum(step_flops(recipe.model.architecture(), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
+    flops = sum(step_flops(vit_of(recipe), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
@@ -270,8 +272,8 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
 
 def test_inference(capsys, tmp_path, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
-    compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
-    monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
+    compile_segments = VisionTransformer.compile_segments  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compile_segments(vit, backend="eager"))
     model = _backbone()
     export_safetensors(model, tmp_path / "teacher.safetensors")
     given = {
