@@ -88,7 +88,7 @@ def suggestion(near: list[str]) -> str:
 
 
 def hub_id(text: str) -> str | None:
-    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is no path."""
+    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
     name = text.removeprefix("hf://").removeprefix("datasets/")
     return name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).parent.is_dir() else None
 

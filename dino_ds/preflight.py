@@ -1,4 +1,4 @@
-"""Traps of the surroundings that end in a wrong run or in a page of traceback, looked for before the heavy imports."""
+"""Checks of the environment before the slow imports: launchers, hostfile, torchvision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANK_VARIABLES = {
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     """Under `mpirun` or `srun`, set the variables of torch's launchers; else every process would train by itself.
 
-    Raises ConfigError if it is not said where the ranks meet.
+    Raises ConfigError if MASTER_ADDR is missing.
     """
     if "RANK" in environment:
         return
@@ -88,7 +88,7 @@ def _is_launcher(word: str) -> bool:
 
 
 def check_torchvision() -> None:
-    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a riddle."""
+    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error."""
     try:
         import torchvision  # noqa: F401
     except ModuleNotFoundError as error:

@@ -159,7 +159,7 @@ def _video(path: str) -> Clip:
         with av.open(path, options=allowed) as container:
             rate = container.streams.video[0].average_rate if container.streams.video else None
     except av.ArgumentError:
-        raise DataError(f"{path} is no video: wanted is one of FFmpeg's {_CONTAINERS}") from None
+        raise DataError(f"{path} is not a video: it must be one of FFmpeg's {_CONTAINERS}") from None
     except av.FFmpegError as error:
         raise _broken(path, 0, error) from None
     return Clip(path, float(rate) if rate else IMAGES_FPS, frames)

@@ -85,14 +85,14 @@ def _settings(options: EvalOptions) -> Settings:
 
 
 def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
-    """The model's range for images deeper than 8 bits, else one for these images, which is said; all ranks call it."""
+    """The model's range for images deeper than 8 bits, else a reported one for these images; all ranks call it."""
     sources, found = subject.sources, (backbone.value_range, "")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and backbone.value_range is None:
             sample = look_at_values([source for source in sources if source is not None])
             found = sample.decide("the model has no range of its own, so make them images of 8 bits first")
     value_range, words = distributed.gather_objects(found)[0]
-    subject.note([f"{words}: the model knows no range of its own"] if words else [])
+    subject.note([f"{words}: the model has no range of its own"] if words else [])
     return value_range
 
 
@@ -130,7 +130,7 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
 
 
 def _check_places(model: str, out: str | None) -> None:
-    """An evaluation may take hours: what is wrong with its file is said before. Raises ConfigError."""
+    """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
     for place in _places(model, out):
         try:
             read_results(place)
@@ -138,7 +138,7 @@ def _check_places(model: str, out: str | None) -> None:
             raise _not_written(place, error) from None
         if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
             raise _not_written(
-                place, "it is a folder" if place.is_dir() else f"{place.parent} is no folder to write to"
+                place, "it is a folder" if place.is_dir() else f"{place.parent} is not a writable folder"
             )
 
 

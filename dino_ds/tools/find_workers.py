@@ -26,13 +26,13 @@ from dino_ds.training.build import build_prefetcher
 _MICRO_BATCH = 16
 _ROUNDS = 3
 _MOST_WORKERS = 32
-"""What is tried unless more is asked for."""
+"""The most processes that are tried by default."""
 _AS_GOOD = 0.95
 """Fewer workers are preferred if they give this part of the best rate."""
 _RESERVE = 1.1
 """Images a second to have for each that the step takes: loading times vary."""
 _BUSY = 1.0
-"""Load average at the start above which what is measured is said to be too low."""
+"""Load average at the start above which the results are reported as too low."""
 _NAMES = {
     "load": "the source's own loading",
     "read": "storage: reading the file",

@@ -62,7 +62,7 @@ def run(options: PicturesOptions) -> None:
     if (options.source or options.root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
         unused = "--root" if options.root else "--source"
         raise ConfigError(f"--images {options.images} names files: no image of {unused} is looked at")
-    find_method(options.map)  # a map may take minutes: what is not installed is said now
+    find_method(options.map)  # a map may take minutes: a missing package is reported first
     files = PictureFiles(options.model, options.out)
     for name, figure in _figures(options, kinds, shown):
         files.add(name, figure)

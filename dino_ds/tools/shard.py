@@ -38,7 +38,7 @@ _SAMPLED = 200
 
 
 def run(options: ShardOptions) -> None:
-    """Write the shards into `out`; the same command after an interruption goes on where it stopped.
+    """Write the shards into `out`; the same command after an interruption continues where it stopped.
 
     shard_size: "10000" images or about "256MiB". shrink: shorter side in pixels of what is larger, as JPEG of
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
@@ -88,7 +88,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", size)
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS or int(match[1]) < 1:
-        raise ConfigError(f"--shard_size {size!r} is no size: write 10000 (images) or 256MiB")
+        raise ConfigError(f"--shard_size {size!r} is not a size: write 10000 (images) or 256MiB")
     wanted = int(match[1]) * _UNITS[unit]
     if _UNITS[unit] == 1:
         return wanted
@@ -138,7 +138,7 @@ def _write_in_parallel(
                 yield future.result(), running[future]
         except BrokenProcessPool:
             raise DataError(
-                "a process that writes shards was killed, perhaps for want of memory: the same command goes on; "
+                "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
                 "try fewer --workers"
             ) from None
         finally:

@@ -62,7 +62,7 @@ def names_digest(source: Source) -> str:
 def repack(source: Source, index: int, shrink: Shrink) -> tuple[str, bytes]:
     """Name and bytes: the source's own file unless it has to be shrunk, PNG where it has none.
 
-    Raises UnreadableImage, DataError for an array that is no RGB image.
+    Raises UnreadableImage, DataError for an array that is not an RGB image.
     """
     name = member_of(source, index)
     read = getattr(source, "read", None)

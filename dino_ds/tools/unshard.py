@@ -30,7 +30,7 @@ _AS_THEY_ARE = Shrink(None, 0)
 
 
 def run(options: UnshardOptions) -> None:
-    """Write each image into `out` under its name in the shards; the same command after an interruption goes on.
+    """Write each image into `out` under its name in the shards; the same command after an interruption continues.
 
     Names never lead out of `out`: leading / and .. are dropped. Where two shards have images of one name, each shard
     gets a folder. Raises ConfigError, DataError for a damaged shard or a disk that can't be used.
