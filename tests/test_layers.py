@@ -7,7 +7,19 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "dino_ds"
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
+    {
+        "__init__",
+        "errors",
+        "names",
+        "architectures",
+        "ranges",
+        "text_file",
+        "durable",
+        "ports",
+        "intervals",
+        "goodput",
+        "hashing",
+    },
     {"config", "distributed", "health"},
     {"data", "models", "objective", "schedules", "costs", "checkpoint"},
     {"weights", "engine", "pictures"},

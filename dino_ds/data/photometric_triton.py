@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 
 def augment(crops: Tensor, table: Tensor, scale: float, out: Tensor) -> None:
-    """Crops (n, h, w, c) times `scale`, their plan's table (n, COLUMNS), both on the device -> out (n, c, h, w)."""
+    """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w)."""
     n, height, width, channels = crops.shape
     pixels = height * width
     chunks = triton.cdiv(pixels, _BLOCK)

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
-from dino_ds.evals.features import evenly_spaced_indices, generators_kept
+from dino_ds.evals.features import generators_kept
 from dino_ds.evals.live import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches

@@ -16,21 +16,14 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.images import ValueRange
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32
 BATCH = 64
-
-
-def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
-    """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
-    count = min(images, wanted)
-    return [i * images // count for i in range(count)]
 
 
 @torch.no_grad()

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.data.base import Source
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
-from dino_ds.evals.features import BATCH, evenly_spaced_indices, extract_features
+from dino_ds.evals.features import BATCH, extract_features
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import BENCHMARKS
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.errors import DataError
-from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.evals.knn import knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd

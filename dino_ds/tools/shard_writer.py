@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from pathlib import Path
 
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.sources import Source
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.durable import replacing
 from dino_ds.tools.repack import Shrink, repack
 

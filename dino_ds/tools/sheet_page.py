@@ -40,7 +40,7 @@ def _card(number: int, row: Seen) -> str:
     line = max(width, height) / 160
     boxes: list[str] = []
     crops: dict[str, list[str]] = {"global": [], "local": []}
-    for view, (parameters, crop) in enumerate(zip(row.drawn, row.crops, strict=True)):
+    for view, (parameters, crop) in enumerate(zip(row.sampled, row.crops, strict=True)):
         kind = "global" if view < row.num_global else "local"
         left, top, right, bottom = parameters.box
         boxes.append(

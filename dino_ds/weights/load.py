@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import ValueRange, prepared, to_rgb
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.value_range import ValueRange, prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.describe import describe

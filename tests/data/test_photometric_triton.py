@@ -53,7 +53,7 @@ def assert_same(kernels, some, views):
 def drawn(count, seed):
     """Views of all kinds: blurred and not, solarized and not, each with its own jitter."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")
-    return [view for i in range(count) for view in multicrop.draw(100, 80, seed + i)]
+    return [view for i in range(count) for view in multicrop.sample(100, 80, seed + i)]
 
 
 def test_kernels_give_what_torch_s_operators_give(interpreted):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.base import UnreadableImage
 from dino_ds.errors import DataError
 from dino_ds.evals.subject import EvalContext, GaveUp, Settings
 from tests.ranks import run_on_ranks
