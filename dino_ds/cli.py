@@ -21,16 +21,17 @@ from typing import Any
 
 from dino_ds import __version__
 from dino_ds.architectures import FROM_SOURCE
-from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
-from dino_ds.options.commands import COMMANDS, TRAIN, Command, find_command
+from dino_ds.options.commands import COMMANDS, TRAIN, find_command
+from dino_ds.options.definition import Command
 from dino_ds.options.elsewhere import command_elsewhere
-from dino_ds.options.flags import Flags, check_required, drop_local_rank, parse_flags
+from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
+from dino_ds.options.reading import read
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
 
 # Launchers stop all ranks when one ends: rank 0 must have spoken before.
@@ -101,11 +102,11 @@ def _dispatch(words: list[str]) -> None:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
         check_hostfile()
-    flags, files = _collect(command, parse_flags(command, rest))
+    options, files = read(command, parse_flags(command, rest))
     if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
         from dino_ds.weights.start import as_source
 
-        files["recipe"] = as_source(files["recipe"], flags.get("run_dir"))
+        files["recipe"] = as_source(files["recipe"], getattr(options, "run_dir", None))
     if command is TRAIN:
         from dino_ds.data.root import check_root
 
@@ -117,13 +118,10 @@ def _dispatch(words: list[str]) -> None:
         on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
         if files["recipe"].data.source == "folder" and on_first_machine:
             check_root(files["recipe"].data.root)
-        RunLock(Path(flags["run_dir"])).check_free(int(os.environ.get("RANK", 0)))
+        RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
 
-    def call(**given: Any) -> None:
-        _call(command, {**files, **given})
-
-    # repr: fire reads values as Python literals, and the functions want the very values.
-    fire.Fire(call, command=[f"--{name}={value!r}" for name, value in flags.items()], name="dino-ds")
+    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
+    fire.Fire({command.name: lambda: _call(command, options, files)}, command=[command.name], name="dino-ds")
 
 
 def _no_command(words: list[str]) -> str:
@@ -137,57 +135,14 @@ def _no_command(words: list[str]) -> str:
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
-def _collect(command: Command, flags: Flags) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The command's own flags, and what it reads from files, everything checked. Raises ConfigError."""
-    check_required(command, flags)
-    fixed: dict[str, Any] = {flag.name: flags.fixed.get(flag.name, flag.default) for flag in command.all_flags}
-    config, ds_config, _ = fixed.pop("config", None), fixed.pop("ds_config", None), fixed.pop("debug")
-    files: dict[str, Any] = {}
-    problems: list[str] = []
-    if command.takes_recipe:
-        try:
-            files["recipe"] = load_recipe(config, flags.recipe)
-            if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
-                problems.append(
-                    "no images are given: --data.root FOLDER, --data.source NAME, "
-                    "or --config quickstart for the embedded photos"
-                )
-        except ConfigError as error:
-            problems.append(str(error))
-    if command.takes_ds and ds_config is None:
-        files |= {"ds": None, "ds_path": None}
-        if flags.ds:
-            problems.append(
-                f"--ds.{next(iter(flags.ds))} changes a ds JSON, and none is given: name it with --ds_config"
-            )
-    elif command.takes_ds:
-        try:
-            files["ds"] = load_ds_config(ds_config, flags.ds)
-            files["ds_path"] = find_ds_config(ds_config)
-        except ConfigError as error:
-            unnamed = flags.ds and "ds_config" not in flags.fixed
-            problems.append(f"{error}{f' (of {ds_config}; --ds_config takes another)' if unnamed else ''}")
-    if problems:
-        raise ConfigError("\n".join(problems))
-    if command.ds_shown:
-        files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if command is TRAIN:
-        fixed["run_dir"] = fixed["run_dir"] or f"runs/{Path(config).stem if config else 'vits16'}"
-    if flags.train is not None:
-        options, train_files = _collect(TRAIN, flags.train)
-        files["train_words"] = flags.train_words
-        files["train"] = {**options, **train_files, "config": flags.train.fixed.get("config")}
-    return fixed, files
-
-
-def _call(command: Command, values: dict[str, Any]) -> None:
+def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.check is not None:
-        _function(command.check)(**values)
+        _function(command.check)(options)
     if command.loads_torch:
         check_torchvision()
-    _function(command.runs)(**values)
+    _function(command.runs)(options, **files)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
@@ -238,7 +193,7 @@ def _run_dir_of(words: list[str]) -> Path | None:
     if found is None or found[0] is not TRAIN:
         return None
     with contextlib.suppress(UserError):
-        path = Path(_collect(found[0], parse_flags(*found))[0]["run_dir"])
+        path = Path(read(found[0], parse_flags(*found))[0].run_dir)
         return path if (path / "config.yaml").exists() else None
     return None
 

@@ -5,7 +5,34 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "dino_ds"
+from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures
+
+CLOSURE_OF_THE_LOOP = (130, 16_500)
+"""Files and lines that importing training/loop.py may bring in."""
+_OWN_OPTIONS = "its options become one dataclass"
+LONG_SIGNATURES = {
+    "data/photometric_triton.py:sum_grey": "a Triton kernel takes pointers and strides one by one",
+    "data/photometric_triton.py:colour": "a Triton kernel takes pointers and strides one by one",
+    "data/photometric_triton.py:blur": "a Triton kernel takes pointers and strides one by one",
+    **dict.fromkeys(
+        (
+            *("bench/inference.py:run", "bench/knn.py:run", "bench/ladder.py:run", "bench/scaling.py:run"),
+            "bench/step.py:run",
+            "evals/features.py:extract_features",
+            *(
+                "evals/results.py:describe_result",
+                "launching/launch.py:run",
+            ),
+            *("plan/command.py:run", "tools/attention_video.py:run"),
+            *("tools/evaluate.py:run", "tools/find_batch_size.py:run", "tools/find_batch_size.py:_Trials.__init__"),
+            *("tools/find_workers.py:_measure_once", "tools/pictures.py:run", "tools/profiler.py:run"),
+            *("tools/shard.py:run", "tools/simulate_goodput.py:run", "train.py:train"),
+        ),
+        _OWN_OPTIONS,
+    ),
+}
+"""Functions of more than six parameters, and why."""
+CYCLES: list[list[str]] = []
 LAYERS = [
     {
         "__init__",
@@ -21,15 +48,15 @@ LAYERS = [
         "hashing",
     },
     {"config", "distributed", "health"},
-    {"data", "models", "objective", "schedules", "costs", "checkpoint"},
-    {"weights", "engine", "pictures"},
-    {"teacher"},
-    {"evals"},
+    {"data", "models", "schedules", "costs", "checkpoint", "options"},
+    {"weights", "engine", "pictures", "objectives"},
+    {"teachers"},
     {"training"},
+    {"evals"},
     {"measure"},
     {"plan", "report"},
     {"train", "bench", "tools", "launching"},
-    {"preflight", "options"},
+    {"preflight"},
     {"cli"},
     {"__main__"},
 ]
@@ -89,3 +116,18 @@ def test_no_module_hides_one_of_the_standard_library_s():
 def test_files_stay_small():
     long = [p.name for p in PACKAGE.rglob("*.py") if len(p.read_text().splitlines()) > 300]
     assert not long
+
+
+def test_the_loop_brings_in_no_more_than_it_needs():
+    found = closure_of(PACKAGE / "training/loop.py")
+    files, lines = CLOSURE_OF_THE_LOOP
+    assert len(found) <= files
+    assert count_lines(found) <= lines
+
+
+def test_no_file_imports_itself_through_others():
+    assert [cycle for cycle in import_cycles() if cycle not in CYCLES] == []
+
+
+def test_no_function_takes_more_than_six_parameters():
+    assert long_signatures().keys() <= LONG_SIGNATURES.keys()

@@ -11,12 +11,13 @@ from torch import Tensor
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.config.crops import crop_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of
+from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.engine.device import device
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
+from dino_ds.options.bench import BenchAttentionOptions
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""
@@ -28,9 +29,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
+def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
     """Forward and backward of one block's attention without its linear layers; bf16 on a GPU, else FP32."""
-    batch = begin(batch, threads, "bench attention")
+    batch = begin(options.batch, options.threads, "bench attention")
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     shapes = _shapes(recipe, batch)
     cases = {
@@ -43,7 +44,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
     for (name, shape), case in cases.items():
         if skipped[name, shape] is None:
             runs |= {f"{name}|{shape}|forward": case.forward, f"{name}|{shape}|both": case.forward_and_backward}
-    timings = time_interleaved(runs, steps, warmup, device())
+    timings = time_interleaved(runs, options.steps, options.warmup, device())
     rows = []
     for name, shape in cases:
         row: dict[str, Any] = {"name": name, "shape": shape, "skipped": skipped[name, shape]}
@@ -53,12 +54,12 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         rows.append(row)
     result = about(recipe, batch) | {"attention": rows, "dtype": str(dtype).removeprefix("torch.")}
     result["auto_is"] = _automatic(recipe, dtype)
-    print_result(_page(result, list(shapes)), result, json)
+    print_result(_page(result, list(shapes)), result, options.json)
 
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
     """Name -> groups (sequences, tokens) of a packing: the sizes alone, then together as the step has them."""
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     sizes = [(group.count * batch, tokens_of(arch, group.size)) for group in recipe.crops.groups if group.student]
     shapes = {f"{sequences} x {tokens}": [(sequences, tokens)] for sequences, tokens in sizes}
     return shapes | ({"both": sizes} if len(sizes) > 1 else {})
@@ -77,7 +78,7 @@ class _Case:
     def __init__(
         self, recipe: Recipe, implementation: str, backend: str, groups: list[tuple[int, int]], dtype: torch.dtype
     ) -> None:
-        arch = recipe.model.architecture()
+        arch = vit_of(recipe)
         self._attention = _Bare(arch.width, arch.heads, implementation, backend)
         self._packing = Packing.of(groups, device())
         tokens = sum(sequences * n for sequences, n in groups)
@@ -105,7 +106,7 @@ class _Case:
 
 def _automatic(recipe: Recipe, dtype: torch.dtype) -> dict[str, str]:
     """Which kernel torch takes by itself, by the number of tokens."""
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     tokens = {tokens_of(arch, size) for size in crop_sizes(recipe.crops.groups)}
     return {str(n): chosen_kernel(arch.heads, arch.width // arch.heads, n, dtype, device()) for n in sorted(tokens)}
 

@@ -10,7 +10,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.memory import ChildResult, run_in_child
@@ -51,7 +51,7 @@ def recipe_flops(recipe: Recipe, cls_only_last_block: bool = False) -> dict[str,
     """`step_flops` of a recipe: per image, by part."""
     head = recipe.head
     sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(recipe.model.architecture(), sizes, recipe.crops.groups, cls_only_last_block)
+    return step_flops(vit_of(recipe), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:

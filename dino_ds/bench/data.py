@@ -26,6 +26,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import Timing, time_interleaved
+from dino_ds.options.bench import BenchDataOptions
 
 _BATCH = 16
 _PIPELINES = {
@@ -39,15 +40,15 @@ _PIPELINES = {
 }
 
 
-def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, recipe: Recipe) -> None:
+def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
     """Measure on `images` files of data.root, or on the embedded photographs; `out`: folder for data.json, data.png.
 
     Raises ConfigError for a source that has no files, DataError where none can be read.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
-    files = _Files(recipe, images)
-    timings = _time(multicrop, files, recipe, rounds)
+    files = _Files(recipe, options.images)
+    timings = _time(multicrop, files, recipe, options.rounds)
     rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}
     split = timings["split_worker"].seconds + timings["device"].seconds
     rates["split_total"] = {"images_per_second": len(files) / split}
@@ -58,18 +59,18 @@ def run(*, images: int, rounds: int, threads: int, json: bool, out: str | None, 
         "augmentation_share": timings["device"].seconds / split,
         "ratio_exact_to_pil": timings["pil"].seconds / timings["exact"].seconds,
         "distance_levels": _distance(worker, device),
-        "read": read_rates(files.contents, rounds),
+        "read": read_rates(files.contents, options.rounds),
         "clock": timings["pil"].clock,
         "crops": f"{describe_crops(recipe.crops.groups)}, {recipe.crops.augment}",
         "images": files.describe(),
         "host": describe_host(),
     }
-    if out is not None:
-        folder = Path(out)
+    if options.out is not None:
+        folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "data.json").write_text(json_text.dumps(result, indent=1) + "\n")
         draw(result, [crop[0] for crop in worker], [crop[0] for crop in device]).savefig(folder / "data.png", dpi=100)
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 class _Files:

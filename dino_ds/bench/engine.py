@@ -15,9 +15,11 @@ from dino_ds.engine.device import device
 from dino_ds.measure.host import copy_bytes_per_second
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, time_interleaved
-from dino_ds.measure.trial import build_trial, resolve
-from dino_ds.objective.dino import DinoLoss
+from dino_ds.measure.trial import EPOCH_STEPS, build_trial, resolve
+from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.options.bench import BenchEngineOptions
 from dino_ds.ranges import PARTS, named_range
+from dino_ds.training.build import build_schedules
 
 STAGES = (0, 1, 3)
 EMA_BYTES = 12
@@ -25,9 +27,9 @@ EMA_BYTES = 12
 PLAIN = "plain torch AdamW"
 
 
-def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
+def run(options: BenchEngineOptions, *, recipe: Recipe) -> None:
     """The step at ZeRO 0, 1 and 3 against the same step with torch's AdamW alone, FP32, by turns in one process."""
-    batch = begin(batch, threads, "bench engine")
+    batch = begin(options.batch, options.threads, "bench engine")
     trials = {PLAIN: build_rung(last_without_engine(), recipe, batch)}
     for stage in STAGES:
         ds = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
@@ -36,8 +38,8 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         trials[name] = build_trial(resolved, config)
     parts = {name: PartTimes(device()) for name in [*trials, "loss"]}
     runs: dict[str, Any] = {name: trial.run for name, trial in trials.items()} | {"loss": _LossAlone(recipe, batch)}
-    timed = {name: parts[name].after(warmup, run) for name, run in runs.items()}
-    timings = time_interleaved(timed, steps, warmup, device())
+    timed = {name: parts[name].after(options.warmup, run) for name, run in runs.items()}
+    timings = time_interleaved(timed, options.steps, options.warmup, device())
     plain = timings[PLAIN].seconds
     rows: list[dict[str, Any]] = []
     for name in trials:
@@ -48,12 +50,12 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
                 "step_seconds": timing.seconds,
                 "spread": timing.spread,
                 "overhead_percent": 100 * (timing.seconds / plain - 1),
-                "ema_percent": 100 * spent["ema"] / steps / timing.seconds,
-                "parts_seconds": {part: spent.get(part, 0.0) / steps for part in PARTS},
+                "ema_percent": 100 * spent["ema"] / options.steps / timing.seconds,
+                "parts_seconds": {part: spent.get(part, 0.0) / options.steps for part in PARTS},
             }
         )
-    loss_seconds = parts["loss"].read()["loss"] / steps
-    parameters = sum(p.numel() for p in trials[PLAIN].step.teacher.network.parameters())
+    loss_seconds = parts["loss"].read()["loss"] / options.steps
+    parameters = sum(p.numel() for p in trials[PLAIN].step.teachers["ema"].network.parameters())
     floor = EMA_BYTES * parameters / copy_bytes_per_second(device())
     result = about(recipe, batch) | {
         "engines": rows,
@@ -62,7 +64,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         "ema_over_byte_floor": rows[1]["parts_seconds"]["ema"] / floor,
         "clock": timings[PLAIN].clock,
     }
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 class _LossAlone:
@@ -70,8 +72,8 @@ class _LossAlone:
 
     def __init__(self, recipe: Recipe, batch: int) -> None:
         objective, k, crops = recipe.objective, recipe.head.prototypes, recipe.crops.groups
-        self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
-        self._temperature = objective.teacher_temp
+        self._term = DinoTerm(k, objective.student_temp, objective.center_momentum, device=device())
+        self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
         self._student = self._cosines(len(student_sizes(crops)) * batch, k)
         self._teacher = self._cosines(len(teacher_sizes(crops)) * batch, k)
 
@@ -82,8 +84,9 @@ class _LossAlone:
     def __call__(self) -> None:
         logits = self._student.clone().requires_grad_()  # the gradient is written over them
         with named_range("loss"):
-            torch.autograd.grad(self._loss(logits, self._teacher, self._temperature).loss, logits)
-        self._loss.center.drop()
+            targets = self._term.targets({"ema": {HEAD: self._teacher}}, self._schedule)
+            torch.autograd.grad(self._term.loss({HEAD: logits}, targets, self._schedule).loss, logits)
+        self._term.center.drop()
 
 
 def _page(result: dict[str, Any]) -> str:

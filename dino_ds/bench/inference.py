@@ -21,8 +21,9 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, synchronize, time_interleaved
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.build import build_backbone
 from dino_ds.names import did_you_mean
+from dino_ds.options.bench import BenchInferenceOptions
 from dino_ds.weights.export import export_onnx
 from dino_ds.weights.load import Backbone, load
 
@@ -39,33 +40,25 @@ Features = Callable[[Tensor], Tensor]
 """Images (b, c, h, w) FP32 on the device -> features (b, d)."""
 
 
-def run(
-    *,
-    model: str,
-    random: bool,
-    batches: tuple[int, ...],
-    size: int | None,
-    rounds: int,
-    seconds: float,
-    warmup: int,
-    threads: int,
-    heads: int | None,
-    json: bool,
-) -> None:
+def run(options: BenchInferenceOptions) -> None:
     """Every way to run `model` at every batch size, by turns; random images. Raises ConfigError, CheckpointError."""
-    if random and model not in ARCHITECTURES:
-        raise ConfigError(f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(model, ARCHITECTURES)}")
-    if random and heads is not None:
-        raise ConfigError(f"--heads {heads} is of a file; the architecture {model} has its own: leave it out")
-    begin(1, threads, "bench inference")
-    backbone = _random(model).to(device()) if random else load(model, device(), heads)
-    side = size or backbone.image_size
+    if options.random and options.model not in ARCHITECTURES:
+        raise ConfigError(
+            f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(options.model, ARCHITECTURES)}"
+        )
+    if options.random and options.heads is not None:
+        raise ConfigError(
+            f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
+        )
+    begin(1, options.threads, "bench inference")
+    backbone = _random(options.model).to(device()) if options.random else load(options.model, device(), options.heads)
+    side = options.size or backbone.image_size
     channels = backbone.vit.arch.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # says now that a size is none
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for batch in tqdm(batches, desc="batch sizes", leave=False, disable=None):
+        for batch in tqdm(options.batches, desc="batch sizes", leave=False, disable=None):
             torch.compiler.reset()  # a program for each batch size: together they would fill its cache
             try:
                 images = torch.randn(batch, channels, side, side, device=device())
@@ -73,16 +66,16 @@ def run(
             except RuntimeError as error:  # of memory, on the CPU too; without it there is nothing to compare with
                 skipped[f"batch {batch}"] = _reason(error)
                 continue
-            ways, why = _ways(backbone, images, Path(folder), threads)
+            ways, why = _ways(backbone, images, Path(folder), options.threads)
             skipped |= why
-            rows += _measured(batch, ways, images, rounds, seconds, warmup)
+            rows += _measured(batch, ways, images, options.rounds, options.seconds, options.warmup)
     if not rows:
         raise ConfigError(
-            f"--batches {','.join(map(str, batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
+            f"--batches {','.join(map(str, options.batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
         )
     arch = backbone.vit.arch
     result = {
-        "model": model,
+        "model": options.model,
         "backbone": f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads",
         "size": side,
         "baseline": BASELINE,
@@ -90,11 +83,11 @@ def run(
         "skipped": skipped,
         "host": describe_host(),
     }
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 def _random(name: str) -> Backbone:
-    return Backbone(VisionTransformer(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
+    return Backbone(build_backbone(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
@@ -129,7 +122,7 @@ def _reason(error: Exception) -> str:
 
 def _compiled(backbone: Backbone) -> Features:
     other = copy.deepcopy(backbone)
-    other.vit.compile_blocks()
+    other.vit.compile_segments()
     return other.features
 
 
@@ -141,7 +134,7 @@ def _bf16(backbone: Backbone, compiled: bool) -> Features:
         raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
     other = copy.deepcopy(backbone).bfloat16()
     if compiled:
-        other.vit.compile_blocks()
+        other.vit.compile_segments()
     return lambda images: other.features(images.bfloat16())
 
 

@@ -11,17 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.architectures import VITS
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.distributed import usable_cores
 from dino_ds.errors import ConfigError
-from dino_ds.evals.features import extract_features
+from dino_ds.evals.features import Reading, extract_features
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.build import build_backbone
+from dino_ds.options.bench import BenchKnnOptions
 
 _CLASSES = 1000
 _TEMPERATURE = 0.07
@@ -30,34 +31,34 @@ _WARMUP = 1
 _CPU = torch.device("cpu")
 
 
-def run(
-    *,
-    queries: int,
-    bank: int,
-    width: int,
-    k: int,
-    images: int,
-    patch_size: int,
-    rounds: int,
-    threads: int | None,
-    json: bool,
-) -> None:
+def run(options: BenchKnnOptions) -> None:
     """On the CPU, with one thread (CPU time) and with `threads` (wall time). Raises ConfigError."""
-    if k > bank:
-        raise ConfigError(f"--k {k} is more than the {bank} rows of the bank: lower it")
-    if _PIXELS % patch_size:
-        raise ConfigError(f"--patch_size {patch_size} does not divide {_PIXELS} pixels: give 2, 4, 8 or 16")
-    threads = threads or len(usable_cores())
+    if options.k > options.bank:
+        raise ConfigError(f"--k {options.k} is more than the {options.bank} rows of the bank: lower it")
+    if _PIXELS % options.patch_size:
+        raise ConfigError(f"--patch_size {options.patch_size} does not divide {_PIXELS} pixels: give 2, 4, 8 or 16")
+    threads = options.threads or len(usable_cores())
     faiss = _faiss()
-    problem = _Problem(queries, bank, width, k, faiss)
-    rows = [problem.measure(count, rounds) for count in sorted({1, threads})]
+    problem = _Problem(options.queries, options.bank, options.width, options.k, faiss)
+    rows = [problem.measure(count, options.rounds) for count in sorted({1, threads})]
     torch.set_num_threads(threads)
-    result: dict[str, Any] = {"queries": queries, "bank": bank, "width": width, "k": k, "searches": rows}
+    result: dict[str, Any] = {
+        "queries": options.queries,
+        "bank": options.bank,
+        "width": options.width,
+        "k": options.k,
+        "searches": rows,
+    }
     result |= {"faiss": faiss.__version__ if faiss else None, "same_neighbours": problem.agreement()}
-    result |= {"images": images, "patch_size": patch_size, "pixels": _PIXELS, "threads": threads}
-    wall, cpu = _features_seconds(images, patch_size)
+    result |= {
+        "images": options.images,
+        "patch_size": options.patch_size,
+        "pixels": _PIXELS,
+        "threads": threads,
+    }
+    wall, cpu = _features_seconds(options.images, options.patch_size)
     result |= {"features_seconds": wall, "features_cpu_seconds": cpu, "host": describe_host()}
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 def _faiss() -> Any:
@@ -135,11 +136,12 @@ def _ratio(timings: dict[str, Timing], name: str) -> float:
 def _features_seconds(images: int, patch_size: int) -> tuple[float, float]:
     """Wall and CPU time from images in memory to features, preparation included, by a ViT-Ti with random weights."""
     source = PhotoPatches("train")
-    arch = dataclasses.replace(ARCHITECTURES["vit_tiny_patch16_224"], patch_size=patch_size)
-    network = VisionTransformer(arch, _PIXELS).eval()
+    arch = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=patch_size)
+    network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()
-    extract_features(lambda views: network([views]), source, indices, EvalCrop(_PIXELS), _CPU, workers=0, progress="")
+    reading = Reading(EvalCrop(_PIXELS), workers=0, progress="")
+    extract_features(lambda images: network([images]), source, indices, _CPU, reading)
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

@@ -17,28 +17,27 @@ from dino_ds.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
 from dino_ds.measure.trial import Trial
+from dino_ds.options.bench import BenchLadderOptions
 
 FIRST = 3
 """Steps whose losses are compared: exact rungs add in another order, and Adam makes the difference grow."""
 
 
-def run(
-    *, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, out: str | None, json: bool
-) -> None:
+def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
     """Measure every rung that this host can stand on; --out DIR gets ladder.md, ladder.json and ladder.png."""
-    batch = begin(batch, threads, "bench ladder")
+    batch = begin(options.batch, options.threads, "bench ladder")
     rungs = all_rungs()
     skipped = {rung.name: why_skipped(rung, recipe) for rung in rungs}
     measured = [rung for rung in rungs if skipped[rung.name] is None]
-    memory = {} if torch.cuda.is_available() else {r.name: _memory(r, recipe, batch, threads) for r in measured}
+    memory = {} if torch.cuda.is_available() else {r.name: _memory(r, recipe, batch, options.threads) for r in measured}
     losses: dict[str, list[float]] = {rung.name: [] for rung in measured}
     runs = _build(measured, recipe, batch, losses, memory)
-    timings = time_interleaved(runs, steps, warmup, device())
+    timings = time_interleaved(runs, options.steps, options.warmup, device())
     result = about(recipe, batch) | _result(rungs, skipped, timings, memory, losses, batch)
     page = _page(result)
-    if out is not None:
-        _write(Path(out), result, page)
-    print_result(page, result, json)
+    if options.out is not None:
+        _write(Path(options.out), result, page)
+    print_result(page, result, options.json)
 
 
 def take_rung(name: str, recipe: dict[str, Any], batch: int) -> None:

@@ -12,20 +12,23 @@ from dino_ds.engine.device import device
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.options.bench import BenchMemoryOptions
 
 _NAME = "bench memory"
 
 
-def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, json: bool) -> None:
+def run(options: BenchMemoryOptions, *, recipe: Recipe) -> None:
     """Peak memory of each of the four in a process of its own, their steps by turns in this one; bf16 at ZeRO 1."""
-    batch = begin(batch, threads, _NAME)
+    batch = begin(options.batch, options.threads, _NAME)
     variants = {
         (precision, checkpointing): _ds_config(precision, checkpointing)
         for precision, checkpointing in itertools.product(("fp32", "bf16"), (False, True))
     }
-    memory = {key: memory_of_step(recipe, ds, _NAME, batch, threads) for key, ds in variants.items()}
+    memory = {key: memory_of_step(recipe, ds, _NAME, batch, options.threads) for key, ds in variants.items()}
     trials = {str(key): build_trial(*resolve(recipe, ds, _NAME, batch)) for key, ds in variants.items()}
-    timings = time_interleaved({name: trial.run for name, trial in trials.items()}, steps, warmup, device())
+    timings = time_interleaved(
+        {name: trial.run for name, trial in trials.items()}, options.steps, options.warmup, device()
+    )
     result = about(recipe, batch) | {
         "variants": [
             {
@@ -40,7 +43,7 @@ def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: 
         ],
         "clock": timings[str(("fp32", False))].clock,
     }
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 def _ds_config(precision: str, checkpointing: bool) -> dict[str, Any]:

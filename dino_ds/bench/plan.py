@@ -18,6 +18,7 @@ from dino_ds.measure.host import describe_host
 from dino_ds.measure.memory import MIB, forget_peak, resident_mib, run_in_children
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.trial import build_trial, join, resolve
+from dino_ds.options.bench import BenchPlanOptions
 
 RECIPES = ("vitti16", "vits16", "vitb16")
 STAGES = (0, 1, 2, 3)
@@ -35,14 +36,14 @@ _SMALL = {
 }
 
 
-def run(*, batch: int, ranks: int, precision: str, json: bool) -> None:
+def run(options: BenchPlanOptions) -> None:
     """Every recipe at every ZeRO stage on 1 and on `ranks` processes. Raises ConfigError."""
     join()
-    stages = STAGES if precision == "fp32" else STAGES[1:]
-    cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, ranks))]
+    stages = STAGES if options.precision == "fp32" else STAGES[1:]
+    cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, options.ranks))]
     rows = []
     for name, stage, n in tqdm(cells, unit="cell", disable=None):
-        found = measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch, n)
+        found = measure_cell(load_recipe(name, {}), _ds_config(stage, options.precision), options.batch, n)
         rows.append({"recipe": name, "stage": stage, "ranks": n, **found})
         tqdm.write(
             f"{name}, ZeRO {stage}, {n} rank(s): {found['measured_mib']:.0f} MiB, "
@@ -53,13 +54,13 @@ def run(*, batch: int, ranks: int, precision: str, json: bool) -> None:
         "backbone": ", ".join(RECIPES),
         "crops": "as in the recipes",
         "prototypes": 65536,
-        "batch": batch,
-        "processes": " and ".join(str(n) for n in dict.fromkeys((1, ranks))),
-        "precision": precision,
+        "batch": options.batch,
+        "processes": " and ".join(str(n) for n in dict.fromkeys((1, options.ranks))),
+        "precision": options.precision,
         "host": describe_host(),
         "cells": rows,
     }
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int, ranks: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine, normalise_prototypes
+from dino_ds.bench.naive import LoopTeacher, PairwiseTerm, PlainEngine, normalise_prototypes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -24,10 +24,12 @@ from dino_ds.measure.trial import (
     synthetic_crops,
     synthetic_keys,
 )
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import DinoTerm
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network, build_schedules
-from dino_ds.training.step import DinoStep
+from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
@@ -111,19 +113,20 @@ def build_rung(rung: Rung, recipe: Recipe, batch: int) -> Trial:
     return Trial(step, 1, synthetic_crops(recipe, batch, device()), synthetic_keys(recipe, batch, device()))
 
 
-def build_plain_step(recipe: Recipe, rung: Rung) -> DinoStep:
+def build_plain_step(recipe: Recipe, rung: Rung) -> TrainingStep:
     """The step of a rung that has no engine: FP32, one process."""
     network = build_network(recipe, rung.performance)
     if not rung.lean_prototypes:
         normalise_prototypes(network)
     copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
     engine = PlainEngine(network, recipe, CLIPPING, rung.fused_adamw, device())
-    teacher = (Teacher if rung.one_pass_ema else LoopTeacher)(copied, engine.masters())
-    loss = (DinoLoss if rung.minimal_loss else PairwiseLoss)(
-        head.prototypes, objective.student_temp, objective.center_momentum, device()
+    teacher = (EmaTeacher if rung.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    dino = (DinoTerm if rung.minimal_loss else PairwiseTerm)(
+        head.prototypes, objective.student_temp, objective.center_momentum, device=device()
     )
     as_engine: Any = engine
-    return DinoStep(as_engine, teacher, loss, build_schedules(recipe, EPOCH_STEPS))
+    teachers = Teachers({"ema": teacher}, {"ema": ("global",)})
+    return TrainingStep(as_engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS))
 
 
 def _ds_config(rung: Rung) -> dict[str, Any]:

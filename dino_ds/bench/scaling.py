@@ -20,40 +20,49 @@ from dino_ds.measure.memory import run_in_children
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.measure.trial import Trial, build_trial, resolve
+from dino_ds.options.bench import BenchScalingOptions
 
 STAGES = (0, 1, 2, 3)
 
 
-def run(*, recipe: Recipe, batch: int | None, steps: int, warmup: int, threads: int, ranks: int, json: bool) -> None:
+def run(options: BenchScalingOptions, *, recipe: Recipe) -> None:
     """The step at every ZeRO stage on 1 and on `ranks` processes, `batch` images on each. Raises ConfigError."""
-    batch = begin(batch, threads, "bench scaling")
+    batch = begin(options.batch, options.threads, "bench scaling")
     places = torch.cuda.device_count() if torch.cuda.is_available() else len(distributed.usable_cores())
-    if not 1 < ranks <= places:
-        raise ConfigError(f"--ranks {ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)")
+    if not 1 < options.ranks <= places:
+        raise ConfigError(
+            f"--ranks {options.ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)"
+        )
     arguments: dict[str, Any] = {
         "recipe": recipe.model_dump(mode="json"),
         "batch": batch,
-        "steps": steps,
-        "warmup": warmup,
+        "steps": options.steps,
+        "warmup": options.warmup,
         "stages": list(STAGES),
     }
-    found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
+    found = {
+        n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, options.ranks)
+    }
     rows = []
     for stage in map(str, STAGES):
-        alone, raise_on_all_ranks = found[1][stage], found[ranks][stage]
-        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (ranks, raise_on_all_ranks))}
+        alone, raise_on_all_ranks = found[1][stage], found[options.ranks][stage]
+        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (options.ranks, raise_on_all_ranks))}
         rows.append(
             {
                 "stage": int(stage),
                 "images_per_second_1": rate[1],
-                "images_per_second": rate[ranks],
-                "speedup": rate[ranks] / rate[1],
+                "images_per_second": rate[options.ranks],
+                "speedup": rate[options.ranks] / rate[1],
                 "communication_share": raise_on_all_ranks["communication_share"],
                 "spread": raise_on_all_ranks["spread"],
             }
         )
-    result = about(recipe, batch) | {"processes": f"1 and {ranks}", "ranks": ranks, "stages": rows}
-    print_result(_page(result), result, json)
+    result = about(recipe, batch) | {
+        "processes": f"1 and {options.ranks}",
+        "ranks": options.ranks,
+        "stages": rows,
+    }
+    print_result(_page(result), result, options.json)
 
 
 def take_steps(

@@ -21,6 +21,7 @@ from dino_ds.measure.memory import MIB, GpuPeak
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
+from dino_ds.options.bench import BenchStepOptions
 from dino_ds.ranges import AUGMENTATION, PARTS
 
 
@@ -33,40 +34,32 @@ class Setting:
     ds: dict[str, Any]
 
 
-def run(
-    *,
-    recipe: Recipe,
-    ds: dict[str, Any],
-    ds_path: str,
-    batch: int | None,
-    steps: int,
-    warmup: int,
-    threads: int,
-    compare: str | None,
-    data: bool,
-    json: bool,
-) -> None:
+def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
     """Measure the step of `recipe` and `ds`, or two settings that `compare` ("key=a,b") tells apart.
 
     Raises ConfigError for a setting that does not exist.
     """
-    settings = _settings(recipe, ds, ds_path, compare)
-    if data and compare:
+    settings = _settings(recipe, ds, ds_path, options.compare)
+    if options.data and options.compare:
         raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
-    if data and recipe.data.source == "folder" and not recipe.data.root:
+    if options.data and recipe.data.source == "folder" and not recipe.data.root:
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
-    batch = begin(batch, threads)
+    batch = begin(options.batch, options.threads)
     resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     if torch.cuda.is_available():  # one at a time: two may not fit
-        summaries = [s for name, pair in resolved.items() for s in _measure({name: pair}, {}, steps, warmup, data)]
+        summaries = [
+            s
+            for name, pair in resolved.items()
+            for s in _measure({name: pair}, {}, options.steps, options.warmup, options.data)
+        ]
     else:
-        memory = {s.name: _peak_memory(s, ds_path, batch, threads) for s in settings}
-        summaries = _measure(resolved, memory, steps, warmup, data)
+        memory = {s.name: _peak_memory(s, ds_path, batch, options.threads) for s in settings}
+        summaries = _measure(resolved, memory, options.steps, options.warmup, options.data)
     result = about(recipe, batch) | {"settings": summaries}
-    if compare:
+    if options.compare:
         first, second = summaries
         result["ratio"] = second["images_per_second"] / first["images_per_second"]
-    print_result(_page(result), result, json)
+    print_result(_page(result), result, options.json)
 
 
 def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> list[Setting]:

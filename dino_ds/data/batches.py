@@ -15,11 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
 from dino_ds.data.images import ValueRange
 from dino_ds.data.multicrop import Box, CropParameters, MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, crops_per_params
+from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.errors import DataError
 from dino_ds.hashing import crop_seed
 

@@ -1,4 +1,4 @@
-"""What would make a launch fail or hang, looked for on every machine first: one line a problem, with its remedy."""
+"""Checks every machine before a launch for what would make it fail or hang: one line per problem, with its remedy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
-from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
+from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import MARK, Answer, Question
 
 _CONNECT_SECONDS = 15
@@ -57,37 +57,25 @@ def check_machines(
 
     Raises ConfigError if the run folder can't be made here.
     """
-    missing = [Problem(_install(name)) for name in _programs(plan) if shutil.which(name) is None]
-    if missing:
-        return [], missing
+    packages = {"ssh": "openssh-client", "pdsh": "pdsh"} if plan.uses_ssh else {}
+    if missing := [name for name in packages if shutil.which(name) is None]:
+        cure = "or start every machine by itself with --no_ssh"
+        return [], [Problem(f"{name} is not installed: apt-get install {packages[name]}, {cure}") for name in missing]
     with _written_file(run_dir) as token:
         question = Question(files, images, str(token), 0)
-        local = _ask(Host("this machine", _local_slots(plan)), _local_command(), _with_port(plan, question, 0))
+        slots = plan.hosts[plan.options.node_rank or 0].slots if plan.hosts else tuple(range(plan.ranks))
+        # Another process: one that has looked at the GPUs keeps memory on them.
+        command = [sys.executable, "-m", "dino_ds.launching.probe"]
+        local = _ask(Host("this machine", slots), command, _with_port(plan, question, 0))
         if local.answer is None:
             return [local], [Problem(f"this machine: {local.failure}")]
         replies = _ask_all(plan, question) if plan.uses_ssh else [local]
     problems = [Problem(f"{reply.host.name}: {reply.failure}") for reply in replies if reply.answer is None]
     answers = [reply for reply in replies if reply.answer is not None]
     for reply in answers:
-        problems += _same_code(reply, local) if plan.uses_ssh else []
-        problems += _run_folder_seen(reply, run_dir) + _port(reply, plan)
+        problems += _machine_problems(reply, local, run_dir, plan.master_port)
     problems += _images_seen(answers, images) + _gpus(answers) + _clocks(answers)
     return replies, problems
-
-
-def _programs(plan: LaunchPlan) -> list[str]:
-    return ["ssh", "pdsh"] if plan.uses_ssh else []
-
-
-def _install(name: str) -> str:
-    package = {"ssh": "openssh-client"}.get(name, name)
-    return f"{name} is not installed: apt-get install {package}, or start every machine by itself with --no_ssh"
-
-
-def _local_slots(plan: LaunchPlan) -> tuple[int, ...]:
-    if plan.hosts:
-        return plan.hosts[plan.node_rank or 0].slots
-    return tuple(range(plan.ranks))
 
 
 @contextmanager
@@ -107,17 +95,12 @@ def _written_file(run_dir: Path) -> Iterator[Path]:
 
 def _with_port(plan: LaunchPlan, question: Question, node: int) -> Question:
     """The first machine listens on the port."""
-    mine = plan.node_rank if plan.no_ssh else node
-    elsewhere = plan.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
+    mine = plan.options.node_rank if plan.options.no_ssh else node
+    elsewhere = plan.options.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
     return dataclasses.replace(question, port=plan.master_port if mine == 0 and not elsewhere else 0)
 
 
-def _local_command() -> list[str]:
-    # Another process: one that has looked at the GPUs keeps memory on them.
-    return [sys.executable, "-m", "dino_ds.launching.probe"]
-
-
-def _remote_command(host: Host) -> list[str]:
+def _ssh_command(host: Host) -> list[str]:
     words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m dino_ds.launching.probe"
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     return ["ssh", *options, "--", host.name, f"cd {shlex.quote(os.getcwd())} && {words}"]
@@ -127,7 +110,7 @@ def _ask_all(plan: LaunchPlan, question: Question) -> list[Reply]:
     """All machines at once, in the order of the hostfile."""
     with ThreadPoolExecutor(min(64, len(plan.hosts))) as pool:
         asked = {
-            pool.submit(_ask, host, _remote_command(host), _with_port(plan, question, node)): node
+            pool.submit(_ask, host, _ssh_command(host), _with_port(plan, question, node)): node
             for node, host in enumerate(plan.hosts)
         }
         bar = tqdm(as_completed(asked), "machines", total=len(asked), leave=False, disable=None)
@@ -152,9 +135,9 @@ def _ask(host: Host, command: list[str], question: Question) -> Reply:
 
 
 def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
-    """From what ssh, the remote shell or Python said."""
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    last = said[-1][:200] if said else f"exit code {done.returncode}"
+    """From the last error line of ssh, the remote shell or Python."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    last = lines[-1][:200] if lines else f"exit code {done.returncode}"
     if done.returncode == 255:
         return f"not reachable by ssh ({last}); `ssh -o BatchMode=yes {host.name} true` must work without a password"
     if done.returncode == 127:
@@ -164,8 +147,8 @@ def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
     return f"can't run this environment ({last}): `dino-ds doctor` on that machine says more"
 
 
-def _same_code(reply: Reply, local: Reply) -> list[Problem]:
-    """Problems of a machine whose software or configs are not those of this one."""
+def _machine_problems(reply: Reply, local: Reply, run_dir: Path, port: int) -> list[Problem]:
+    """What stops a machine: software and configs unlike those of this one, an unseen run folder, a port in use."""
     there, here = reply.answer, local.answer
     assert there is not None and here is not None
     problems = [
@@ -180,19 +163,11 @@ def _same_code(reply: Reply, local: Reply) -> list[Problem]:
             problems.append(f"does not see {path}: copy it there, at the same path")
         elif crc != here.files[path]:
             problems.append(f"{path} is another file than on this machine: copy it there")
+    if not there.sees:
+        problems.append(f"does not see {run_dir} of this machine: put --run_dir on a disk that all machines share")
+    if not there.port_free:
+        problems.append(f"port {port} is in use; pass --master_port with another")
     return [Problem(f"{reply.host.name}: {text}") for text in problems]
-
-
-def _run_folder_seen(reply: Reply, run_dir: Path) -> list[Problem]:
-    assert reply.answer is not None
-    text = f"{reply.host.name}: does not see {run_dir} of this machine: put --run_dir on a disk that all machines share"
-    return [] if reply.answer.sees else [Problem(text)]
-
-
-def _port(reply: Reply, plan: LaunchPlan) -> list[Problem]:
-    assert reply.answer is not None
-    text = f"{reply.host.name}: port {plan.master_port} is in use; pass --master_port with another"
-    return [] if reply.answer.port_free else [Problem(text)]
 
 
 def _images_seen(replies: Sequence[Reply], images: str | None) -> list[Problem]:
@@ -233,8 +208,7 @@ def _gpus(replies: Sequence[Reply]) -> list[Problem]:
 def _clocks(replies: Sequence[Reply]) -> list[Problem]:
     problems = []
     for reply in replies:
-        assert reply.answer is not None
-        skew = reply.answer.clock - reply.received
+        skew = reply.answer.clock - reply.received if reply.answer else 0.0
         if abs(skew) > _CLOCK_SECONDS:
             side = "ahead of" if skew > 0 else "behind"
             text = f"its clock is {abs(skew):.0f} s {side} this machine's: start chrony or ntpd there"

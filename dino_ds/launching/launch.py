@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,64 +13,35 @@ from typing import Any
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import RECIPES
 from dino_ds.errors import ConfigError
-from dino_ds.launching.asked import Asked, build_plan
 from dino_ds.launching.checks import Reply, check_machines
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, shown
+from dino_ds.launching.command import build_command, check_forwarded
+from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.launching.supervise import supervise
 from dino_ds.measure.tables import markdown_table
+from dino_ds.options.machine import LaunchOptions
 
 
-def run(
-    *,
-    hostfile: str | None,
-    include: str | None,
-    exclude: str | None,
-    ranks: int | None,
-    launcher: str,
-    nodes: str | None,
-    no_ssh: bool,
-    node_rank: int | None,
-    master_addr: str | None,
-    master_port: int | None,
-    max_restarts: int,
-    skip_checks: bool,
-    dry_run: bool,
-    train_words: tuple[str, ...],
-    train: Mapping[str, Any],
-) -> None:
+def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
     """Ends the process with the code of the training (errors.py). Raises ConfigError before anything has started.
 
     train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and config.
     """
-    asked = Asked(
-        hostfile=hostfile,
-        include=include,
-        exclude=exclude,
-        ranks=ranks,
-        launcher=launcher,
-        nodes=nodes,
-        no_ssh=no_ssh,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        master_port=master_port,
-        max_restarts=max_restarts,
-    )
-    plan = build_plan(asked, train_words)
-    if plan.elastic and train["resume"] != "auto":
+    plan = build_plan(options, train_words)
+    if plan.elastic and train["options"].resume != "auto":
         raise ConfigError(
             "an elastic run starts again whenever a machine comes or goes: add --resume auto after the --"
         )
     _check_batches(plan, train)
     check_forwarded(plan, os.environ, Path.cwd())
     command = build_command(plan)
-    if not skip_checks:
+    if not options.skip_checks:
         _check(plan, train)
-    print(f"command  {shown(command)}", flush=True)
-    if dry_run:
+    print(f"command  {shlex.join(command)}", flush=True)
+    if options.dry_run:
         return
     if plan.elastic:
         os.execvp(command[0], command)
-    sys.exit(supervise(command, Path(train["run_dir"]), plan.max_restarts))
+    sys.exit(supervise(command, Path(train["options"].run_dir), options.max_restarts))
 
 
 def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
@@ -96,7 +68,7 @@ def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None
-    replies, problems = check_machines(plan, files, images, Path(train["run_dir"]))
+    replies, problems = check_machines(plan, files, images, Path(train["options"].run_dir))
     if any(reply.answer for reply in replies):
         print(_page(replies), flush=True)
     for problem in problems:

@@ -16,7 +16,8 @@ from dino_ds.config.ds_schema import SECTIONS, key_names
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
-from dino_ds.options.commands import TRAIN, Command, Flag
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.definition import Command, Option
 from dino_ds.options.elsewhere import choice_elsewhere, option_elsewhere, stray_word
 from dino_ds.text_file import unusable_text
 
@@ -46,9 +47,9 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     if command.takes_train:
         return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
-    switches = {flag.name for flag in command.all_flags if flag.kind in ("switch", "resume")}
+    switches = {option.name for option in command.all_options if option.kind in ("switch", "resume")}
     switches |= {option.name for option in recipe_options() if option.type == "true or false"}
-    lists = {flag.name for flag in command.all_flags if flag.kind == "texts"}
+    lists = {option.name for option in command.all_options if option.kind == "words"}
     for name, value in _pairs(command, list(argv), switches, lists, problems):
         _store(command, flags, name, value, problems)
     if problems:
@@ -58,11 +59,11 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
 
 def check_required(command: Command, flags: Flags) -> None:
     """Raises ConfigError for what has no default and was not given."""
-    for flag in command.all_flags:
-        if flag.required and flag.name not in flags.fixed:
-            bare = flag.name in (command.bare or "").split()
-            how = f"dino-ds {command.name} {command.bare.upper()}" if bare and command.bare else f"--{flag.name} X"
-            raise ConfigError(f"no {flag.name} is given: {how}, {flag.meaning}")
+    for option in command.own_options:
+        if option.required and option.name not in flags.fixed:
+            words = f"dino-ds {command.name} {' '.join(command.bare).upper()}"
+            how = words if option.help.bare else f"--{option.name} X"
+            raise ConfigError(f"no {option.name} is given: {how}, {option.meaning}")
 
 
 def _parse_both(command: Command, words: list[str]) -> Flags:
@@ -99,7 +100,7 @@ def _pairs(
     command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
 ) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
-    bare = (command.bare or "").split()
+    bare = list(command.bare)
     read: tuple[str, str] | None = None
     while words:
         word = words.pop(0)
@@ -113,7 +114,7 @@ def _pairs(
         if not word.startswith("--"):
             if not equals and words and not _is_flag(words[0]):
                 words.pop(0)
-            long = next((f"; write --{flag.name}" for flag in command.all_flags if flag.name.startswith(name)), "")
+            long = next((f"; write --{o.name}" for o in command.all_options if o.name.startswith(name)), "")
             problems.append(f"{word}: one-letter options are not accepted{long}")
         elif equals:
             yield name, value
@@ -140,7 +141,7 @@ def _is_flag(word: str) -> bool:
 
 def _store(command: Command, flags: Flags, name: str, value: str, problems: list[str]) -> None:
     name = ALIASES.get(name, name)
-    fixed = next((flag for flag in command.all_flags if flag.name == name), None)
+    fixed = next((option for option in command.all_options if option.name == name), None)
     target: dict[str, Any]
     if fixed is not None:
         target, key, unknown = flags.fixed, name, None
@@ -158,8 +159,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
-    elif fixed is not None and fixed.kind == "texts":
-        flags.fixed.setdefault(key, []).append(value)
+    elif fixed is not None and fixed.kind == "words":
+        flags.fixed[key] = (*flags.fixed.get(key, ()), value)
     elif key in target:
         problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
     elif fixed is None:
@@ -171,44 +172,46 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
             problems.append(f"--{fixed.name} {value!r} {error}")
 
 
-def _convert(flag: Flag, value: str) -> Any:
-    """Raises ValueError, whose words follow the flag and its value."""
-    if flag.kind == "text":
-        return _chosen(flag, value, "is not") if flag.choices else value
-    if flag.kind in ("names", "numbers"):
+def _convert(option: Option, value: str) -> Any:
+    """Raises ValueError, whose words follow the option and its value."""
+    if option.kind == "text":
+        return _chosen(option, value, "is not") if option.choices else value
+    if option.kind in ("names", "numbers"):
         words = dict.fromkeys(word.strip() for word in value.split(",") if word.strip()) or [""]
         return tuple(
-            _number(flag, word) if flag.kind == "numbers" else _chosen(flag, word, f"names {word!r}, which is not")
+            _number(option, word)
+            if option.kind == "numbers"
+            else _chosen(option, word, f"names {word!r}, which is not")
             for word in words
         )
-    if flag.kind == "resume" and _is_resume(value):
+    if option.kind == "resume" and _is_resume(value):
         if value.isdigit() and int(value) == 0:
             raise ValueError("is not the step of a checkpoint")
         return int(value) if value.isdigit() else "auto"
-    if flag.kind in ("switch", "resume"):
+    if option.kind in ("switch", "resume"):
         if value.lower() not in _SWITCH_WORDS:
             raise ValueError(
-                f"is not {'true or false' if flag.kind == 'switch' else 'auto or the step of a checkpoint'}"
+                f"is not {'true or false' if option.kind == 'switch' else 'auto or the step of a checkpoint'}"
             )
         return _SWITCH_WORDS[value.lower()]
-    return _number(flag, value)
+    return _number(option, value)
 
 
-def _chosen(flag: Flag, word: str, problem: str) -> str:
-    if word not in flag.choices:
+def _chosen(option: Option, word: str, problem: str) -> str:
+    if word not in option.choices:
         hint = choice_elsewhere(word)
-        hint = f" {hint}" if hint else did_you_mean(word, flag.choices)
-        raise ValueError(f"{problem} one of {', '.join(flag.choices)}.{hint}")
+        hint = f" {hint}" if hint else did_you_mean(word, option.choices)
+        raise ValueError(f"{problem} one of {', '.join(option.choices)}.{hint}")
     return word
 
 
-def _number(flag: Flag, word: str) -> float:
+def _number(option: Option, word: str) -> float:
     try:
-        number = float(word) if flag.kind == "number" else int(word)
+        number = float(word) if option.kind == "number" else int(word)
     except ValueError:
         number = -1
-    if not (0 < number < float("inf") or (flag.zero and number == 0)):
-        raise ValueError(f"is not {_WANTED[flag.kind].format('>= 0' if flag.zero else '> 0')}")
+    if not (0 < number < float("inf") or (option.help.zero and number == 0)):
+        raise ValueError(f"is not {_WANTED[option.kind].format('>= 0' if option.help.zero else '> 0')}")
     return number
 
 
@@ -217,9 +220,9 @@ def _unknown(command: Command, name: str, value: str) -> str:
     elsewhere = option_elsewhere(name, value) if command.takes_recipe else None
     if elsewhere is not None:
         return f"unknown option: {elsewhere}"
-    own = [flag.name for flag in command.all_flags]
+    own = [option.name for option in command.all_options]
     if not command.takes_recipe:
-        there_are = f" There are {', '.join(f'--{flag}' for flag in own)}"
+        there_are = f" There are {', '.join(f'--{name}' for name in own)}"
         return f"unknown option.{_dashed(suggestion(nearest(name, own, cutoff=0.7))) or there_are}"
     home = ds_home(name)
     if home and command.takes_ds:

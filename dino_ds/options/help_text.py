@@ -12,7 +12,8 @@ from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config.ds_schema import REFUSED, SECTIONS
 from dino_ds.config.loading import recipe_names, recipe_options
 from dino_ds.errors import EXIT_CODES
-from dino_ds.options.commands import COMMANDS, TRAIN, Command, Flag, find_command
+from dino_ds.options.commands import COMMANDS, TRAIN, find_command
+from dino_ds.options.definition import Command, Option
 
 _EXAMPLES = """\
 examples
@@ -30,19 +31,23 @@ GROUPS = {
     "data and clusters": ("shard", "unshard", "launch", "convert", "simulate-goodput"),
 }
 """Every command once, as `--help` shows them."""
-_VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "texts": " X X ..."}
+_VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}
 _INTRO = """\
-# Who owns which knob
+# Options
 
-This file is made from the schemas: `python -m dino_ds.options.help_text > docs/configs.md`.
+```
+dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer.lr 0.001 --ds.gradient_clipping 1.0
+```
 
 - **Recipe** (`--config NAME` or `--config FILE.yaml`; override with `--section.key value`): *what is learned*.
 - **ds JSON** (`--ds_config FILE.json`; override with `--ds.section.key value`): *how fast and on what hardware*.
-  Swapping it changes nothing that is learned beyond rounding, clipping excepted.
-- A key in the wrong file, an unknown key, a key set twice or a key that can't act is an error.
+  Swapping it does not change what is learned, up to rounding; clipping is the exception.
+- A key in the wrong file, an unknown key, a key set twice or a key without effect is an error.
 - Defaults < recipe file < command line. A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
 - `none` on the command line and `null` in YAML unset an optional value.
 - global batch = micro-batch x accumulation x ranks: the recipe owns the product, the ds JSON its factors (`"auto"`).
+
+Generated from the schemas by `python -m dino_ds.options.help_text > docs/configs.md`.
 """
 
 
@@ -67,14 +72,14 @@ def _command_page(command: Command) -> str:
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""
-    bare = f" {command.bare.upper()}" if command.bare else ""
+    bare = "".join(f" {name.upper()}" for name in command.bare)
     parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}{train}"]
     if command is TRAIN:
         parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
     parts += ["", command.summary, ""]
     if command.takes_recipe:
         parts += [f"recipes: {', '.join(recipe_names())}", ""]
-    parts += ["options (default)", *_rows([_flag_row(flag) for flag in command.all_flags]), ""]
+    parts += ["options (default)", *_rows([_row(option) for option in command.all_options]), ""]
     if command.takes_recipe:
         options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
         parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
@@ -85,24 +90,24 @@ def _command_page(command: Command) -> str:
     return "\n".join([*parts, _EXAMPLES] if command is TRAIN else parts)
 
 
-def _flag_row(flag: Flag) -> tuple[str, str, str]:
-    return f"--{flag.name}{_VALUES.get(flag.kind, ' X')}", flag.default_text, flag.meaning
+def _row(option: Option) -> tuple[str, str, str]:
+    return f"--{option.name}{_VALUES.get(option.kind, ' X')}", option.default_text, option.meaning
 
 
 def configs_markdown() -> str:
     """The whole of docs/configs.md."""
     parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
-        (f"`--{f.name}`", f.default_text, f.description) for f in TRAIN.all_flags
+        (f"`--{o.name}`", o.default_text, o.help.text) for o in TRAIN.all_options
     )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(
-        f"`{name}`" for name in COMMANDS if name != TRAIN.name
+        f"`{name}`" for names in GROUPS.values() for name in names if name != TRAIN.name
     ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
     ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in ARCHITECTURES) + ".", "\n## ds JSON\n",
-        "Every key that acts. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
+        "Every key with an effect. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
         *_table(("key", "type", "ZeRO stages", "what it does"), _ds_rows()), "\n### Refused\n",
-        "Keys of DeepSpeed that can't act here or would make training wrong.\n",
-        *_table(("key", "why"), ((f"`{key}`", why) for key, why in REFUSED.items())), "",
+        "Keys of DeepSpeed that have no effect here or would make training wrong.\n",
+        *_table(("keys", "why"), _refused_rows()), "",
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -115,6 +120,14 @@ def _ds_rows() -> Iterator[tuple[str, ...]]:
                 stages = "all" if len(spec.stages) == 4 else ", ".join(str(stage) for stage in spec.stages)
                 needed = " (required)" if spec.required else ""
                 yield f"`{name}`", spec.type_text + needed, stages, spec.meaning
+
+
+def _refused_rows() -> Iterator[tuple[str, ...]]:
+    """One row per reason, with all its keys."""
+    keys: dict[str, list[str]] = {}
+    for key, why in REFUSED.items():
+        keys.setdefault(why, []).append(f"`{key}`")
+    return ((", ".join(names), why) for why, names in keys.items())
 
 
 def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:

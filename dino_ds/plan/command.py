@@ -12,6 +12,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, StorageError
 from dino_ds.measure.tables import print_result
+from dino_ds.options.machine import PlanOptions
 from dino_ds.plan.backbones import with_backbone
 from dino_ds.plan.fit import Fit, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS, Gpu, find_gpu, similar_gpu
@@ -26,46 +27,35 @@ from dino_ds.plan.sweep import sweep_page
 _RECOMMENDED = "the recommended config"
 
 
-def run(
-    *,
-    recipe: Recipe,
-    ds: dict[str, Any] | None,
-    ds_path: str | None,
-    backbone: str | None,
-    gpu: str | None,
-    gpus: int,
-    nodes: int,
-    memory_gib: float | None,
-    network_gbit: float | None,
-    write: str | None,
-    sweep: bool,
-    scaling: bool,
-    out: str | None,
-    json: bool,
-) -> None:
+def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
     """`ds` None: recommend one. Raises ConfigError; StorageError if `out` can't be written."""
-    recipe = with_backbone(recipe, backbone)
-    if sweep or scaling:
-        if (sweep and scaling) or out is None:
+    recipe = with_backbone(recipe, options.backbone)
+    if options.sweep or options.scaling:
+        if (options.sweep and options.scaling) or options.out is None:
             raise ConfigError("--sweep and --scaling are two things, each with a folder: --out FOLDER")
-        if ds is not None or write:
+        if ds is not None or options.write:
             raise ConfigError("--sweep and --scaling try configs of their own: leave --ds_config and --write out")
-        if sweep and (gpu or memory_gib or network_gbit):
+        if options.sweep and (options.gpu or options.memory_gib or options.network_gbit):
             raise ConfigError("--sweep tries all cards: leave --gpu, --memory_gib and --network_gbit out")
-        if scaling and nodes > 1:
+        if options.scaling and options.nodes > 1:
             raise ConfigError("--scaling goes from 1 to 1024 GPUs: leave --nodes out")
-        if sweep:
-            _sweep(recipe, gpus * nodes, Path(out), json)
+        if options.sweep:
+            _sweep(recipe, options.gpus * options.nodes, Path(options.out), options.json)
         else:
-            _scaling(recipe, _cluster(gpu, memory_gib, gpus, nodes, network_gbit), Path(out), json)
+            _scaling(
+                recipe,
+                _cluster(options.gpu, options.memory_gib, options.gpus, options.nodes, options.network_gbit),
+                Path(options.out),
+                options.json,
+            )
         return
-    if out:
+    if options.out:
         raise ConfigError("--out is the folder of --sweep or --scaling: give one of them")
-    if ds is not None and write:
+    if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
-    cluster = _cluster(gpu, memory_gib, gpus, nodes, network_gbit)
+    cluster = _cluster(options.gpu, options.memory_gib, options.gpus, options.nodes, options.network_gbit)
     recipe, warnings = _divisible(recipe, cluster.world_size)
-    if gpu is None:
+    if options.gpu is None:
         warnings.append(f"no --gpu is given: speed is estimated as of {cluster.gpu.name}")
     if ds is None or ds_path is None:
         result = _recommended(recipe, cluster)
@@ -73,10 +63,10 @@ def run(
     else:
         result = _given(recipe, ds, ds_path, cluster)
     result["warnings"] = warnings + result["warnings"]
-    if write:
-        write_ds(result["ds_config"], Path(write))
-    result["written"] = write
-    print_result(page(result), result, json)
+    if options.write:
+        write_ds(result["ds_config"], Path(options.write))
+    result["written"] = options.write
+    print_result(page(result), result, options.json)
 
 
 def _sweep(recipe: Recipe, world_size: int, folder: Path, json: bool) -> None:

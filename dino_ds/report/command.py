@@ -8,37 +8,38 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from dino_ds import __version__
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError
+from dino_ds.options.run import ReportOptions
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import RunFiles, read_run
-from dino_ds.report.html import build_document, page_script, page_style
-from dino_ds.report.one import draw_one
+from dino_ds.report.html import TEMPLATES, build_document, render
+from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _MOST_RUNS = 8
 
 
-def run(*, run: str | None, compare: list[str] | None, out: str | None, json: bool) -> None:
+def run(options: ReportOptions) -> None:
     """RUN/report.html, or RUN/compare.html of the first of several. Raises ConfigError."""
-    folders = [Path(text).expanduser() for text in ([run] if run else []) + (compare or [])]
-    if not folders or (compare and len(folders) < 2):
+    named = (*filter(None, [options.run]), *(options.compare or ()))
+    folders = [Path(text).expanduser() for text in named]
+    if not folders or (options.compare and len(folders) < 2):
         raise ConfigError("give a run folder, and others with --compare RUN RUN: dino-ds report runs/cifar10")
     if len(folders) > _MOST_RUNS:
         raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most whose colours differ")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice: give each folder once")
-    page = Path(out).expanduser() if out else folders[0] / ("compare.html" if compare else "report.html")
+    default = folders[0] / ("compare.html" if options.compare else "report.html")
+    page = Path(options.out).expanduser() if options.out else default
     _check_out(page, folders[0])
     runs = [read_run(folder) for folder in folders]
     _write(page, runs)
     found = [summarise(one) for one in runs]
-    if json:
-        print(jsons.dumps({"report": str(page), **({"runs": found} if compare else found[0])}, allow_nan=False))
+    if options.json:
+        print(jsons.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
     else:
         for facts in found:
             print(_line(facts))
@@ -57,13 +58,13 @@ def _check_out(page: Path, folder: Path) -> None:
 
 def _write(page: Path, runs: list[RunFiles]) -> None:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names_of(runs))}"
-    body = draw_one(runs[0]) if len(runs) == 1 else draw_comparison(runs)
+    body = draw_run(runs[0]) if len(runs) == 1 else draw_comparison(runs)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    foot = Markup("<footer>Made by dino_ds {} on {} from {}.</footer>").format(
-        __version__, today, ", ".join(str(one.path.resolve()) for one in runs)
-    )
+    folders = [str(one.path.resolve()) for one in runs]
+    body += render("foot.html", version=__version__, today=today, folders=folders)
+    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     try:
-        replace_file(page, build_document(title, body + foot, page_style(), page_script()))
+        replace_file(page, build_document(title, body, style, script))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
 

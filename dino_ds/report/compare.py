@@ -1,18 +1,31 @@
-"""The page about several runs: figures, curves, evaluations and settings side by side."""
+"""The page about several runs: what the template compare.html shows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
-from dino_ds.report.curves import colour_of, draw_together
+from dino_ds.pictures.charts import (
+    CHANCE,
+    COLOURS,
+    EVALUATED,
+    KNN,
+    LARGE,
+    RAW_PIXELS,
+    SMALL,
+    Chart,
+    Level,
+    Line,
+    Series,
+    other_series,
+)
+from dino_ds.pictures.series import Curve
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.html import Piece, join, note, section, table
-from dino_ds.report.one import PERCENT, bars, state_badge
+from dino_ds.report.html import Tag, render
 from dino_ds.report.origin import show_plain
+from dino_ds.report.single_run import state_badge
 from dino_ds.report.summary import summarise
+from dino_ds.report.svg import draw_chart
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _EVALUATED_ON = (
@@ -20,9 +33,11 @@ _EVALUATED_ON = (
     *("eval.root", "eval.k", "eval.temperature", "eval.bank_images", "eval.test_images"),
 )
 """What an accuracy depends on besides the network: where it differs accuracies can't be compared."""
-_NOT_COMPARABLE = "Accuracies are of different images or settings ({}): compare each with its own baselines."
 _NO_BEST = ("_train", "regularisation", "feature_std", "uniformity", "alignment", "rankme")
 """Ends of names of figures that are not better for being higher."""
+_MOST_IN_LEGENDS = 4
+Facts = dict[str, Any]
+Cell = str | Tag
 
 
 def names_of(runs: Sequence[RunFiles]) -> list[str]:
@@ -34,82 +49,123 @@ def names_of(runs: Sequence[RunFiles]) -> list[str]:
     return ["/".join(path[-length:]) for path in parts]
 
 
-def draw_comparison(runs: Sequence[RunFiles]) -> Markup:
-    names = names_of(runs)
-    facts = [summarise(run) for run in runs]
-    key = Markup('<span class="key c{}">{}</span>')
-    keys = [key.format(colour_of(i), name) for i, name in enumerate(names)]
+def draw_comparison(runs: Sequence[RunFiles]) -> str:
+    names, facts = names_of(runs), [summarise(run) for run in runs]
     settings = [run.settings for run in runs]
     other = [key for key in _EVALUATED_ON if len({_shown(one, key) for one in settings}) > 1]
-    notes = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.notes]
-    return join(
-        [
-            Markup("<h1>{} runs side by side</h1>").format(len(runs)),
-            _figures(facts, keys, mark=not other),
-            note(_NOT_COMPARABLE.format(", ".join(other))) if other else "",
-            join(note(text) for text in notes),
-            section("Curves", draw_together(runs, names)),
-            section("Evaluations", _evaluations(runs, keys, mark=not other)),
-            section("Throughput and memory", _speed(facts, names)),
-            section("What differs between them", _differences(settings, keys)),
-        ]
+    keys = dict.fromkeys(key for one in settings for key in one)
+    differences = [(key, [_shown(one, key) for one in settings]) for key in keys]
+    large, small = _curves(runs, names)
+    return render(
+        "compare.html",
+        keys=[Tag(name, f"key c{colour_of(i)}") for i, name in enumerate(names)],
+        figures=_figures(facts, mark=not other),
+        other=other,
+        notes=[f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.notes],
+        large_charts=large,
+        small_charts=small,
+        evaluations=_evaluations(runs, mark=not other),
+        marked=not other,
+        speed=_speed(facts, names),
+        differences=[(Tag(key, tag="code"), *values) for key, values in differences if len(set(values)) > 1],
     )
 
 
-def _figures(facts: Sequence[dict[str, Any]], keys: Sequence[Markup], mark: bool) -> Markup:
+def colour_of(index: int) -> int:
+    return index % len(COLOURS) + 1
+
+
+def _shown(settings: dict[str, Any], key: str) -> str:
+    return show_plain(settings[key]) if key in settings else "–"
+
+
+def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
     """A row a figure, a column a run. mark: the best accuracy; losses of other recipes mean other things."""
-
-    def row(name: str, show: Callable[[dict[str, Any]], Piece]) -> list[Piece]:
-        return [name, *map(show, facts)]
-
-    def knn(name: str, key: str) -> list[Piece]:
-        values = [(one["knn"] or {}).get(key) for one in facts]
-        return [name, *(_marked(values, percent) if mark else map(percent, values))]
-
-    rows = [
-        row("state", lambda one: state_badge(one["state"])),
-        row("trained", lambda one: one["trained"]),
-        row("steps", lambda one: number(one["step"])),
-        row("images", lambda one: number(one["images"])),
-        row("time in steps", lambda one: duration(one["training_seconds"])),
-        row("loss, nats", lambda one: nats(one["loss"])),
-        row("= teacher entropy + KL", lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}"),
-        knn("k-NN top-1", "teacher"),
-        knn("best k-NN top-1", "best"),
-        row("untrained / raw pixels / chance", lambda one: _baselines(one["knn"] or {})),
-        row("images per second", lambda one: number(one["images_per_second"], 3)),
-        row("waiting for data", lambda one: _part(one["data_wait_fraction"])),
-        row("peak memory", lambda one: gib(one["memory_gib"])),
-        row("predicted peak memory", lambda one: gib(one["memory_predicted_gib"])),
-        row("skipped steps", lambda one: number(one["skipped_steps"])),
-        row("unreadable images", lambda one: number(one["bad_images"])),
-        row("incidents", lambda one: _listed(one["incidents"])),
-        row("folder", lambda one: one["run"]),
-    ]
-    return table(["", *keys], rows)
-
-
-def _part(fraction: float | None) -> str:
-    return percent(None if fraction is None else 100 * fraction)
+    wait = "data_wait_fraction"
+    rows: dict[str, Callable[[Facts], Cell]] = {
+        "state": lambda one: state_badge(one["state"]),
+        "trained": lambda one: one["trained"],
+        "steps": lambda one: number(one["step"]),
+        "images": lambda one: number(one["images"]),
+        "time in steps": lambda one: duration(one["training_seconds"]),
+        "loss, nats": lambda one: nats(one["loss"]),
+        "= teacher entropy + KL": lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}",
+        "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
+        "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
+        "untrained / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),
+        "images per second": lambda one: number(one["images_per_second"], 3),
+        "waiting for data": lambda one: percent(None if one[wait] is None else 100 * one[wait]),
+        "peak memory": lambda one: gib(one["memory_gib"]),
+        "predicted peak memory": lambda one: gib(one["memory_predicted_gib"]),
+        "skipped steps": lambda one: number(one["skipped_steps"]),
+        "unreadable images": lambda one: number(one["bad_images"]),
+        "incidents": lambda one: ", ".join(f"{kind} {number(n)}" for kind, n in one["incidents"].items()) or "none",
+        "folder": lambda one: one["run"],
+    }
+    table: list[list[Cell]] = [[name, *map(show, facts)] for name, show in rows.items()]
+    for name, key in (("k-NN top-1", "teacher"), ("best k-NN top-1", "best")):
+        row = table[list(rows).index(name)]
+        row[1:] = _marked([(one["knn"] or {}).get(key) for one in facts], percent, mark)
+    return table
 
 
 def _baselines(knn: dict[str, float]) -> str:
     return " / ".join(percent(knn.get(key)) for key in ("untrained", "raw_pixels", "chance"))
 
 
-def _listed(counts: dict[str, int]) -> str:
-    return ", ".join(f"{kind} {number(count)}" for kind, count in counts.items()) or "none"
-
-
-def _marked(values: Sequence[float | None], show: Callable[[float | None], str]) -> list[Piece]:
+def _marked(values: Sequence[float | None], show: Callable[[float | None], str], mark: bool = True) -> list[Cell]:
     """The largest is marked, where there are others to compare with."""
     known = {value for value in values if value is not None}
-    best = max(known) if len(known) > 1 else None
-    marked = Markup('<span class="best">{}</span>')
-    return [marked.format(show(value)) if value is not None and value == best else show(value) for value in values]
+    best = max(known) if mark and len(known) > 1 else None
+    return [show(value) if value is None or value != best else Tag(show(value), "best") for value in values]
 
 
-def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup], mark: bool) -> Markup:
+def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Large and small charts, a colour a run; over images where the runs' global batches differ."""
+    batches = [run.recipe.data.global_batch if run.recipe else None for run in runs]
+    scales = [batch for batch in batches if batch is not None]
+    by_images = len(set(batches)) > 1 and len(scales) == len(batches)
+    drawn: dict[bool, list[str]] = {True: [], False: []}
+    for series in (*LARGE, *SMALL, *other_series(run.metrics for run in runs)):
+        curves, large = [series.curve(run.metrics) for run in runs], series in LARGE
+        constant = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
+        if constant and not large:
+            continue
+        if by_images:
+            curves = [Curve(curve.x * batch, curve.y) for curve, batch in zip(curves, scales, strict=True)]
+        chart = Chart(
+            series.title,
+            series.unit,
+            _lines(series, curves, names),
+            _shared_levels(runs) if series.key == KNN else [],
+            "images" if by_images else "steps",
+            series.zero,
+            small=not large,
+            legend=len(runs) <= _MOST_IN_LEGENDS,
+        )
+        drawn[large].append(draw_chart(chart))
+    return drawn[True], drawn[False]
+
+
+def _lines(series: Series, curves: Sequence[Curve], names: Sequence[str]) -> list[Line]:
+    kind = "dots" if series.key == KNN or series.key.startswith(EVALUATED) else "line"
+    return [Line(names[i], curve, colour_of(i), kind) for i, curve in enumerate(curves)]
+
+
+def _lasts(curves: Sequence[Curve]) -> set[float]:
+    return {float(curve.finite[-1]) for curve in curves if len(curve.finite)}
+
+
+def _shared_levels(runs: Sequence[RunFiles]) -> list[Level]:
+    """Baselines that are the same for all."""
+    found = {name: _lasts([run.metrics[key] for run in runs]) for key, name in _BASELINES.items()}
+    return [Level(name, values.pop()) for name, values in found.items() if len(values) == 1]
+
+
+_BASELINES = {RAW_PIXELS: "raw pixels", CHANCE: "chance"}
+
+
+def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
     """mark: the best of a row. Of earlier files, which name no evaluation, a figure joins that of the same name."""
     found: dict[str, list[float | None]] = {}
     groups: dict[str, str] = {}
@@ -119,14 +175,12 @@ def _evaluations(runs: Sequence[RunFiles], keys: Sequence[Markup], mark: bool) -
                 found.setdefault(metric, [None] * len(runs))[i] = value
                 groups[metric] = groups.get(metric) or evaluation.name
     if not found:
-        return note("There are none yet: dino-ds eval RUN makes them.")
-    rows: list[list[Piece]] = []
-    for metric, values in found.items():
-        judged = mark and not metric.endswith(_NO_BEST)
-        rows.append([groups[metric], metric, *(_marked(values, number) if judged else map(number, values))])
-    rows.append(["", "step of the teacher", *map(_step, runs)])
-    about = note(PERCENT + (" The best of a row is marked where more is better." if mark else ""))
-    return table(["evaluation", "figure", *keys], rows, range(2, 2 + len(runs))) + about
+        return []
+    rows: list[list[Cell]] = [
+        [groups[metric], metric, *_marked(values, number, mark and not metric.endswith(_NO_BEST))]
+        for metric, values in found.items()
+    ]
+    return [*rows, ["", "step of the teacher", *map(_step, runs)]]
 
 
 def _step(run: RunFiles) -> str:
@@ -134,29 +188,14 @@ def _step(run: RunFiles) -> str:
     return ", ".join(map(number, sorted(steps))) or "–"
 
 
-def _speed(facts: Sequence[dict[str, Any]], names: Sequence[str]) -> Markup:
+def _speed(facts: Sequence[Facts], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Bars of throughput and of memory."""
     parts = []
     for title, key, show in (
         ("Images per second, mean of all steps", "images_per_second", lambda value: number(value, 3)),
         ("Peak memory of a process", "memory_gib", gib),
     ):
         values = [(i, one[key]) for i, one in enumerate(facts) if one[key]]
-        if values:
-            rows = [(names[i], show(value), [(colour_of(i), value)]) for i, value in values]
-            parts.append(Markup("<h3>{}</h3>{}").format(title, bars(rows, max(value for _, value in values))))
-    return join(parts) if parts else note("No run has written its throughput.")
-
-
-def _differences(settings: Sequence[dict[str, Any]], keys: Sequence[Markup]) -> Markup:
-    rows: list[list[Piece]] = []
-    for key in dict.fromkeys(key for one in settings for key in one):
-        values = [_shown(one, key) for one in settings]
-        if len(set(values)) > 1:
-            rows.append([Markup("<code>{}</code>").format(key), *values])
-    if not rows:
-        return note("Nothing: the same recipe, ds config, versions and machine.")
-    return table(["key", *keys], rows)
-
-
-def _shown(settings: dict[str, Any], key: str) -> str:
-    return show_plain(settings[key]) if key in settings else "–"
+        rows = [(names[i], show(value), [(colour_of(i), value)]) for i, value in values]
+        parts += [{"title": title, "rows": rows, "most": max(value for _, value in values)}] if values else []
+    return parts

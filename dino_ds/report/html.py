@@ -1,91 +1,58 @@
-"""The parts of a page that is one file: nothing is fetched, nothing of a file is taken for HTML.
-
-Everything here returns Markup, and text that is no Markup is escaped when it is put into one.
-"""
+"""Pages that are one file: nothing is fetched, and jinja2 escapes all text so that none of it is taken for HTML."""
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from markupsafe import Markup
+import jinja2
 from PIL import Image, features
 
-_HERE = Path(__file__).parent
+from dino_ds.report import text
+
+TEMPLATES = Path(__file__).parent / "templates"
 _MAX_PIXELS = 100_000_000
 _LONG_WORD = 28
 """Letters, beyond which a word in a table may be broken: paths."""
-Piece = str | Markup
 
 
-def build_document(title: str, body: Markup, style: str, script: str) -> str:
-    """A whole document. Its policy forbids every request and every script but this one, whatever `body` holds."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return _PAGE.format(policy=Markup(policy), title=title, style=Markup(style), body=body, script=Markup(script))
+class Tag(NamedTuple):
+    """Text of a table's cell inside an element."""
+
+    text: str
+    css: str = ""
+    tag: str = "span"
 
 
-_PAGE = Markup(
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<link rel="icon" href="data:,"><title>{title}</title>\n<style>{style}</style></head>\n'
-    "<body>\n{body}\n<script>{script}</script></body></html>\n"
-)
+def is_long(cell: str | Tag) -> bool:
+    """Whether a cell has a word so long that a line may break inside it."""
+    words = (cell.text if isinstance(cell, Tag) else cell).split()
+    return max(map(len, words), default=0) > _LONG_WORD
 
 
-def page_style() -> str:
-    return (_HERE / "page.css").read_text(encoding="utf-8")
+def render(template: str, **values: Any) -> str:
+    """HTML of one of the templates; every value is escaped."""
+    return _environment().get_template(template).render(values)
 
 
-def page_script() -> str:
-    return (_HERE / "page.js").read_text(encoding="utf-8")
-
-
-def join(parts: Iterable[Piece]) -> Markup:
-    return Markup("").join(parts)
-
-
-def section(title: str, *parts: Piece) -> Markup:
-    return Markup("<section><h2>{}</h2>\n{}</section>\n").format(title, join(parts))
-
-
-def note(text: Piece) -> Markup:
-    return Markup('<p class="note">{}</p>\n').format(text)
-
-
-def folded(title: str, *parts: Piece, is_open: bool = False) -> Markup:
-    opened = Markup(" open" if is_open else "")
-    return Markup("<details{}><summary>{}</summary>{}</details>\n").format(opened, title, join(parts))
-
-
-def code(text: str) -> Markup:
-    return Markup("<pre>{}</pre>\n").format(text)
-
-
-def table(header: Sequence[Piece], rows: Sequence[Sequence[Piece]], numbers: Iterable[int] = ()) -> Markup:
-    """`numbers`: the columns that are set to the right."""
-    right = set(numbers)
-
-    def row(cells: Sequence[Piece], tag: str) -> Markup:
-        found = (
-            Markup("<{0}{1}>{2}</{0}>").format(Markup(tag), Markup(_class(i in right, cell)), cell)
-            for i, cell in enumerate(cells)
-        )
-        return Markup("<tr>{}</tr>\n").format(join(found))
-
-    head = Markup("<thead>{}</thead>").format(row(header, "th")) if header else ""
-    return Markup('<div class="scroll"><table>{}<tbody>{}</tbody></table></div>\n').format(
-        head, join(row(cells, "td") for cells in rows)
+@functools.cache
+def _environment() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
+    made.filters |= {name: getattr(text, name) for name in ("number", "percent", "duration", "gib", "nats")}
+    made.tests["long"] = is_long
+    return made
 
 
-def _class(right: bool, cell: Piece) -> str:
-    words = (cell.striptags() if isinstance(cell, Markup) else cell).split()
-    return ' class="n"' if right else ' class="long"' if max(map(len, words), default=0) > _LONG_WORD else ""
+def build_document(title: str, body: str, style: str, script: str) -> str:
+    """A whole document around HTML. Its policy forbids every request and every script but this one."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return render("page.html", title=title, body=body, style=style, script=script, digest=digest)
 
 
 def embedded_picture(image: Image.Image) -> str:
@@ -98,7 +65,7 @@ def embedded_picture(image: Image.Image) -> str:
 def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
     """A data: address of a PNG file, and its size: at most `width` wide, as WebP where that is smaller.
 
-    Raises OSError or ValueError for what is no picture.
+    Raises OSError or ValueError for what is not a picture.
     """
     content = path.read_bytes()
     try:

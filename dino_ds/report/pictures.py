@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.html import embedded_file, join, note
-from dino_ds.report.text import number
+from dino_ds.report.html import embedded_file
 
 _WIDTH, _STRIP_WIDTH = 1300, 800
 _MOST, _MOST_IN_STRIP = 24, 6
 _WIDE_FROM = 2.2
 """Times its height: over both columns."""
-_WIDE, _NARROW = Markup('<figure class="picture wide">'), Markup('<figure class="picture">')
 _TITLES = {
     "attention": "Self-attention of the CLS token, head by head",
     "pca": "First three principal components of the patches, as colours",
@@ -28,33 +25,29 @@ _TITLES = {
 }
 
 
-def show_pictures(run: RunFiles) -> Markup:
+def load_pictures(run: RunFiles) -> dict[str, Any]:
     """Pictures of the folder itself, wide ones last, then of its folders (training steps), six of a kind at most."""
     folder = run.path / "pictures"
-    # Drawn anew above, from all lines.
+    # The report draws curves itself, from all lines of metrics.jsonl.
     own = [path for path in run.pictures if path.parent == folder and path.stem != "curves"]
     strips: dict[str, list[Path]] = {}
     for path in run.pictures:
         if path.parent != folder:
             strips.setdefault(path.stem, []).append(path)
-    drawn = sorted((_picture(path, _title(path.stem), _WIDTH) for path in own[:_MOST]), key=_is_wide)
-    parts = [Markup('<div class="strip">{}</div>').format(join(drawn))]
-    for kind, paths in list(strips.items())[:_MOST]:
-        chosen = _spread(paths)
-        of = f": {len(chosen)} of {len(paths)}" if len(chosen) < len(paths) else ""
-        shown = join(_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in chosen)
-        parts.append(
-            Markup('<h3>{}, while it trained{}</h3><div class="strip three">{}</div>').format(_title(kind), of, shown)
-        )
-    if not own and not strips:
-        parts.append(note("There are no pictures yet: dino-ds pictures RUN makes them."))
-    elif len(own) > _MOST:
-        parts.append(note(f"{number(len(own) - _MOST)} pictures more lie in {folder}."))
-    return join(parts)
-
-
-def _title(stem: str) -> str:
-    return _TITLES.get(stem, stem)
+    drawn = [_picture(path, _TITLES.get(path.stem, path.stem), _WIDTH) for path in own[:_MOST]]
+    return {
+        "folder": folder,
+        "own": sorted(drawn, key=lambda one: one["wide"]),
+        "left_out": max(0, len(own) - _MOST),
+        "strips": [
+            {
+                "title": _TITLES.get(kind, kind),
+                "count": len(paths),
+                "shown": [_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in _spread(paths)],
+            }
+            for kind, paths in list(strips.items())[:_MOST]
+        ],
+    }
 
 
 def _step_of(path: Path, folder: Path) -> str:
@@ -64,21 +57,16 @@ def _step_of(path: Path, folder: Path) -> str:
     return f"{word} {int(digits):,}" if word and digits.isascii() and digits.isdigit() else name
 
 
-def _spread(paths: Sequence[Path]) -> list[Path]:
+def _spread(paths: list[Path]) -> list[Path]:
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MOST_IN_STRIP)).round().astype(int))
     return [paths[i] for i in chosen]
 
 
-def _picture(path: Path, caption: str, width: int) -> Markup:
+def _picture(path: Path, caption: str, width: int) -> dict[str, Any]:
+    """A file that can't be read has an `error` instead."""
     try:
         address, (wide, high) = embedded_file(path, width)
     except (OSError, ValueError) as error:
-        return note(f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}")
-    kind = _WIDE if width == _WIDTH and wide > _WIDE_FROM * high else _NARROW
-    return kind + Markup(
-        '<figcaption><b>{}</b></figcaption><img src="{}" width="{}" height="{}" alt="{}"></figure>\n'
-    ).format(caption, address, wide, high, caption)
-
-
-def _is_wide(picture: Markup) -> bool:
-    return picture.startswith(_WIDE)
+        return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}", "wide": False}
+    is_wide = width == _WIDTH and wide > _WIDE_FROM * high
+    return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": is_wide}

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.architectures import Architecture
 from dino_ds.costs.memory import count_parameters
+from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
 from dino_ds.report.folder import RunFiles
-
-KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
@@ -46,6 +46,8 @@ def trained(run: RunFiles) -> str:
         return "a network whose recipe can't be read"
     model = run.recipe.model
     arch = model.architecture()
+    if not isinstance(arch, Architecture):
+        return f"{model.backbone}, width {arch.width}, depth {arch.depth}"
     weights = count_parameters(run.recipe) / 1e6
     sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"
     return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"
@@ -65,22 +67,6 @@ def mean_rate(metrics: Metrics) -> float | None:
     """Images per second of training."""
     seconds, images = training_seconds(metrics), _last(metrics["images"])
     return images / seconds if seconds and images else None
-
-
-def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """The newest and the best accuracy of the teacher beside its baselines, in percent; None without evaluations.
-
-    The untrained network is the teacher at step 0.
-    """
-    curve = metrics[KNN]
-    if not len(curve.finite):
-        return None
-    best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
-    found = {"teacher": _last(curve), "best": float(curve.y[best]), "best_step": int(curve.x[best])}
-    if curve.x[0] == 0:
-        found["untrained"] = _last(Curve(curve.x[:1], curve.y[:1]))
-    found |= {"raw_pixels": _last(metrics[RAW_PIXELS]), "chance": _last(metrics[CHANCE])}
-    return {key: value for key, value in found.items() if value is not None}
 
 
 def _last(curve: Curve) -> float | None:

@@ -6,7 +6,7 @@ import math
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """So many significant digits, thousands with commas, no exponent between 1e-4 and 1e15."""
+    """`digits` significant digits, thousands with commas, no exponent between 1e-4 and 1e15."""
     if value is None or math.isnan(value):
         return "–" if value is None else "NaN"
     if math.isinf(value):

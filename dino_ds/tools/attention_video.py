@@ -20,6 +20,7 @@ from tqdm import tqdm
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
+from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, coat, head_colours, heat, overlay
 from dino_ds.pictures.maps import PatchColours, mass_mask
 from dino_ds.tools.clip import has_av, import_av, open_clip, survey
@@ -41,33 +42,26 @@ Paint = Callable[[Tensor, Tensor], list[np.ndarray]]
 """Frames as the network gets them (b, 3, h, w), and as they are shown (b, H, W, 3) in [0, 1] -> painted (H, W, 3)."""
 
 
-def run(
-    *,
-    model: str,
-    clip: str,
-    out: str | None,
-    format: str | None,
-    show: str,
-    head: int | None,
-    fps: float | None,
-    size: int | None,
-    json: bool,
-) -> None:
+def run(options: AttentionVideoOptions) -> None:
     """Every frame of `clip`, painted, into `out`. Raises ConfigError, DataError, CheckpointError."""
-    if head is not None and show != "attention":
-        raise ConfigError(f"--head {head} is for --show attention; --show {show} has all heads")
-    path, form = _destination(clip, out, format)
-    if fps is not None and form == "png":
-        raise ConfigError(f"--fps {fps:g} is for videos and animations; a folder of images has no rate: leave it out")
-    frames = open_clip(clip)
-    rate = fps or frames.fps
+    if options.head is not None and options.show != "attention":
+        raise ConfigError(f"--head {options.head} is for --show attention; --show {options.show} has all heads")
+    path, form = _destination(options.clip, options.out, options.format)
+    if options.fps is not None and form == "png":
+        raise ConfigError(
+            f"--fps {options.fps:g} is for videos and animations; a folder of images has no rate: leave it out"
+        )
+    frames = open_clip(options.clip)
+    rate = options.fps or frames.fps
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
-    backbone = load_frozen(model)
-    short = side_of(backbone, size)
+    backbone = load_frozen(options.model)
+    short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.patch_size)
-    paint = _painter(backbone, torch.stack([_cut(frame, height, width) for frame in sample]), show, head)
+    paint = _painter(
+        backbone, torch.stack([_cut(frame, height, width) for frame in sample]), options.show, options.head
+    )
     zoom = max(1, -(-_SHORT // min(height, width)))
     began = time.monotonic()
     try:
@@ -83,7 +77,7 @@ def run(
         raise ConfigError(f"{path} can't be written: {error.strerror or error}; fix --out") from None
     seconds = time.monotonic() - began
     about = {"video": str(path), "frames": count, "height": height * zoom, "width": width * zoom, "fps": rate}
-    if json:
+    if options.json:
         print(jsons.dumps({**about, "seconds": round(seconds, 2)}))
         return
     print(f"{path}: {count} frames of {width * zoom} x {height * zoom}, {rate:g} a second; made in {seconds:.1f} s")

@@ -15,44 +15,49 @@ from pydantic import ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.checkpoint.files import FileRecord, write_parts, write_tensors
+from dino_ds.checkpoint.files import FileRecord, rank_file, whole_file, write_parts, write_tensors
 from dino_ds.checkpoint.folder import Checkpoints, find_damage
-from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, rank_file, read_manifest, whole_file
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, replacing_folder
 from dino_ds.engine.saved_state import MASTER, MOMENTS, Piece, SavedParameters, even_shares, layout_of
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
+from dino_ds.options.run import ConvertOptions
 
 
-def run(*, checkpoint: str, out: str, ranks: int | None, student: bool, json: bool) -> None:
+def run(options: ConvertOptions) -> None:
     """Write `out`, a run with one checkpoint for `ranks` ranks, or with `student` a folder with student.safetensors.
 
     Raises ConfigError, CheckpointError for one that is not whole, StorageError; there is then no `out`.
     """
     begin = time.monotonic()
-    if student and ranks is not None:
-        raise ConfigError(f"--ranks {ranks} is for a checkpoint, and --student writes only weights: leave one out")
-    saved, place = _open(Path(checkpoint).expanduser()), Path(out).expanduser().absolute()
+    if options.student and options.ranks is not None:
+        raise ConfigError(
+            f"--ranks {options.ranks} is for a checkpoint, and --student writes only weights: leave one out"
+        )
+    saved, place = _open(Path(options.checkpoint).expanduser()), Path(options.out).expanduser().absolute()
     parameters = SavedParameters(saved)
     try:
-        bytes_written = _write(saved, parameters, place, None if student else ranks or 1)
+        bytes_written = _write(saved, parameters, place, None if options.student else options.ranks or 1)
     except OSError as error:
         raise StorageError(f"{place} can't be written: {error.strerror or error}; fix --out") from error
     result = {
-        "out": out,
+        "out": options.out,
         "step": saved.manifest.step,
-        "ranks": None if student else ranks or 1,
+        "ranks": None if options.student else options.ranks or 1,
         "parameters": len(parameters.shapes),
         "bytes": bytes_written,
         "seconds": round(time.monotonic() - begin, 3),
     }
-    if json:
+    if options.json:
         print(jsons.dumps(result))
         return
     old = saved.manifest.world_size
-    what = "the student's weights" if student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"
-    print(f"step {result['step']}: {what}, {bytes_written / 2**30:.3g} GiB in {out} ({result['seconds']:.1f} s)")
+    what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"
+    print(
+        f"step {result['step']}: {what}, {bytes_written / 2**30:.3g} GiB in {options.out} ({result['seconds']:.1f} s)"
+    )
 
 
 def _open(folder: Path) -> SavedCheckpoint:

@@ -20,7 +20,7 @@ from dino_ds.data.images import FORMATS, extremes
 from dino_ds.data.workers import started, worker_options
 
 MAX_DISTANCE = 3
-"""Bits in which the hashes of near-duplicates may differ (docs/look-data.md has the measurement)."""
+"""Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
 _BLOCKS = 6
 _SET_BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)

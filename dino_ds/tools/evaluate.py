@@ -22,11 +22,12 @@ from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.rehearsal import preflight_eval
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
-from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
+from dino_ds.options.model import EvalOptions
 from dino_ds.tools.idle import check_unused_options
 from dino_ds.weights.load import Backbone, load
 
@@ -41,61 +42,50 @@ _CONCERNS = {
 """Option -> the evaluations that it changes something of; others are of all."""
 
 
-def run(
-    *,
-    model: str,
-    evals: tuple[str, ...],
-    source: str | None,
-    root: str | None,
-    test_root: str | None,
-    benchmark_root: str | None,
-    size: int | None,
-    k: tuple[int, ...] | None,
-    temperature: float | None,
-    images: int | None,
-    epochs: int | None,
-    batch: int | None,
-    workers: int | None,
-    out: str | None,
-    json: bool,
-) -> None:
+def run(options: EvalOptions) -> None:
     """Every evaluation of `evals`, by all ranks of the launcher; each result is written as soon as it is there.
 
     Raises ConfigError, DataError, CheckpointError.
     """
-    data = Path(benchmark_root).expanduser() if benchmark_root else None
-    named = {"source": source, "root": root, "test_root": test_root}
-    how: dict[str, Any] = {"temperature": temperature, "images": images, "epochs": epochs, "batch": batch}
-    how |= {"workers": workers, "benchmark_root": data}
-    given = {"ks": k, "size": size, **how}
+    data = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    named = {"source": options.source, "root": options.root, "test_root": options.test_root}
+    how: dict[str, Any] = {
+        "temperature": options.temperature,
+        "images": options.images,
+        "epochs": options.epochs,
+        "batch": options.batch,
+    }
+    how |= {"workers": options.workers, "benchmark_root": data}
+    given = {"ks": options.k, "size": options.size, **how}
     settings = Settings(**{key: value for key, value in given.items() if value is not None})
     init_distributed()
     with distributed.raise_on_all_ranks():
-        _check_places(model, out)
-    for name in (name for name in evals if name in BENCHMARKS):  # first: who gives --root for one is told what it wants
+        _check_places(options.model, options.out)
+    # First: who gives --root for one is told what it wants.
+    for name in (name for name in options.evals if name in BENCHMARKS):
         preflight_eval(name, settings, lambda: (None, None))
-    check_unused_options("evals", evals, _CONCERNS, {"k": k, **named, **how})
+    check_unused_options("evals", options.evals, _CONCERNS, {"k": options.k, **named, **how})
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
-        backbone = load(model, device())
-    subject = EvalContext(backbone, settings, device(), lambda: _data(model, **named))
-    of_images = [name for name in evals if name not in BENCHMARKS]
+        backbone = load(options.model, device())
+    subject = EvalContext(backbone, settings, device(), lambda: _data(options.model, **named))
+    of_images = [name for name in options.evals if name not in BENCHMARKS]
     for name in of_images:
         preflight_eval(name, settings, lambda: subject.sources)
     if of_images:
         subject.settings = replace(settings, value_range=_range_for(backbone, subject))
     results: dict[str, Any] = {}
     try:
-        for name in tqdm(evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
+        for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
             results[name] = _timed(name, subject, backbone.about, _name_of(**named))
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
-                    _write({name: results[name]}, model, out)
+                    _write({name: results[name]}, options.model, options.out)
     finally:  # an evaluation that fails takes nothing from those before it
         if distributed.rank() == 0 and results:
             for note in subject.notes:
                 print(note, file=sys.stderr)
-            _show(results, subject, backbone, time.monotonic() - began, json)
+            _show(results, subject, backbone, time.monotonic() - began, options.json)
 
 
 def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
@@ -114,7 +104,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | N
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
-    return describe_result(values, seconds, about.get("step"), about.get("images"), **images_of(name, subject, data))
+    return describe_result(values, seconds, about.get("step"), about.get("images"), images_of(name, subject, data))
 
 
 def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:

@@ -10,15 +10,16 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
+from dino_ds.options.model import ExportOptions
 
 
-def check(*, model: str, format: str, out: str | None, **_: object) -> None:
+def check(options: ExportOptions) -> None:
     """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
-    if out is not None:
-        _check_place(Path(model), format, Path(out).expanduser())
+    if options.out is not None:
+        _check_place(Path(options.model), options.format, Path(options.out).expanduser())
 
 
-def run(*, model: str, format: str, out: str | None, heads: int | None, json: bool) -> None:
+def run(options: ExportOptions) -> None:
     """Write `model` as `format`, a key of FORMATS, to `out`.
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
@@ -26,19 +27,19 @@ def run(*, model: str, format: str, out: str | None, heads: int | None, json: bo
     from dino_ds.weights.export import FORMATS
     from dino_ds.weights.load import load
 
-    write, ending = FORMATS[format]
-    source = Path(model)
+    write, ending = FORMATS[options.format]
+    source = Path(options.model)
     default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
-    place = Path(out).expanduser() if out else default
-    _check_place(source, format, place)
-    backbone = load(model, heads=heads)
+    place = Path(options.out).expanduser() if options.out else default
+    _check_place(source, options.format, place)
+    backbone = load(options.model, heads=options.heads)
     backbone.about |= _results(source)
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps
-    if eps != 1e-6 and format in ("safetensors", "timm", "dino"):
+    if eps != 1e-6 and options.format in ("safetensors", "timm", "dino"):
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm and DINO")
-    if json:
-        print(jsons.dumps({"format": format, "out": str(place), "load": how, "notes": notes}))
+    if options.json:
+        print(jsons.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
     else:
         print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 

@@ -34,6 +34,7 @@ from dino_ds.measure.memory import ChildFailed, ChildResult, run_in_children
 from dino_ds.measure.tables import markdown_table
 from dino_ds.measure.timing import clock_of, synchronize
 from dino_ds.measure.trial import Trial, build_trial, resolve
+from dino_ds.options.machine import FindBatchSizeOptions
 from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
 
 WARMUP = 2
@@ -42,27 +43,16 @@ _OUT_OF_MEMORY = 77
 _FREE_PART = 0.9
 
 
-def run(
-    *,
-    recipe: Recipe,
-    ds: Mapping[str, Any],
-    ds_path: str,
-    ranks: int | None,
-    memory_gib: float | None,
-    steps: int,
-    threads: int | None,
-    write: str | None,
-    json: bool,
-) -> None:
+def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
     """Try micro-batches up to the recipe's global batch per rank; print the table, write the fastest if asked.
 
     Raises ConfigError if not one image fits, or if `write` can't be written.
     """
     gpus = torch.cuda.device_count()
-    ranks = ranks or max(1, gpus)
-    _check(recipe, ranks, gpus, write)
-    limit = memory_gib if gpus or memory_gib else _free_gib()
-    trials = _Trials(recipe, ds, ds_path, ranks, limit, steps, threads, bool(gpus))
+    ranks = options.ranks or max(1, gpus)
+    _check(recipe, ranks, gpus, options.write)
+    limit = options.memory_gib if gpus or options.memory_gib else _free_gib()
+    trials = _Trials(recipe, ds, ds_path, ranks, limit, options.steps, options.threads, bool(gpus))
     images = recipe.data.global_batch // ranks
     largest = find_largest(lambda size: trials.take(size).fits, images)
     if largest == 0:
@@ -82,12 +72,12 @@ def run(
         "accumulation": accumulation,
         "global_batch": recipe.data.global_batch,
         "tried": [asdict(t) | {"predicted_gib": trials.predicted_gib(s)} for s, t in sorted(trials.tried.items())],
-        "written": write,
+        "written": options.write,
         "host": describe_host(),
     }
-    if write:
-        write_batch(Path(write), ds, ds_path, best.micro_batch)
-    print(dumps(result, indent=1) if json else _page(result, bool(gpus)), flush=True)
+    if options.write:
+        write_batch(Path(options.write), ds, ds_path, best.micro_batch)
+    print(dumps(result, indent=1) if options.json else _page(result, bool(gpus)), flush=True)
 
 
 def _check(recipe: Recipe, ranks: int, gpus: int, write: str | None) -> None:

@@ -21,8 +21,9 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
+from dino_ds.options.data import FindWorkersOptions
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
-from dino_ds.training.run import build_prefetcher
+from dino_ds.training.build import build_prefetcher
 
 _MICRO_BATCH = 16
 _ROUNDS = 3
@@ -44,16 +45,14 @@ _NAMES = {
 }
 
 
-def run(
-    *, seconds: float, max_workers: int | None, step_images_per_second: float | None, json: bool, recipe: Recipe
-) -> None:
+def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     """Print images/s for 0, 1, 2, 4, ... `max_workers` loader processes, the costliest stage, and a recommendation.
 
     Each number is measured for `seconds` in all, in 3 rounds by turns, through the loader and feed of training.
     max_workers None: this machine's cores, shared over its GPUs. step_images_per_second: what one rank's training
     step takes. Raises ConfigError for impossible arguments, DataError for data that can't be loaded.
     """
-    _check(seconds, max_workers, step_images_per_second)
+    _check(options.seconds, options.max_workers, options.step_images_per_second)
     host = describe_host()
     ranks = max(torch.cuda.device_count(), 1)
     share = max(host["cores"] // ranks, 1)
@@ -61,12 +60,12 @@ def run(
     source = build_source(data.source, data.root, "train", data.download)
     recipe, _ = with_value_range(recipe, source)
     data = recipe.data
-    counts = _counts(max_workers or min(share, _MOST_WORKERS))
+    counts = _counts(options.max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     check_shared_memory(recipe.batch_bytes(_MICRO_BATCH), counts[-1])
-    stages = measure_stages(source, recipe, device, _MICRO_BATCH, seconds)
-    rates = _measure(source, recipe, device, counts, seconds)
-    chosen = _recommend({count: median(rates[count]) for count in counts}, share, step_images_per_second)
+    stages = measure_stages(source, recipe, device, _MICRO_BATCH, options.seconds)
+    rates = _measure(source, recipe, device, counts, options.seconds)
+    chosen = _recommend({count: median(rates[count]) for count in counts}, share, options.step_images_per_second)
     found = {
         "images": len(source),
         "source": data.source,
@@ -83,7 +82,7 @@ def run(
         "recommended": chosen,
         "host": host,
     }
-    print_result(_page(found), found, json)
+    print_result(_page(found), found, options.json)
 
 
 def _check(seconds: float, max_workers: int | None, step_images_per_second: float | None) -> None:

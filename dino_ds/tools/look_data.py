@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
+from dino_ds.options.data import LookDataOptions
 from dino_ds.tools.data_report import report
 from dino_ds.tools.data_statistics import Facts, look_at, summarise
 from dino_ds.tools.sheet import Seen, draw_sheet
@@ -38,31 +39,34 @@ _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
 
 
-def run(*, images: int, sample: int, out: str, recipe: Recipe, json: bool) -> None:
+def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     """Write a sheet of `images` images with their crops to `out` (.png) and a page with more beside it (.html), and
     print statistics of `sample` images drawn at random (0 = all).
 
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
     """
-    png = _check(images, sample, out)
+    png = _check(options.images, options.sample, options.out)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, words = _with_some_range(recipe, source)
-    facts = _look(source, sample, recipe)
+    facts = _look(source, options.sample, recipe)
     found = _describe(facts, source, recipe) | {"value_range": words}
-    rows = list(islice(_seen(source, recipe), images))
+    rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
-    if len(rows) < images:
-        print(f"note: {len(rows)} images on the sheet, {images} were asked for: there are no more", file=sys.stderr)
+    if len(rows) < options.images:
+        print(
+            f"note: {len(rows)} images on the sheet, {options.images} were asked for: there are no more",
+            file=sys.stderr,
+        )
     sheet = draw_sheet(rows, _title(recipe))
     html = png.with_suffix(".html")
     with replacing(png) as path:
         sheet.save(path, "PNG", optimize=True)
     replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
-    print(json_module.dumps(found) if json else report(found))
+    print(json.dumps(found) if options.json else report(found))
 
 
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:

@@ -20,8 +20,9 @@ from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
+from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
-from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
 from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
@@ -66,36 +67,30 @@ _CONCERNS = {
 """Option -> the pictures that it changes something of; --images are also the bank where there are no others."""
 
 
-def run(
-    *,
-    model: str,
-    source: str | None,
-    root: str | None,
-    out: str | None,
-    only: Sequence[str] | None,
-    images: str | None,
-    queries: str | None,
-    patch: str | None,
-    foreground: bool,
-    map: str | None,
-    bank: int | None,
-    size: int | None,
-    json: bool,
-) -> None:
+def run(options: PicturesOptions) -> None:
     """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
-    kinds = _kinds(only, Path(model))
-    shown = _Shown(model, source, root, images or str(_IMAGES))
-    given = {"source": source, "root": root, "images": images, "size": size, "queries": queries, "patch": patch}
-    given |= {"foreground": foreground or None, "map": map, "bank": bank}
+    kinds = _kinds(options.only, Path(options.model))
+    shown = _Shown(options.model, options.source, options.root, options.images or str(_IMAGES))
+    given = {name: getattr(options, name) for name in _CONCERNS}
+    given["foreground"] = options.foreground or None
     concerns = _CONCERNS if shown.has_others else {**_CONCERNS, "images": _CONCERNS["root"]}
     check_unused_options("only", kinds, concerns, given)
-    if (source or root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
-        raise ConfigError(f"--images {images} names files: no image of --{'root' if root else 'source'} is looked at")
-    wishes = _Wishes(kinds, queries, patch, foreground, find_method(map), bank or _BANK, size)
-    files = PictureFiles(model, out)
-    for name, figure in _figures(model, shown, wishes):
+    if (options.source or options.root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
+        unused = "--root" if options.root else "--source"
+        raise ConfigError(f"--images {options.images} names files: no image of {unused} is looked at")
+    wishes = _Wishes(
+        kinds,
+        options.queries,
+        options.patch,
+        options.foreground,
+        find_method(options.map),
+        options.bank or _BANK,
+        options.size,
+    )
+    files = PictureFiles(options.model, options.out)
+    for name, figure in _figures(options.model, shown, wishes):
         files.add(name, figure)
-    print(jsons.dumps({"pictures": files.written}) if json else "\n".join(files.written))
+    print(jsons.dumps({"pictures": files.written}) if options.json else "\n".join(files.written))
 
 
 class _Shown:

@@ -27,40 +27,29 @@ from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, synchronize
 from dino_ds.measure.trial import build_trial, join, real_feed, resolve, run_on_data
+from dino_ds.options.bench import ProfileOptions
 from dino_ds.ranges import PARTS, listen
 from dino_ds.tools.bottleneck import Call, judge, kind_of
 
 _WAIT, _OPERATORS = 1, 15
 
 
-def run(
-    *,
-    recipe: Recipe,
-    ds: dict[str, Any],
-    ds_path: str,
-    batch: int | None,
-    steps: int,
-    warmup: int,
-    threads: int,
-    tool: str,
-    out: str,
-    json: bool,
-) -> None:
+def run(options: ProfileOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
     """Profile `steps` steps; files into the folder `out`, the summary to stdout. Raises ConfigError."""
-    folder = _folder(out, tool)
-    join(threads)
-    batch = batch or (64 if torch.cuda.is_available() else 8)
+    folder = _folder(options.out, options.tool)
+    join(options.threads)
+    batch = options.batch or (64 if torch.cuda.is_available() else 8)
     recipe, config = resolve(recipe, ds, ds_path, batch)
     trial = build_trial(recipe, config)
     data = recipe.data
     real = data.root is not None or data.source == "photos" or ":" in data.source
-    profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[tool]
+    profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[options.tool]
     if real:
         # Closed also after an error: the end of the process would wait for the workers for ever.
         with contextlib.closing(real_feed(recipe, trial)) as feed:
-            result = profiled(lambda: run_on_data(trial, feed, recipe.seed), warmup, steps, folder)
+            result = profiled(lambda: run_on_data(trial, feed, recipe.seed), options.warmup, options.steps, folder)
     else:
-        result = profiled(trial.run, warmup, steps, folder)
+        result = profiled(trial.run, options.warmup, options.steps, folder)
     if result is None:
         return
     images = batch * distributed.world_size()
@@ -77,7 +66,7 @@ def run(
     result = about | result
     if distributed.rank() == 0:
         (folder / "summary.json").write_text(dumps(result, indent=1) + "\n")
-    print_result(_page(result, folder), result, json)
+    print_result(_page(result, folder), result, options.json)
 
 
 def _folder(out: str, tool: str) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,6 +23,7 @@ from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
 from dino_ds.distributed import usable_cores
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import ShardOptions
 from dino_ds.tools.repack import Shrink, names_digest, repack
 from dino_ds.tools.shard_writer import ShardRecord, start_worker, write_shard
 
@@ -37,45 +38,34 @@ _SAMPLED = 200
 """Images looked at to find how many make a shard of so many bytes."""
 
 
-def run(
-    *,
-    root: str | None,
-    out: str,
-    source: str = "folder",
-    split: Literal["train", "test"] = "train",
-    shard_size: str = "256MiB",
-    shrink: int | None = None,
-    quality: int = 90,
-    workers: int | None = None,
-    json: bool = False,
-) -> None:
+def run(options: ShardOptions) -> None:
     """Write the shards into `out`; the same command after an interruption goes on where it stopped.
 
     shard_size: "10000" images or about "256MiB". shrink: shorter side in pixels of what is larger, as JPEG of
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
-    if not 1 <= quality <= 100:
-        raise ConfigError(f"--quality {quality} must be 1 to 100")
-    images = build_source(source, root, split, False)
-    recoding = Shrink(shrink, quality)
-    folder = Path(out).expanduser()
+    if not 1 <= options.quality <= 100:
+        raise ConfigError(f"--quality {options.quality} must be 1 to 100")
+    images = build_source(options.source, options.root, options.split, False)
+    recoding = Shrink(options.shrink, options.quality)
+    folder = Path(options.out).expanduser()
     plan = {
-        "source": source,
-        "split": split,
-        "shard_size": shard_size,
-        "shrink": shrink,
-        "quality": quality if shrink else None,
+        "source": options.source,
+        "split": options.split,
+        "shard_size": options.shard_size,
+        "shrink": options.shrink,
+        "quality": options.quality if options.shrink else None,
         "images": len(images),
         "names_sha256": names_digest(images),
     }
     try:
         per_shard = _prepare(folder, plan, images, recoding)
-        records = _write_all(folder, images, recoding, per_shard, workers or len(usable_cores()))
+        records = _write_all(folder, images, recoding, per_shard, options.workers or len(usable_cores()))
         _finish(folder, images, plan, per_shard, records)
     except OSError as error:
         raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; fix --out") from error
-    _report(folder, records, time.monotonic() - begin, json)
+    _report(folder, records, time.monotonic() - begin, options.json)
 
 
 def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink) -> int:

@@ -13,52 +13,44 @@ from dino_ds.errors import ConfigError
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval
 from dino_ds.measure.tables import markdown_table
+from dino_ds.options.run import SimulateGoodputOptions
 from dino_ds.text_file import read_lines
 
 _DEFAULTS = {"mtbf_hours": 24.0, "save_seconds": 10.0, "restart_seconds": 120.0, "detect_seconds": 60.0}
 _SHOWN_MINUTES = (1, 5, 15, 30, 60, 180, 360)
 
 
-def run(
-    *,
-    mtbf_hours: float | None,
-    nodes: int,
-    save_every_minutes: float | None,
-    save_seconds: float | None,
-    save_stall_seconds: float | None,
-    restart_seconds: float | None,
-    detect_seconds: float | None,
-    run: str | None,
-    out: str | None,
-    json: bool,
-) -> None:
+def run(options: SimulateGoodputOptions) -> None:
     """Print the table of intervals; write the curve as PNG if asked. Raises ConfigError for a RUN that is none."""
-    measured = _read_run(Path(run)) if run else {}
+    measured = _read_run(Path(options.run)) if options.run else {}
     given = {
-        "mtbf_hours": mtbf_hours,
-        "save_seconds": save_seconds,
-        "save_stall_seconds": save_stall_seconds,
-        "restart_seconds": restart_seconds,
-        "detect_seconds": detect_seconds,
+        "mtbf_hours": options.mtbf_hours,
+        "save_seconds": options.save_seconds,
+        "save_stall_seconds": options.save_stall_seconds,
+        "restart_seconds": options.restart_seconds,
+        "detect_seconds": options.detect_seconds,
     }
     values = {**_DEFAULTS, **measured, **{name: value for name, value in given.items() if value is not None}}
     stall = values.setdefault("save_stall_seconds", values["save_seconds"])
     costs = Costs(
-        mtbf=values["mtbf_hours"] * 3600 / nodes,
+        mtbf=values["mtbf_hours"] * 3600 / options.nodes,
         stall=stall,
         save=max(stall, values["save_seconds"]),
         detect=values["detect_seconds"],
         restart=values["restart_seconds"],
     )
     best = young_interval(costs.stall, costs.mtbf)
-    rows = [_row(seconds, costs, values) for seconds in _intervals(costs, best, save_every_minutes)]
-    if out:
-        _draw(Path(out), costs, best, save_every_minutes)
-    origins = {name: _origin(name, given, measured, run) for name in values}
+    rows = [_row(seconds, costs, values) for seconds in _intervals(costs, best, options.save_every_minutes)]
+    if options.out:
+        _draw(Path(options.out), costs, best, options.save_every_minutes)
+    origins = {name: _origin(name, given, measured, options.run) for name in values}
     result = {"seconds": asdict(costs), "origins": origins, "best_interval_seconds": best, "intervals": rows}
-    if save_every_minutes:
-        result["save_every"] = next(row for row in rows if row["seconds"] == save_every_minutes * 60)
-    print(dumps(result, indent=1) if json else _page(result, values, save_every_minutes, nodes), flush=True)
+    if options.save_every_minutes:
+        result["save_every"] = next(row for row in rows if row["seconds"] == options.save_every_minutes * 60)
+    print(
+        dumps(result, indent=1) if options.json else _page(result, values, options.save_every_minutes, options.nodes),
+        flush=True,
+    )
 
 
 def _read_run(folder: Path) -> dict[str, float]:

@@ -17,6 +17,7 @@ from dino_ds.data.root import open_files
 from dino_ds.data.shards import TarShards
 from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import UnshardOptions
 from dino_ds.tools.repack import Shrink, member_of, names_digest, repack
 from dino_ds.tools.shard import CHECKSUMS
 
@@ -27,23 +28,23 @@ _THREADS = 8
 _AS_THEY_ARE = Shrink(None, 0)
 
 
-def run(*, root: str, out: str, skip_checksums: bool = False, json: bool = False) -> None:
+def run(options: UnshardOptions) -> None:
     """Write each image into `out` under its name in the shards; the same command after an interruption goes on.
 
     Names never lead out of `out`: leading / and .. are dropped. Where two shards have images of one name, each shard
     gets a folder. Raises ConfigError, DataError for a damaged shard or a disk that can't be used.
     """
     begin = time.monotonic()
-    images = open_files(root)
-    if isinstance(images, TarShards) and not skip_checksums:
+    images = open_files(options.root)
+    if isinstance(images, TarShards) and not options.skip_checksums:
         _check(images)
-    folder = Path(out).expanduser()
+    folder = Path(options.out).expanduser()
     try:
         bad = _write_all(images, folder)
     except OSError as error:
         raise DataError(f"images can't be written to {folder}: {error.strerror or error}; fix --out") from error
     written = len(images) - len(bad)
-    if json:
+    if options.json:
         seconds = round(time.monotonic() - begin, 3)
         print(jsons.dumps({"out": str(folder), "images": written, "unreadable": len(bad), "seconds": seconds}))
         return

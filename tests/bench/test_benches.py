@@ -14,20 +14,31 @@ import pytest
 import torch
 
 from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
-from dino_ds.cli import _collect
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.options.commands import COMMANDS, find_command
+from dino_ds.options.bench import (
+    BenchAttentionOptions,
+    BenchEngineOptions,
+    BenchInferenceOptions,
+    BenchLadderOptions,
+    BenchMemoryOptions,
+    BenchScalingOptions,
+    BenchStepOptions,
+)
+from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
 from dino_ds.ranges import PARTS
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
+
+pytestmark = pytest.mark.slow
 
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
@@ -46,15 +57,9 @@ def _result(capsys):
 
 
 def _bench_step(**changes):
-    given = {
-        "recipe": tiny_recipe(),
-        "ds": tiny_ds(0),
-        "ds_path": "t.json",
-        "compare": None,
-        "data": False,
-        "json": True,
-    }
-    step.run(**{**given, **COMMON, **changes})
+    files = {"recipe": tiny_recipe(), "ds": tiny_ds(0), "ds_path": "t.json"}
+    files |= {name: changes.pop(name) for name in files.keys() & changes.keys()}
+    step.run(BenchStepOptions(json=True, **COMMON, **changes), **files)
 
 
 def test_step(capsys, no_children):
@@ -66,7 +71,7 @@ def test_step(capsys, no_children):
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
     recipe = tiny_recipe()
-    flops = sum(step_flops(recipe.model.architecture(), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
+    flops = sum(step_flops(vit_of(recipe), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
@@ -141,7 +146,7 @@ def test_step_refuses(changes, says):
 
 
 def test_ladder(capsys, no_children, tmp_path):
-    ladder.run(recipe=tiny_recipe(), out=str(tmp_path / "out"), json=True, **COMMON)
+    ladder.run(BenchLadderOptions(out=str(tmp_path / "out"), json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
     assert set(result) >= {"rungs", "exact_total_speedup", "exact_total_memory_ratio"}
     keys = {"name", "images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "exact", "skipped"}
@@ -177,7 +182,7 @@ def test_ladder_on_a_gpu(capsys, monkeypatch):
     )
     rungs = [rung for rung in ladder.all_rungs() if rung.exact]
     monkeypatch.setattr(ladder, "all_rungs", lambda: [*rungs[:2], rungs[-1]])
-    ladder.run(recipe=tiny_recipe(), out=None, json=True, **COMMON)
+    ladder.run(BenchLadderOptions(out=None, json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
     plain, sdpa, engine_s = result["rungs"]
     assert [len(row["first_losses"]) for row in result["rungs"]] == [3] * 3
@@ -187,7 +192,7 @@ def test_ladder_on_a_gpu(capsys, monkeypatch):
 
 
 def test_memory(capsys, no_children):
-    memory.run(recipe=tiny_recipe(), json=True, **COMMON)
+    memory.run(BenchMemoryOptions(json=True, **COMMON), recipe=tiny_recipe())
     variants = _result(capsys)["variants"]
     assert [(v["precision"], v["checkpointing"]) for v in variants] == [
         ("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True),
@@ -196,7 +201,7 @@ def test_memory(capsys, no_children):
 
 
 def test_attention(capsys):
-    attention.run(recipe=tiny_recipe(), json=True, **COMMON)
+    attention.run(BenchAttentionOptions(json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
     found = {(row["name"], row["shape"]): row for row in result["attention"]}
     assert {shape for _, shape in found} == {"4 x 17", "4 x 5", "both"}
@@ -206,7 +211,7 @@ def test_attention(capsys):
 
 
 def test_engine(capsys):
-    engine.run(recipe=tiny_recipe(), json=True, **COMMON)
+    engine.run(BenchEngineOptions(json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
     names = ["plain torch AdamW", "ZeRO 0", "ZeRO 1, run as 0", "ZeRO 3"]
     assert [row["name"] for row in result["engines"]] == names
@@ -223,7 +228,7 @@ def test_scaling(capsys, monkeypatch):
         return [ChildResult(v, 0, 0) for v in run_on_ranks(scaling.take_steps, world=ranks, **arguments)]
 
     monkeypatch.setattr(scaling, "run_in_children", on_pool)
-    scaling.run(recipe=tiny_recipe(), ranks=2, json=True, **COMMON)
+    scaling.run(BenchScalingOptions(ranks=2, json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
     assert [row["stage"] for row in result["stages"]] == [0, 1, 2, 3]
     for row in result["stages"]:
@@ -233,12 +238,12 @@ def test_scaling(capsys, monkeypatch):
 
 def test_scaling_refuses_more_ranks_than_places():
     with pytest.raises(ConfigError, match="--ranks 1000"):
-        scaling.run(recipe=tiny_recipe(), ranks=1000, json=True, **COMMON)
+        scaling.run(BenchScalingOptions(ranks=1000, json=True, **COMMON), recipe=tiny_recipe())
 
 
 def _ladder_on_ranks():
     with pytest.raises(ConfigError, match="measures in one process"):
-        ladder.run(recipe=tiny_recipe(), out=None, json=True, **COMMON)
+        ladder.run(BenchLadderOptions(out=None, json=True, **COMMON), recipe=tiny_recipe())
 
 
 def test_one_process_benches_refuse_several():
@@ -252,21 +257,6 @@ def test_memory_of_a_step_is_its_own():
     assert 0 < result.peak_mib - result.imports_mib < 300
 
 
-def test_commands_give_what_the_functions_take():
-    import importlib
-    import inspect
-
-    for name, command in COMMANDS.items():
-        if name.startswith("bench "):
-            module, _, function = command.runs.partition(":")
-            wanted = set(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
-            given = {flag.name for flag in command.all_flags} - {"config", "ds_config", "debug"}
-            given |= ({"recipe"} if command.takes_recipe else set()) | (
-                {"ds", "ds_path"} if command.takes_ds else set()
-            )
-            assert wanted == given, name
-
-
 def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
     """Without a virtual environment nothing is installed either."""
     words = ["make", "-n", "bench-gpu", "VENV=", f"PYTHON={sys.executable}"]
@@ -277,13 +267,13 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
     for _, seconds, python, _, _, *rest, _, _ in parts:
         assert float(seconds) < 360 and python == sys.executable
         command, flags = find_command(rest)
-        _collect(command, parse_flags(command, flags))
+        read(command, parse_flags(command, flags))
 
 
 def test_inference(capsys, tmp_path, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
-    compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
-    monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
+    compile_segments = VisionTransformer.compile_segments  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compile_segments(vit, backend="eager"))
     model = _backbone()
     export_safetensors(model, tmp_path / "teacher.safetensors")
     given = {
@@ -296,7 +286,7 @@ def test_inference(capsys, tmp_path, monkeypatch):
         "threads": 1,
         "heads": None,
     }
-    inference.run(model=str(tmp_path), json=True, **given)
+    inference.run(BenchInferenceOptions(model=str(tmp_path), json=True, **given))
     result = _result(capsys)
     rows = {(row["batch"], row["way"]): row for row in result["inference"]}
     ways = {way for _, way in rows}
@@ -316,20 +306,22 @@ def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", _no_compiler)
     given = {"random": False, "batches": (1,), "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1}
     given["heads"] = None
-    inference.run(model=str(tmp_path), json=True, **given)
+    inference.run(BenchInferenceOptions(model=str(tmp_path), json=True, **given))
     result = _result(capsys)
     assert "no bf16 arithmetic" in result["skipped"]["bf16"] and "pip install" in result["skipped"]["onnxruntime"]
     assert "no C++ compiler" in result["skipped"]["fp32 compiled"] and len(result["inference"]) == 1
-    inference.run(model="vit_tiny_patch16_224", json=False, **{**given, "random": True})
+    inference.run(BenchInferenceOptions(model="vit_tiny_patch16_224", json=False, **{**given, "random": True}))
     page = capsys.readouterr().out
     assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
     assert "| 1, fp32 " in page and "onnxruntime skipped: not installed" in page
     with pytest.raises(ConfigError, match="Did you mean vit_tiny_patch16_224"):
-        inference.run(model="vit_tiny_patch16_242", json=True, **{**given, "random": True})
+        inference.run(BenchInferenceOptions(model="vit_tiny_patch16_242", json=True, **{**given, "random": True}))
     with pytest.raises(ConfigError, match="multiples of the patch size 8"):
-        inference.run(model=str(tmp_path), json=True, **{**given, "size": 33})
+        inference.run(BenchInferenceOptions(model=str(tmp_path), json=True, **{**given, "size": 33}))
     with pytest.raises(ConfigError, match="--heads 3 is of a file"):
-        inference.run(model="vit_tiny_patch16_224", json=True, **{**given, "random": True, "heads": 3})
+        inference.run(
+            BenchInferenceOptions(model="vit_tiny_patch16_224", json=True, **{**given, "random": True, "heads": 3})
+        )
 
 
 def test_inference_goes_on_where_a_batch_is_too_large(capsys, tmp_path, monkeypatch):
@@ -347,12 +339,12 @@ def test_inference_goes_on_where_a_batch_is_too_large(capsys, tmp_path, monkeypa
     monkeypatch.setattr(Backbone, "features", small)
     monkeypatch.setattr(inference, "_ways", lambda backbone, *_: ({"fp32": backbone.features}, {}))
     given = {"random": False, "size": None, "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1, "heads": None}
-    inference.run(model=str(tmp_path), batches=(1, 2), json=True, **given)
+    inference.run(BenchInferenceOptions(model=str(tmp_path), batches=(1, 2), json=True, **given))
     result = _result(capsys)
     assert [row["batch"] for row in result["inference"]] == [1]
     assert result["skipped"] == {"batch 2": "not enough memory"}
     with pytest.raises(ConfigError, match="--batches 2,3: not enough memory: lower them"):
-        inference.run(model=str(tmp_path), batches=(2, 3), json=True, **given)
+        inference.run(BenchInferenceOptions(model=str(tmp_path), batches=(2, 3), json=True, **given))
 
 
 def _no_compiler(*_):

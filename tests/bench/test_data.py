@@ -14,6 +14,7 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.bench import BenchDataOptions
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded
 
@@ -22,7 +23,7 @@ SMALL = {"crops.global_size": "32", "crops.local_size": "16", "crops.num_local":
 
 def bench(changes: dict[str, str], **flags) -> None:
     given = {"images": 3, "rounds": 2, "threads": 1, "json": True, "out": None, **flags}
-    run(**given, recipe=load_recipe(None, {**SMALL, **changes}))
+    run(BenchDataOptions(**given), recipe=load_recipe(None, {**SMALL, **changes}))
 
 
 def test_every_pipeline_is_measured(capsys, tmp_path):

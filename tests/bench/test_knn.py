@@ -9,13 +9,14 @@ import pytest
 
 from dino_ds.bench.knn import run
 from dino_ds.errors import ConfigError
+from dino_ds.options.bench import BenchKnnOptions
 
 TINY = {"queries": 40, "bank": 300, "width": 8, "k": 5, "images": 3, "patch_size": 16, "rounds": 1, "threads": 1}
 
 
 def test_beside_faiss(capsys):
     pytest.importorskip("faiss")
-    run(**TINY, json=True)
+    run(BenchKnnOptions(**TINY, json=True))
     result = json.loads(capsys.readouterr().out)
     assert result["same_neighbours"] == 1.0
     (row,) = result["searches"]
@@ -25,12 +26,12 @@ def test_beside_faiss(capsys):
 
 def test_without_faiss(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not there
-    run(**TINY, json=False)
+    run(BenchKnnOptions(**TINY, json=False))
     assert "faiss-cpu is not installed (pip install faiss-cpu)" in capsys.readouterr().out
 
 
 def test_what_can_t_be_measured():
     with pytest.raises(ConfigError, match="--k 500 is more than the 300 rows"):
-        run(**{**TINY, "k": 500}, json=True)
+        run(BenchKnnOptions(**{**TINY, "k": 500}, json=True))
     with pytest.raises(ConfigError, match="--patch_size 5 does not divide 32"):
-        run(**{**TINY, "patch_size": 5}, json=True)
+        run(BenchKnnOptions(**{**TINY, "patch_size": 5}, json=True))

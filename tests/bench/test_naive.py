@@ -7,16 +7,17 @@ import copy
 import pytest
 import torch
 
-from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
+from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseTerm, PlainEngine
 from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
 from dino_ds.models.head import Prototypes
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
+from dino_ds.objectives.dino import DinoTerm
+from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
+from tests.reference import copied
 
 pytestmark = pytest.mark.numerical
 
@@ -33,7 +34,7 @@ def test_the_pairwise_loss_is_ours():
     torch.manual_seed(0)
     logits, teacher = torch.rand(5 * 4, 64) * 2 - 1, torch.rand(2 * 4, 64) * 2 - 1
     results = []
-    for kind in (PairwiseLoss, DinoLoss):
+    for kind in (PairwiseTerm, DinoTerm):
         loss = kind(64, 0.1, 0.9)
         loss.center.value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
         given = logits.clone().requires_grad_()
@@ -59,7 +60,7 @@ def test_normalised_prototypes_are_ours():
 def test_the_loop_over_the_teacher_is_one_pass():
     student = build_network(tiny_recipe(), PerformanceOptions())
     masters = [WholeMasters(list(student.named_parameters()))]
-    teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, Teacher)]
+    teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, EmaTeacher)]
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(torch.randn_like(parameter))
@@ -76,11 +77,11 @@ def _losses_and_teacher(rung):
     step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
     changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
     trial = build_rung(rung, tiny_recipe(**changes), 4)
-    start = trial.step.teacher.state_dict()
+    start = copied(trial.step.teachers["ema"].state())
     losses = [float(trial.run()) for _ in range(4)]
-    teacher = trial.step.teacher.state_dict()
+    teacher = copied(trial.step.teachers["ema"].state())
     assert max(float((teacher[name] - start[name]).abs().max()) for name in start) > 3e-4, "the weights move"
-    return torch.tensor(losses), teacher, trial.step.objective.center.value
+    return torch.tensor(losses), teacher, trial.step.objective.statistics["center"].value
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,9 @@ from PIL import Image
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
+from dino_ds.data.augmentation_params import FLIP, GRAY, SIGMA, SLOTS, SOLARIZE, AugmentationParams
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, MultiCrop, apply_crop, to_tensor
-from dino_ds.data.photometric import (
-    FLIP,
-    GRAY,
-    SIGMA,
-    SLOTS,
-    SOLARIZE,
-    AugmentationParams,
-    augment,
-    blend,
-    find_kernels,
-    gaussian_blur,
-    shift_hue,
-    solarize,
-)
+from dino_ds.data.photometric import augment, blend, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
 pytestmark = pytest.mark.numerical

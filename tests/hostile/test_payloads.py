@@ -6,6 +6,7 @@ Whoever writes such a file can also write the checksums that go with it, so payl
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -27,11 +28,13 @@ from dino_ds.data.tar_index import INDEX
 from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
 from dino_ds.launching.command import quote_for_pdsh
 from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.options.data import LookDataOptions, UnshardOptions
 from dino_ds.tools import look_data, unshard
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.guard import bounded, command, raised_by
 from tests.hostile.test_fuzz_data import IMAGES, read_all
 from tests.ranks import run_on_ranks
+from tests.sample import sampled
 from tests.training.harness import image_folder, train_tiny
 
 pytestmark = pytest.mark.faults
@@ -114,8 +117,10 @@ def _with_good_sums(folder: Path, name: str, data: bytes) -> None:
     (folder / "manifest.json").write_text(sealed)
 
 
-@pytest.mark.parametrize("name", ["rank_00000.safetensors", "whole_00000.safetensors"])
-@pytest.mark.parametrize("kind", PICKLES)
+TENSORS = ("rank_00000.safetensors", "whole_00000.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, TENSORS)))
 def test_pickles_in_place_of_tensors(canary, kind, name):
     run_on_ranks(_two_steps, canary, world=1)
     _with_good_sums(canary / "checkpoints/step_00000008", name, PICKLES[kind]())
@@ -244,7 +249,7 @@ def test_tar_members(canary, kind):
     path = _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]), *MEMBERS[kind])
     assert read_all(path) is None
     out = canary / "out"
-    raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+    raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(out))), UserError)
     for found in out.rglob("*"):
         assert found.resolve().is_relative_to(out.resolve()) and not found.is_symlink()
         assert found.is_dir() or (found.is_file() and not found.stat().st_mode & 0o6000)
@@ -258,7 +263,7 @@ def test_pax_headers_that_rename_a_member(canary):
     info.pax_headers = {"path": "../../canary.png", "size": str(2**62), "GNU.sparse.name": "/canary.png"}
     path = _tar(canary / "x.tar", (info, IMAGES["PNG"]))
     read_all(path)
-    raised_by(lambda: unshard.run(root=str(path), out=str(canary / "out")), UserError)
+    raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(canary / "out"))), UserError)
     shutil.rmtree(canary / "out", ignore_errors=True)
 
 
@@ -267,7 +272,7 @@ def test_unshard_does_not_follow_a_link_in_its_folder(canary):
     out = canary / "out"
     out.mkdir()
     (out / "a").symlink_to(canary.parent / "cwd")
-    assert raised_by(lambda: unshard.run(root=str(path), out=str(out)), UserError)
+    assert raised_by(lambda: unshard.run(UnshardOptions(root=str(path), out=str(out))), UserError)
 
 
 @pytest.mark.parametrize("kind", [*PICKLES, "a header 100,000 deep", "a header of 2^60 bytes"])
@@ -281,8 +286,7 @@ def test_an_index_beside_shards_that_is_none(canary, kind):
     assert isinstance(source, TarShards) and len(source) == 1 and any("anew" in note for note in source.notes)
 
 
-@pytest.mark.parametrize("kind", PICKLES)
-@pytest.mark.parametrize("ending", [".png", ".txt", ".parquet", ".tar"])
+@pytest.mark.parametrize(("kind", "ending"), sampled(itertools.product(PICKLES, (".png", ".txt", ".parquet", ".tar"))))
 def test_pickles_in_place_of_data(canary, kind, ending):
     path = canary / f"x{ending}"
     path.write_bytes(PICKLES[kind]())
@@ -413,7 +417,7 @@ def test_a_report_shows_names_and_runs_none(canary):
     small = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "model.patch_size": "8"}
     recipe = load_recipe(None, {"data.root": str(canary / "images"), **small})
     with bounded():
-        look_data.run(images=4, sample=0, out=str(canary / "look.png"), recipe=recipe, json=True)
+        look_data.run(LookDataOptions(images=4, sample=0, out=str(canary / "look.png"), json=True), recipe=recipe)
     pages = list(canary.glob("*.html"))
     assert pages
     for page in pages:

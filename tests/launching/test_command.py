@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.asked import Asked, build_plan
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, quote_for_pdsh
+from dino_ds.launching.command import build_command, check_forwarded, quote_for_pdsh
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import run
+from dino_ds.launching.plan import LaunchPlan, build_plan
+from dino_ds.options.machine import LaunchOptions
+from dino_ds.options.run import TrainOptions
 
-SCRIPT = Path("/code/dino_ds/train.py")
 WORDS = ("--data.root", "/images")
 
 
@@ -28,7 +27,7 @@ def hostfile(tmp_path):
 
 
 def _plan(**options):
-    return build_plan(Asked(**options), WORDS)
+    return build_plan(LaunchOptions(**options), WORDS)
 
 
 def _deepspeed(plan):
@@ -73,11 +72,9 @@ def test_torchrun_and_its_elastic_form():
 
 
 def test_an_elastic_run_must_be_able_to_go_on():
-    train = {"resume": False}
-    checks = {"skip_checks": True, "dry_run": True}
-    asked = Asked(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1")
+    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", skip_checks=True, dry_run=True)
     with pytest.raises(ConfigError, match="add --resume auto"):
-        run(**dataclasses.asdict(asked), **checks, train_words=WORDS, train=train)
+        run(options, train_words=WORDS, train={"options": TrainOptions()})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +145,7 @@ def test_characters_that_cannot_be_forwarded_are_named(character):
     assert f"it contains {character!r}" in str(error.value)
 
 
-PLAN = LaunchPlan(SCRIPT, WORDS, "deepspeed", 1, 29500, hosts=(Host("w1", (0,)),))
+PLAN = LaunchPlan(LaunchOptions(), WORDS, 1, 29500, hosts=(Host("w1", (0,)),))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import yaml
 
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.options.commands import LAUNCH, TRAIN
+from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
 from tests.launching.cluster import REPOSITORY
 
@@ -50,7 +50,7 @@ def _accepted(given):
     """The words of `train` among those that a script gave to a program, checked as the command line checks them."""
     if "dino-ds" in given:
         assert given["dino-ds"][0] == "launch"
-        train = parse_flags(LAUNCH, given["dino-ds"][1:]).train
+        train = parse_flags(COMMANDS["launch"], given["dino-ds"][1:]).train
     else:
         (words,) = (words for words in given.values() if "dino_ds/train.py" in words)
         train = parse_flags(TRAIN, words[words.index("dino_ds/train.py") + 1 :])
@@ -121,7 +121,7 @@ def test_kubernetes_pods_find_each_other_and_count_alike():
     service, job = _documents("kubernetes.yaml")
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    flags = parse_flags(LAUNCH, container["args"][1:])
+    flags = parse_flags(COMMANDS["launch"], container["args"][1:])
     assert flags.train is not None and flags.train.fixed["resume"] == "auto"
     name = job["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name} and pod["subdomain"] == service["metadata"]["name"]
@@ -140,7 +140,7 @@ def test_compose_builds_from_the_dockerfile_and_its_command_exists():
     build = LAUNCHES / service["build"]["context"]
     assert (build / service["build"]["dockerfile"]).samefile(LAUNCHES / "Dockerfile")
     words = shlex.split(service["command"])
-    flags = parse_flags(LAUNCH, words[1:])
+    flags = parse_flags(COMMANDS["launch"], words[1:])
     assert flags.train is not None and service["init"] and service["shm_size"]
     mounted = [volume.split(":")[1] for volume in service["volumes"]]
     assert flags.train.recipe["data.root"] in mounted and str(Path(flags.train.fixed["run_dir"]).parent) in mounted

@@ -14,7 +14,7 @@ from PIL import Image
 
 from dino_ds.errors import ConfigError
 from dino_ds.pictures.canvas import Sheet, figure_pixels, figure_png, figure_tensor
-from dino_ds.pictures.curves import draw_curves
+from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.draw import (
     MASS,
     coat,
@@ -95,6 +95,7 @@ def test_rows_that_belong_together_lie_together():
     assert sheet._y(2) - sheet._y(1) > sheet._y(1) - sheet._y(0) == pytest.approx(sheet._y(3) - sheet._y(2))
 
 
+@pytest.mark.slow
 def test_channels_that_are_no_colours():
     """Two channels: the first in grey; four: the first three as colours."""
     images = torch.rand(2, 4, 8, 8) - 0.5
@@ -180,6 +181,7 @@ def test_a_model_on_a_batch(pictures):
     assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
 
 
+@pytest.mark.slow
 def test_likes_lie_together_on_the_map():
     """Every method keeps three far clusters apart: neighbours on the map are of one cluster. The same points again."""
     generator = torch.Generator().manual_seed(0)
@@ -243,14 +245,14 @@ def test_curves_with_and_without_evaluations(tmp_path):
     record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
     records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
     assert [axes.get_title() for axes in _curves(tmp_path, *records).axes][:2] == [
-        "loss = teacher entropy + KL",
-        "learning rate",
+        "Loss, nats",
+        "Learning rate",
     ]
     knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
     early = {"step": 0, "knn_top1": 40.0, "knn_raw_pixels": 31.0, "knn_chance": 9.0}
     panel = _curves(tmp_path, early, *records, knn).axes[1]
     assert "50.0 at the end" in panel.get_title()
-    assert [text.get_text() for text in panel.texts] == ["raw pixels 30.0", "chance 10.0", "untrained 40.0"]
+    assert [text.get_text() for text in panel.texts] == ["untrained 40.0", "raw pixels 30.0", "chance 10.0"]
     below = _curves(tmp_path, *records, knn | {"knn_raw_pixels": 80.0}).axes[1]
     assert [text.get_text() for text in below.texts] == ["raw pixels 80.0", "chance 10.0"]
     assert below.get_ylim()[1] > 80

@@ -12,7 +12,7 @@ from unittest import mock
 import psutil
 import pytest
 
-from dino_ds import cli, distributed, train
+from dino_ds import distributed, train
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
@@ -20,6 +20,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure import machine as measured
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
 from dino_ds.plan.fit import FILLED, fit
 from dino_ds.plan.start import Machine, check_fits, chosen, given, kept, predict
 from tests.ranks import run_on_ranks
@@ -43,11 +44,12 @@ def _readme_command() -> list[str]:
 def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
     monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
-    options, files = cli._collect(TRAIN, parse_flags(TRAIN, _readme_command()[1:]))
-    asked, resume = (files["ds"], files["ds_path"], files["ds_overrides"]), options["resume"]
-    start, memory = train._settle(files["recipe"], asked, tmp_path / "run", resume, options["allow_oversize"])
+    words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
+    options, files = read(TRAIN, parse_flags(TRAIN, words))
+    recipe = files.pop("recipe")
+    start, memory = train._choose_ds_config(recipe, train._Request(options, **files))
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
-    again = fit(files["recipe"], start.ds, start.path, 1, RTX3090.card_gib)
+    again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
     assert memory.gib < again.memory.gib  # without the margins
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run
 from tests.report.runs import make_run
 
@@ -62,7 +63,7 @@ def page(tmp_path_factory):
     folder = make_run(tmp_path_factory.mktemp("runs") / "run")
     with (folder / "log.txt").open("a") as file:
         file.write("note     <script>window.alerted = 1</script><img src=x onerror='window.alerted = 1'>\n")
-    run(run=str(folder), compare=None, out=None, json=False)
+    run(ReportOptions(run=str(folder)))
     return folder / "report.html"
 
 
@@ -92,7 +93,7 @@ def test_pointing_at_a_chart_shows_its_values(page):
 
 def test_runs_side_by_side_are_seen(page):
     other = make_run(page.parent.parent / "other", recipe={"optimizer.lr": "0.002"})
-    run(run=str(page.parent), compare=[str(other)], out=None, json=False)
+    run(ReportOptions(run=str(page.parent), compare=(str(other),)))
     found = _measured(page.with_name("compare.html"))
     assert len(found["charts"]) >= 9
     assert found["wide"] <= 1280

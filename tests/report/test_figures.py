@@ -9,12 +9,14 @@ import pytest
 from PIL import Image
 
 from dino_ds.health.lock import RunLock
+from dino_ds.pictures.charts import Chart, Level, Line, summarise_knn
 from dino_ds.pictures.series import EMPTY, Curve, Metrics
-from dino_ds.report.chart import Level, Line, _Frame, _levels, _log_ticks, _ticks, _words, draw_chart
 from dino_ds.report.compare import names_of
 from dino_ds.report.folder import read_run
-from dino_ds.report.pictures import _spread, show_pictures
-from dino_ds.report.summary import mean_rate, summarise, summarise_knn
+from dino_ds.report.pictures import _spread
+from dino_ds.report.single_run import draw_run
+from dino_ds.report.summary import mean_rate, summarise
+from dino_ds.report.svg import Frame, _commands, _levels, _log_ticks, _ticks, draw_chart
 from dino_ds.report.text import duration, number
 from tests.report.runs import LOG, make_run, save_picture
 
@@ -43,23 +45,21 @@ def test_ticks_are_round():
 
 
 def test_values_lie_where_the_axes_say():
-    frame = _Frame(520, 270, (0, 10), (0, 1), False)
+    frame = Frame(520, 270, (0, 10), (0, 1), False)
     assert [frame.across(0), frame.across(10), frame.down(0), frame.down(1)] == pytest.approx([52, 510, 248, 20])
-    assert list(_words(_curve(1, np.nan, 2, 3), log=False)) == ["M0 1", "M2 2", "L3 3"]
-    assert list(_words(_curve(1, 100), log=True)) == ["M0 0", "L1 2"]
-    places = re.findall(
-        r'<text class="level" x="\d+" y="([\d.]+)"', _levels([Level("a", 0.5), Level("b", 0.51)], frame)
-    )
-    assert float(places[0]) - float(places[1]) == pytest.approx(13)
+    assert list(_commands(_curve(1, np.nan, 2, 3), log=False)) == ["M0 1", "M2 2", "L3 3"]
+    assert list(_commands(_curve(1, 100), log=True)) == ["M0 0", "L1 2"]
+    (*_, lower), (*_, upper) = _levels([Level("a", 0.5), Level("b", 0.51)], frame)
+    assert lower - upper == pytest.approx(13)
 
 
 def test_the_scale_fits_the_values():
     """Logarithmic from a factor of 100, never from zero; levels are inside."""
     for values, zero, log in (((1, 100), False, 1), ((1, 99), False, 0), ((1, 100), True, 0), ((0, 100), False, 0)):
-        assert f'data-log="{log}"' in draw_chart("a", "", [Line("a", _curve(*values), 1)], zero=zero)
+        assert f'data-log="{log}"' in draw_chart(Chart("a", "", [Line("a", _curve(*values), 1)], zero=zero))
 
     def shown(**how):
-        matrix = re.search(r'data-matrix="([^"]+)"', draw_chart("a", "", [Line("a", _curve(5, 10), 1)], **how))
+        matrix = re.search(r'data-matrix="([^"]+)"', draw_chart(Chart("a", "", [Line("a", _curve(5, 10), 1)], **how)))
         *_, scale, _, shift = map(float, matrix[1].split())
         return (248 - shift) / scale, (20 - shift) / scale
 
@@ -69,7 +69,7 @@ def test_the_scale_fits_the_values():
 
 def test_an_area_of_a_long_run_stays_small():
     long = _curve(*np.linspace(1, 2, 5000))
-    page = draw_chart("a", "", [Line("a", long, 1, "area", base=long)])
+    page = draw_chart(Chart("a", "", [Line("a", long, 1, "area", base=long)]))
     (outline,) = re.findall(r'class="c1 fill" d="([^"]+)"', page)
     assert outline.count("L") < 1000
 
@@ -107,7 +107,7 @@ def test_wide_pictures_come_last_and_curves_are_drawn_anew(tmp_path):
     folder = make_run(tmp_path / "run")
     save_picture(folder / "pictures/curves.png")
     Image.new("RGB", (300, 100)).save(folder / "pictures/a.png")
-    page = show_pictures(read_run(folder))
+    page = draw_run(read_run(folder))
     assert page.count("<img") == 4
     assert page.index('class="picture wide"') > page.index('class="picture"')
     assert _spread(list(range(10))) == [0, 2, 4, 5, 7, 9]

@@ -18,6 +18,7 @@ from dino_ds.costs.memory import Memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
@@ -33,7 +34,7 @@ class _Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.words, self.tags, self.addresses, self.drawn = [], [], [], []
-        self.prefetcher(text)
+        self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -52,7 +53,7 @@ class _Page(HTMLParser):
 
 
 def _report(folder, *more, out=None, json=False):
-    run(run=str(folder), compare=[str(path) for path in more] or None, out=out, json=json)
+    run(ReportOptions(run=str(folder), compare=tuple(str(path) for path in more) or None, out=out, json=json))
     page = folder / ("compare.html" if more else "report.html")
     return _Page(page.read_text(encoding="utf-8"))
 
@@ -79,7 +80,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
 
 def test_json_is_one_object(tmp_path, capsys):
     folder = make_run(tmp_path / "run")
-    run(run=str(folder), compare=None, out=None, json=True)
+    run(ReportOptions(run=str(folder), json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["report"] == str(folder / "report.html")
     assert found["state"] == "finished"
@@ -193,7 +194,7 @@ def test_runs_side_by_side(tmp_path, capsys):
     _report(one, other)
     assert 'class="best"' not in (one / "compare.html").read_text()  # of other settings: nothing to compare
     capsys.readouterr()
-    run(run=None, compare=[str(one), str(two)], out=str(tmp_path / "c.html"), json=True)
+    run(ReportOptions(compare=(str(one), str(two)), out=str(tmp_path / "c.html"), json=True))
     found = json.loads(capsys.readouterr().out)
     assert [facts["run"] for facts in found["runs"]] == [str(one), str(two)]
 
@@ -215,7 +216,7 @@ def test_other_batches_are_compared_by_images_and_other_data_is_said(tmp_path):
 @pytest.mark.parametrize("words", ["a --compare b c", "--compare b c --run a", "a --compare b --compare c"])
 def test_a_list_of_runs_is_what_one_types(words):
     command, rest = find_command(["report", *words.split()])
-    assert parse_flags(command, rest).fixed == {"run": "a", "compare": ["b", "c"]}
+    assert parse_flags(command, rest).fixed == {"run": "a", "compare": ("b", "c")}
 
 
 def test_input_that_is_no_run(tmp_path, capsys):
@@ -322,12 +323,13 @@ def test_the_planner_s_line_is_understood():
     assert log.memory_moment == "the loss"
 
 
+@pytest.mark.slow
 def test_a_real_run_is_understood(tmp_path, capsys):
     """Whatever training writes today: no note, a state, every figure."""
     root = image_folder(tmp_path / "images", classes=2)
     changes = {"eval.every": "2 steps", "eval.root": str(root), "eval.k": "3"}
     assert train_tiny(root, tmp_path / "run", max_steps=4, changes=changes) is None
-    run(run=str(tmp_path / "run"), compare=None, out=None, json=True)
+    run(ReportOptions(run=str(tmp_path / "run"), json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["notes"] == []
     assert (found["state"], found["step"], found["planned_steps"]) == ("finished", 4, 4)
@@ -378,6 +380,7 @@ def test_the_commands_of_all_starts_are_kept(tmp_path, monkeypatch):
     assert first < second < third and "deepspeed --num_gpus 1 dino_ds/train.py one" in page
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded():
     code = "import sys, dino_ds.report.command; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -12,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.architectures import BackboneOptions
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, head_colours, heat, overlay
 from dino_ds.pictures.maps import mass_mask
 from dino_ds.tools.attention_video import _shown, run
@@ -46,7 +48,7 @@ def _write(path, form, frames, fps=10.0):
 def _two_heads():
     plain = _backbone()
     arch = dataclasses.replace(plain.vit.arch, heads=2)
-    vit = VisionTransformer(arch, plain.image_size, pos_embed_interpolation="antialias")
+    vit = VisionTransformer(arch, plain.image_size, BackboneOptions(pos_embed_interpolation="antialias"))
     vit.load_state_dict(plain.vit.state_dict())
     return Backbone(vit, plain.image_size, "a test", {**plain.about, "architecture": dataclasses.asdict(arch)})
 
@@ -62,7 +64,7 @@ def place(tmp_path_factory):
 
 def _run(place, out, **changes):
     values = {"model": str(place), "clip": str(place / "clip"), "format": None, "show": "attention", "head": None}
-    run(**{**values, "out": out and str(out), "fps": None, "size": 32, "json": True, **changes})
+    run(AttentionVideoOptions(**{**values, "out": out and str(out), "fps": None, "size": 32, "json": True, **changes}))
 
 
 def _read(path):

@@ -17,6 +17,7 @@ from dino_ds.cli import main
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters
 from dino_ds.errors import StorageError
+from dino_ds.options.run import ConvertOptions
 from dino_ds.tools.convert import run as convert
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, losses_of, train_tiny
@@ -47,7 +48,7 @@ def _values(folder):
 
 def _convert(trained, out, **flags):
     flags = {"ranks": None, "student": False, "json": False} | flags
-    convert(checkpoint=str(trained / "run" / STEP), out=str(out), **flags)
+    convert(ConvertOptions(checkpoint=str(trained / "run" / STEP), out=str(out), **flags))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -95,7 +96,7 @@ def test_it_runs_where_there_is_no_deepspeed(trained, tmp_path):
     """From the command line; DeepSpeed, which a machine without a compiler may lack, is not imported."""
     code = (
         "import json, sys; sys.modules['deepspeed'] = None; from dino_ds.tools.convert import run; "
-        "run(**json.loads(sys.argv[1]))"
+        "from dino_ds.options.run import ConvertOptions; run(ConvertOptions(**json.loads(sys.argv[1])))"
     )
     flags = {"checkpoint": str(trained / "run" / STEP), "out": str(tmp_path / "out"), "ranks": 4}
     flags |= {"student": False, "json": False}

@@ -16,9 +16,10 @@ from PIL import Image
 from dino_ds.cli import main
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals import suite
+from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.subject import Labelled, Settings
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
+from dino_ds.options.model import EvalOptions
 from dino_ds.ports import find_free_port
 from dino_ds.tools import evaluate
 from dino_ds.tools.evaluate import run
@@ -58,7 +59,7 @@ def _run(place, evals="knn", **changes):
     given = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test"), "workers": 0}
     given |= {"k": (1, 5) if "knn" in names else None}
     given |= dict(zip(("epochs", "batch"), (2, 8) if "linear-sgd" in names else (None, None), strict=True))
-    run(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes})
+    run(EvalOptions(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes}))
 
 
 def _results(place):

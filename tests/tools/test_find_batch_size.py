@@ -8,11 +8,12 @@ import pytest
 
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.errors import ConfigError
+from dino_ds.options.machine import FindBatchSizeOptions
 from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
 from dino_ds.tools.find_batch_size import run, with_batch, write_batch
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
-FLAGS = {"ds_path": "test.json", "ranks": 1, "steps": 1, "threads": 1, "write": None, "json": True}
+FLAGS = {"ranks": 1, "steps": 1, "threads": 1, "write": None, "json": True}
 
 
 @pytest.mark.parametrize("most", [1, 2, 48, 64, 100, 512, 700])
@@ -37,8 +38,14 @@ def test_the_fastest_divides_the_global_batch():
     assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
 
 
+@pytest.mark.slow
 def test_the_real_step_is_measured(capsys):
-    run(recipe=tiny_recipe(data__global_batch="2"), ds=tiny_ds(0), memory_gib=20.0, **FLAGS)
+    run(
+        FindBatchSizeOptions(memory_gib=20.0, **FLAGS),
+        recipe=tiny_recipe(data__global_batch="2"),
+        ds=tiny_ds(0),
+        ds_path="test.json",
+    )
     result = json.loads(capsys.readouterr().out)
     assert [tried["micro_batch"] for tried in result["tried"]] == [1, 2]
     assert all(tried["fits"] and tried["images_per_second"] > 0 for tried in result["tried"])
@@ -48,15 +55,30 @@ def test_the_real_step_is_measured(capsys):
 
 def test_too_much_memory_is_told_in_one_line():
     with pytest.raises(ConfigError, match=r"not one image fits into 0.1 GiB: recompute activations"):
-        run(recipe=tiny_recipe(data__global_batch="2"), ds=tiny_ds(0), memory_gib=0.1, **FLAGS)
+        run(
+            FindBatchSizeOptions(memory_gib=0.1, **FLAGS),
+            recipe=tiny_recipe(data__global_batch="2"),
+            ds=tiny_ds(0),
+            ds_path="test.json",
+        )
 
 
 def test_what_can_not_be_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="global batch 3 is not a multiple of 2 ranks"):
-        run(recipe=tiny_recipe(data__global_batch="3"), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"ranks": 2})
+        run(
+            FindBatchSizeOptions(memory_gib=1.0, **FLAGS | {"ranks": 2}),
+            recipe=tiny_recipe(data__global_batch="3"),
+            ds=tiny_ds(0),
+            ds_path="test.json",
+        )
     write = str(tmp_path / "none" / "x.json")
     with pytest.raises(ConfigError, match="its folder is missing"):
-        run(recipe=tiny_recipe(), ds=tiny_ds(0), memory_gib=1.0, **FLAGS | {"write": write})
+        run(
+            FindBatchSizeOptions(memory_gib=1.0, **FLAGS | {"write": write}),
+            recipe=tiny_recipe(),
+            ds=tiny_ds(0),
+            ds_path="test.json",
+        )
 
 
 def test_writing_keeps_the_rest_and_the_comments(tmp_path):

@@ -19,6 +19,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import LookDataOptions
 from dino_ds.tools import look_data
 from dino_ds.tools.data_statistics import look_at
 from dino_ds.tools.sheet import _font, describe
@@ -60,7 +61,8 @@ def folder(tmp_path):
 
 def look(folder, tmp_path, capsys, images=3, sample=0, json_too=True, **more):
     look_data.run(
-        images=images, sample=sample, out=str(tmp_path / "look.png"), recipe=recipe_for(folder, **more), json=json_too
+        LookDataOptions(images=images, sample=sample, out=str(tmp_path / "look.png"), json=json_too),
+        recipe=recipe_for(folder, **more),
     )
     out = capsys.readouterr().out
     return json.loads(out) if json_too else out
@@ -119,6 +121,7 @@ def test_a_sample_is_named_and_has_its_size(folder, tmp_path, capsys):
     assert "5 of them, drawn at random" in text and "(among those looked at)" in text
 
 
+@pytest.mark.slow
 def test_enlarged_crops_are_those_with_fewer_pixels(tmp_path, capsys):
     """Images of 40 x 40 and crops of 0.4 to 1 of them: none has 41 x 41 pixels, all have 25 x 25, and half 33 x 33."""
     for number in range(300):
@@ -191,13 +194,15 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
 
 
 def test_fewer_images_than_asked_for_is_said(folder, tmp_path, capsys):
-    look_data.run(images=50, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+    look_data.run(
+        LookDataOptions(images=50, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(folder)
+    )
     assert "5 images on the sheet, 50 were asked for" in capsys.readouterr().err
 
 
 def test_embedded_photos_have_neither_files_nor_formats(tmp_path, capsys):
     recipe = load_recipe("quickstart", {"data.workers": "0"})
-    look_data.run(images=2, sample=40, out=str(tmp_path / "a.png"), recipe=recipe, json=True)
+    look_data.run(LookDataOptions(images=2, sample=40, out=str(tmp_path / "a.png"), json=True), recipe=recipe)
     found = json.loads(capsys.readouterr().out)
     assert found["file_bytes"] is None and found["formats"] == {"none": 40} and found["looked_at"] == 40
     assert found["classes"]["count"] == 18
@@ -237,15 +242,19 @@ def test_images_beyond_the_limit_of_pixels_are_unreadable(folder, tmp_path, caps
 @pytest.mark.parametrize("images", [0, -1, 1000])
 def test_impossible_numbers_of_images(folder, tmp_path, images):
     with pytest.raises(ConfigError, match=f"--images {images}: a sheet has 1 to 200"):
-        look_data.run(images=images, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(folder), json=False)
+        look_data.run(
+            LookDataOptions(images=images, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(folder)
+        )
 
 
 @pytest.mark.parametrize(
-    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is no folder one may write to")]
+    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is not a writable folder")]
 )
 def test_impossible_places(folder, tmp_path, out, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        look_data.run(images=1, sample=0, out=str(tmp_path / out), recipe=recipe_for(folder), json=False)
+        look_data.run(
+            LookDataOptions(images=1, sample=0, out=str(tmp_path / out), json=False), recipe=recipe_for(folder)
+        )
 
 
 def test_nothing_to_look_at(tmp_path):
@@ -255,7 +264,9 @@ def test_nothing_to_look_at(tmp_path):
     (broken / "a.jpg").touch()
     for root, words in ((empty, "no images under"), (broken, r"none of the 1 images .*a\.jpg \(empty file\)")):
         with pytest.raises(DataError, match=words):
-            look_data.run(images=1, sample=0, out=str(tmp_path / "a.png"), recipe=recipe_for(root), json=False)
+            look_data.run(
+                LookDataOptions(images=1, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(root)
+            )
     assert list(tmp_path.glob("*a.png*")) == []
 
 

@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
@@ -59,9 +60,10 @@ def _run(place, **changes):
     images = None if changes.get("only") in ("curves", "neighbours") else "3"
     values |= {"only": None, "images": images, "queries": None, "patch": None, "foreground": False, "map": None}
     values = {**values, "bank": None, "size": None, "json": True, **changes}
-    run(**{**values, "only": values["only"] and values["only"].split(",")})
+    run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
 
+@pytest.mark.slow
 def test_one_picture_of_each_kind(place, tmp_path, capsys):
     _run(place, out=str(tmp_path))
     written = json.loads(capsys.readouterr().out)["pictures"]
@@ -174,7 +176,7 @@ def test_bad_input_is_one_line(place):
 
 def test_a_folder_that_cant_be_written(place, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is no folder one may write to; name another folder with --out"):
+    with pytest.raises(ConfigError, match="file is not a writable folder; name another folder with --out"):
         _run(place, model="nowhere.pth", only="pca", out=str(tmp_path / "file/out"))  # before the weights are read
 
 

@@ -9,12 +9,13 @@ import torch
 
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
+from dino_ds.options.bench import ProfileOptions
 from dino_ds.ranges import named_range
 from dino_ds.tools.bottleneck import Call, judge, kind_of
 from dino_ds.tools.profiler import profile_torch, run
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
-FLAGS = {"ds_path": "test.json", "batch": 4, "steps": 2, "warmup": 1, "threads": 1, "json": True}
+FLAGS = {"batch": 4, "steps": 2, "warmup": 1, "threads": 1, "json": True}
 
 
 def _matrix_product():
@@ -50,6 +51,7 @@ def _elementwise():
         (_elementwise, "memory"),
     ],
 )
+@pytest.mark.slow
 def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
     init_distributed()
     result = profile_torch(step, 1, 2, tmp_path)
@@ -88,9 +90,10 @@ def test_kinds_of_operators(operator, kind):
     assert kind_of(operator) == kind
 
 
+@pytest.mark.slow
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
-    run(recipe=recipe, ds=tiny_ds(1), tool="torch", out=str(tmp_path), **FLAGS)
+    run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(1), ds_path="test.json")
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "noise" and result["steps"] == 2
     assert set(result["parts"]) == {"teacher", "student", "loss", "backward", "optimizer", "center", "ema"}
@@ -101,16 +104,22 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["bound_by"] == result["bound_by"]
 
 
+@pytest.mark.slow
 def test_real_images_are_used_when_given(tmp_path, capsys):
     recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
-    run(recipe=recipe, ds=tiny_ds(0), tool="torch", out=str(tmp_path), **FLAGS)
+    run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(0), ds_path="test.json")
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "photos" and result["parts"]["data"] > 0
     assert {"student", "ema"} < set(result["parts"])
 
 
 def test_the_python_side(tmp_path, capsys):
-    run(recipe=tiny_recipe(), ds=tiny_ds(0), tool="cprofile", out=str(tmp_path), **FLAGS | {"json": False})
+    run(
+        ProfileOptions(tool="cprofile", out=str(tmp_path), **FLAGS | {"json": False}),
+        recipe=tiny_recipe(),
+        ds=tiny_ds(0),
+        ds_path="test.json",
+    )
     page = capsys.readouterr().out
     assert "| function" in page and "run_backward" in page and (tmp_path / "rank0.prof").exists()
 
@@ -118,4 +127,9 @@ def test_the_python_side(tmp_path, capsys):
 def test_wrong_tools_and_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be made"):
-        run(recipe=tiny_recipe(), ds=tiny_ds(0), tool="torch", out=str(tmp_path / "file" / "x"), **FLAGS)
+        run(
+            ProfileOptions(tool="torch", out=str(tmp_path / "file" / "x"), **FLAGS),
+            recipe=tiny_recipe(),
+            ds=tiny_ds(0),
+            ds_path="test.json",
+        )

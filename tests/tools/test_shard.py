@@ -24,9 +24,12 @@ from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import ShardOptions, UnshardOptions
 from dino_ds.tools import shard, unshard
 from tests.data.deep import png16
 from tests.data.test_shards import pack, png
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def files_below(root: Path) -> dict[str, bytes]:
 
 
 def make(root: Path | None, out: Path, **options) -> None:
-    shard.run(root=str(root) if root else None, out=str(out), workers=2, **options)
+    shard.run(ShardOptions(root=str(root) if root else None, out=str(out), workers=2, **options))
 
 
 def read(root: Path):
@@ -74,7 +77,7 @@ def test_round_trip_is_byte_identical(tmp_path, capsys, monkeypatch):
     folder, shards = read(tmp_path / "images"), read(tmp_path / "shards")
     assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
     assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
-    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "again"), json=True)
+    unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "again"), json=True))
     assert json.loads(capsys.readouterr().out)["images"] == 15
     assert files_below(tmp_path / "again") == files
 
@@ -164,9 +167,10 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
         (tmp_path / f"images/{i:02d}.png").write_bytes(noise(300, 300, "PNG", seed=i))
     make(tmp_path / "images", tmp_path / "whole", shard_size="3", shrink=150)
     code = f"""
+        from dino_ds.options.data import ShardOptions
         from dino_ds.tools import shard
         root, out = {str(tmp_path / "images")!r}, {str(tmp_path / "out")!r}
-        shard.run(root=root, out=out, shard_size="3", shrink=150, workers=2)
+        shard.run(ShardOptions(root=root, out=out, shard_size="3", shrink=150, workers=2))
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     job = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.DEVNULL)
@@ -203,7 +207,7 @@ def test_folders_of_something_else_are_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="is not empty"):
         make(tmp_path / "images", tmp_path / "images")
     with pytest.raises(ConfigError, match="is not empty"):
-        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "images"))
+        unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "images")))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_an_out_that_can_not_be_written(tmp_path):
     with pytest.raises(DataError, match="shards can't be written to"):
         make(tmp_path / "images", tmp_path / "file/shards")
     with pytest.raises(DataError, match="images can't be written to"):
-        unshard.run(root=str(tmp_path / "images"), out=str(tmp_path / "file/images"))
+        unshard.run(UnshardOptions(root=str(tmp_path / "images"), out=str(tmp_path / "file/images")))
 
 
 # unshard
@@ -244,7 +248,7 @@ def test_hostile_names_stay_inside(tmp_path):
     evil = {"/abs.png": png(1), "../../up.png": png(2), "a/../../b.png": png(3), "ok/./c.png": png(4)}
     pack(tmp_path / "s/evil.tar", evil)
     before = set(tmp_path.iterdir())
-    unshard.run(root=str(tmp_path / "s"), out=str(tmp_path / "out/deep"))
+    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out/deep")))
     assert set(files_below(tmp_path / "out")) == {f"deep/{n}.png" for n in ("abs", "up", "a/b", "ok/c")}
     assert set(tmp_path.iterdir()) - before <= {tmp_path / "out", tmp_path / "cache"}
 
@@ -252,7 +256,7 @@ def test_hostile_names_stay_inside(tmp_path):
 def test_equal_names_of_two_shards_do_not_overwrite_each_other(tmp_path):
     for name in ("x", "y"):
         pack(tmp_path / f"s/{name}.tar", {"0.png": png(ord(name))})
-    unshard.run(root=str(tmp_path / "s"), out=str(tmp_path / "out"))
+    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out")))
     assert files_below(tmp_path / "out") == {"x/0.png": png(ord("x")), "y/0.png": png(ord("y"))}
 
 
@@ -272,9 +276,9 @@ def test_a_damaged_shard_is_named_before_anything_is_written(tmp_path):
     data[700] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError, match=r"1 shards are not what was written, such as .*000002\.tar"):
-        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+        unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
-    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"), skip_checksums=True)
+    unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out"), skip_checksums=True))
 
 
 def test_an_interrupted_unshard_goes_on(tmp_path, monkeypatch):
@@ -290,9 +294,9 @@ def test_an_interrupted_unshard_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(unshard, "_write_one", stop_after_five)
     with pytest.raises(KeyboardInterrupt):
-        unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+        unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out")))
     monkeypatch.setattr(unshard, "_write_one", write)
-    unshard.run(root=str(tmp_path / "shards"), out=str(tmp_path / "out"))
+    unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out")))
     assert files_below(tmp_path / "out") == files
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import UserError
+from dino_ds.options.run import TrainOptions
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TINY = {
@@ -64,6 +65,7 @@ def train_tiny(
     changes: dict[str, str] | None = None,
     ds_changes: dict[str, str] | None = None,
     allow_change: str | None = None,
+    ds_overrides: dict[str, str] | None = None,
     **more: Any,
 ) -> str | None:
     """One training job in this process; returns the message of a UserError, "stopped" for exit code 75, else None."""
@@ -74,14 +76,13 @@ def train_tiny(
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             train(
+                TrainOptions(
+                    run_dir=str(run_dir), max_steps=max_steps, resume=resume, allow_change=allow_change, **more
+                ),
                 recipe=load_recipe(None, overrides),
                 ds=load_ds_config(path, ds_changes or {}),
                 ds_path=path,
-                run_dir=str(run_dir),
-                max_steps=max_steps,
-                resume=resume,
-                allow_change=allow_change,
-                **more,
+                ds_overrides=ds_overrides,
             )
         except UserError as error:
             return str(error)

@@ -17,6 +17,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
+from dino_ds.options.model import EvalOptions, PicturesOptions
 from dino_ds.tools import evaluate, pictures
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.weights.export import FORMATS
@@ -78,7 +79,7 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
     content = json.loads((tmp_path / "copy.json").read_text())
     for wrong in ("0,4095", [1], [3, 2], ["a", 1], [0, 10**400], None):
         (tmp_path / "copy.json").write_text(json.dumps({**content, "value_range": wrong}))
-        with pytest.raises(CheckpointError, match="value_range that is no range"):
+        with pytest.raises(CheckpointError, match="unusable value_range"):
             dino_ds.load(tmp_path / "copy.safetensors")
 
 
@@ -86,12 +87,12 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsy
     given = dict.fromkeys(("source", "root", "test_root", "benchmark_root", "size", "temperature", "images", "out"))
     given |= {"evals": ("knn",), "k": (5,), "epochs": None, "batch": None, "workers": 0, "json": True}
     trained = read_results(run / "evaluations.json")["knn"]["results"]
-    evaluate.run(model=str(run), **given)
+    evaluate.run(EvalOptions(model=str(run), **given))
     assert json.loads(capsys.readouterr().out)["results"]["knn"]["results"] == pytest.approx(trained)
     # A model of 8-bit images gets a range for these, which is said.
     FORMATS["safetensors"][0](_backbone(), tmp_path / "other.safetensors")
     named = {"root": str(run.parent / "images"), "test_root": str(run.parent / "test")}
-    evaluate.run(model=str(tmp_path / "other.safetensors"), **{**given, **named})
+    evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
     assert "values 0 to 4095; data.value_range 0,4095" in capsys.readouterr().err
     signed = tmp_path / "signed"
     for folder in ("a", "b"):
@@ -99,14 +100,16 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsy
         (signed / folder / "0.tif").write_bytes(tiff(np.full((40, 48), -5, np.int32)))
     named = {"root": str(signed), "test_root": str(signed), "k": (1,)}
     with pytest.raises(ConfigError, match="not known: the model has no range of its own, so make them images of 8"):
-        evaluate.run(model=str(tmp_path / "other.safetensors"), **{**given, **named})
+        evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
     named = dict.fromkeys(("images", "queries", "patch", "map", "bank", "size")) | {"source": "folder"}
     named |= {"out": str(tmp_path), "foreground": False, "json": True, "root": str(signed)}
     for kind in ("pca", "neighbours"):
         with pytest.raises(DataError, match=r"none of 2 images can be read; the first is .*0\.tif .int32 values, -5"):
-            pictures.run(model=str(run), only=(kind,), **named)
+            pictures.run(PicturesOptions(model=str(run), only=(kind,), **named))
     named = dict.fromkeys(("source", "root", "images", "queries", "patch", "map", "bank", "size"))
-    pictures.run(model=str(run), out=str(tmp_path), only=("pca",), foreground=False, json=True, **named)
+    pictures.run(
+        PicturesOptions(model=str(run), out=str(tmp_path), only=("pca",), foreground=False, json=True, **named)
+    )
     assert len(list(tmp_path.glob("*.png"))) == 1
 
 

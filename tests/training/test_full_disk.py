@@ -12,6 +12,7 @@ from dino_ds.errors import StorageError
 from dino_ds.health.files import append_line
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
+from dino_ds.options.run import TrainOptions
 from dino_ds.training.metrics import RunLog
 from tests.disks import PAGE, fill, mount_disk, small_disk, unmount
 from tests.ranks import run_on_ranks
@@ -34,7 +35,12 @@ def _start(root, run):
     ds = str(REPOSITORY / "ds_configs" / "zero1_fp32.json")
     recipe = load_recipe(None, {**TINY, "data.root": str(root)})
     try:
-        train(recipe=recipe, ds=load_ds_config(ds, {}), ds_path=ds, run_dir=str(run), max_steps=1, resume=False)
+        train(
+            TrainOptions(run_dir=str(run), max_steps=1, resume=False),
+            recipe=recipe,
+            ds=load_ds_config(ds, {}),
+            ds_path=ds,
+        )
     except StorageError as error:
         return str(error), error.exit_code
 
@@ -83,7 +89,7 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
     fill(disk, 12)
     for step in range(200):
         log.write({"step": step, "loss": 1.5})
-        log.say(f"step {step}")
+        log.info(f"step {step}")
     os.unlink(disk / "FILLER")
     log.write({"step": 200, "loss": 2.5})
     log.close()
@@ -93,7 +99,7 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
         line.split()[1:3] == ["step", str(i)] for i, line in enumerate((disk / "log.txt").read_text().splitlines())
     )
     printed = capsys.readouterr().err
-    assert "Traceback" not in printed and printed.count("training goes on") == 3
+    assert "Traceback" not in printed and printed.count("training continues") == 3
 
 
 def test_lock_and_heartbeats_without_room(disk):

@@ -13,6 +13,7 @@ from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.head import DinoHead
+from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.training.build import build_network
 from dino_ds.weights.export import export_dino
@@ -50,7 +51,9 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     model, run = load(trained / "run"), tmp_path / "run"
     whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
     assert model.head and all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.head.items())
-    dino_ds_export(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
+    dino_ds_export(
+        ExportOptions(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
+    )
     k, bottleneck = model.head["prototypes.weight"].shape
     hidden, arch = model.head["mlp.0.weight"].shape[0], model.vit.arch
     theirs = nn.ModuleDict(
@@ -69,7 +72,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     copytree(trained / "run", run)
     rmtree(run / "checkpoints/step_00000002")
     alone = load(run)
-    assert not alone.head and alone.notes == ["its head can't be had (checkpoints/step_00000002 is not there)"]
+    assert not alone.head and alone.notes == ["its head is not available (checkpoints/step_00000002 is not there)"]
 
 
 @pytest.mark.parametrize("of", ["a run", "a file of DINO's"])
@@ -92,7 +95,7 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
     args = (trained / "images", tmp_path / "run")
     assert run_on_ranks(train_tiny, *args, max_steps=1, changes=changes, world=1) == [None]
     log = (tmp_path / "run/log.txt").read_text()
-    assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): the head starts anew" in log
+    assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): our own starts anew" in log
 
 
 def test_resume_does_not_read_the_file_again(trained, tmp_path):

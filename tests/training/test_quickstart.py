@@ -7,6 +7,7 @@ from PIL import Image
 
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.options.run import TrainOptions
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, losses_of, read_metrics
 
@@ -16,7 +17,12 @@ def _start(recipe, run, overrides):
 
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
     learned = load_recipe(recipe, {"log_every": "1", "data.workers": "0", **overrides})
-    train(recipe=learned, ds=load_ds_config(path, {}), ds_path=path, run_dir=str(run), max_steps=4, resume=False)
+    train(
+        TrainOptions(run_dir=str(run), max_steps=4, resume=False),
+        recipe=learned,
+        ds=load_ds_config(path, {}),
+        ds_path=path,
+    )
 
 
 def test_quickstart_trains_on_the_embedded_photographs(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import ConfigError
+from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import load
@@ -33,7 +34,7 @@ def run(tmp_path):
 
 
 def _card(run, format="hf"):
-    dino_ds_export(model=str(run), format=format, out=str(run / "out"), heads=None, json=True)
+    dino_ds_export(ExportOptions(model=str(run), format=format, out=str(run / "out"), heads=None, json=True))
     return huggingface_hub.ModelCard.load(run / "out/README.md")
 
 
@@ -54,6 +55,7 @@ def test_results_are_read_as_the_hub_reads_them(run, format, library):
 
 
 @pytest.mark.parametrize(("format", "input"), [("hf", "RGB"), ("timm", None)])
+@pytest.mark.slow
 def test_its_own_lines_load_the_folder(run, monkeypatch, format, input):
     """The code on the card, run beside the folder, gives our features of an image that is not resized: 1e-5."""
     pytest.importorskip("transformers")
@@ -108,7 +110,7 @@ def test_results_that_can_not_be_read_are_one_line(run):
 @pytest.mark.parametrize("name", [".", "teacher.safetensors"])
 def test_nobody_is_told_to_remove_what_is_exported(run, name):
     with pytest.raises(ConfigError, match="is what is to be exported: name another file with --out"):
-        dino_ds_export(model=str(run / name), format="safetensors", out=None, heads=None, json=False)
+        dino_ds_export(ExportOptions(model=str(run / name), format="safetensors", out=None, heads=None, json=False))
     assert (run / "teacher.safetensors").exists()
 
 
@@ -118,5 +120,7 @@ def test_a_file_of_weights_takes_no_other_file_s_place(run):
     beside.write_text("{}")
     for out, words in (("mine.safetensors", r"mine\.json is there already"), ("mine.bin", r"end in \.safetensors")):
         with pytest.raises(ConfigError, match=words):
-            dino_ds_export(model=str(run), format="safetensors", out=str(run / out), heads=None, json=True)
+            dino_ds_export(
+                ExportOptions(model=str(run), format="safetensors", out=str(run / out), heads=None, json=True)
+            )
     assert beside.read_text() == "{}" and not list(run.glob("mine.[sb]*"))

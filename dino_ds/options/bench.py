@@ -1,0 +1,128 @@
+"""Options of the benches and of the profiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from dino_ds.options.definition import Heads, Help, Json, Model, command
+
+_Steps = Annotated[int, Help("steps that are measured")]
+_Warmup = Annotated[int, Help("steps before them", zero=True)]
+_Threads = Annotated[int, Help("threads of the CPU's operators; with 1 CPU time is measured, else wall time")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Of every bench of the training step."""
+
+    batch: Annotated[int | None, Help("images per process; sets data.global_batch", "64 on a GPU, 8 without")] = None
+    steps: _Steps = 5
+    warmup: _Warmup = 2
+    threads: _Threads = 1
+    json: Json = False
+
+
+@command("bench step", "dino_ds.bench.step:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
+class BenchStepOptions(BenchOptions):
+    """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
+
+    compare: Annotated[
+        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, by turns in one process", "none")
+    ] = None
+    data: Annotated[bool, Help("real images through the loader, so that waiting for data is real")] = False
+    steps: _Steps = 10
+
+
+@command("bench ladder", "dino_ds.bench.ladder:run", takes_recipe=True, recipe="vitti16")
+class BenchLadderOptions(BenchOptions):
+    """from the plain DINO step upwards, one lever at a time: speed and memory of each"""
+
+    out: Annotated[str | None, Help("folder for ladder.md, ladder.json and ladder.png", "none")] = None
+    steps: _Steps = 7
+
+
+@command("bench memory", "dino_ds.bench.memory:run", takes_recipe=True, recipe="vitti16")
+class BenchMemoryOptions(BenchOptions):
+    """peak memory and step time: FP32 or bf16, with and without activation checkpointing"""
+
+
+@command("bench attention", "dino_ds.bench.attention:run", takes_recipe=True, recipe="vitti16")
+class BenchAttentionOptions(BenchOptions):
+    """the plain formula, each kernel of SDPA and varlen at the sequence lengths in use"""
+
+
+@command("bench engine", "dino_ds.bench.engine:run", takes_recipe=True, recipe="vitti16")
+class BenchEngineOptions(BenchOptions):
+    """what DeepSpeed adds at ZeRO 0, 1, 2 to the step with torch's AdamW; the shares of loss and EMA"""
+
+    steps: _Steps = 7
+
+
+@command("bench scaling", "dino_ds.bench.scaling:run", takes_recipe=True, recipe="vitti16")
+class BenchScalingOptions(BenchOptions):
+    """one process against several on this machine: images/s and the share of communication at each ZeRO stage"""
+
+    ranks: Annotated[int, Help("processes, each with a core or a GPU to itself")] = 2
+
+
+@command("bench knn", "dino_ds.bench.knn:run")
+class BenchKnnOptions:
+    """k-NN's search and vote beside faiss's exact search, and the time of the features"""
+
+    queries: Annotated[int, Help("test images")] = 10000
+    bank: Annotated[int, Help("training images")] = 50000
+    width: Annotated[int, Help("of the features")] = 192
+    k: Annotated[int, Help("neighbours")] = 20
+    images: Annotated[int, Help("images of 32 pixels whose features ViT-Ti computes")] = 10000
+    patch_size: Annotated[int, Help("pixels of its patches")] = 8
+    rounds: Annotated[int, Help("rounds, all searches by turns")] = 5
+    threads: Annotated[int | None, Help("threads of the CPU's operators, measured beside 1", "the cores")] = None
+    json: Json = False
+
+
+@command("bench plan", "dino_ds.bench.plan:run")
+class BenchPlanOptions:
+    """predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)"""
+
+    batch: Annotated[int, Help("images per process")] = 4
+    ranks: Annotated[int, Help("processes of the second column")] = 2
+    precision: Annotated[Literal["fp32", "bf16"], Help("")] = "fp32"
+    json: Json = False
+
+
+@command("bench inference", "dino_ds.bench.inference:run")
+class BenchInferenceOptions:
+    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, by turns"""
+
+    model: Model
+    random: Annotated[bool, Help("MODEL is an architecture: random weights, 224 pixels; they change no speed")] = False
+    batches: Annotated[tuple[int, ...], Help("images of a call")] = (1, 4, 16, 64)
+    size: Annotated[int | None, Help("pixels of a side, a multiple of the patch size", "the model's")] = None
+    rounds: Annotated[int, Help("measured calls of each way, at most")] = 200
+    seconds: Annotated[float, Help("for each batch size, about; 5 rounds at least")] = 30.0
+    warmup: Annotated[int, Help("calls before them", zero=True)] = 3
+    threads: _Threads = 1
+    heads: Heads = None
+    json: Json = False
+
+
+@command("bench data", "dino_ds.bench.data:run", takes_recipe=True)
+class BenchDataOptions:
+    """images/s of each way of making crops beside DINO's own, of decoding and of reading"""
+
+    images: Annotated[int, Help("image files that are measured")] = 120
+    rounds: Annotated[int, Help("rounds, all pipelines by turns")] = 5
+    threads: Annotated[int, Help("threads of torch's operators")] = 1
+    out: Annotated[str | None, Help("folder for data.json and data.png", "none")] = None
+    json: Json = False
+
+
+@command("profile", "dino_ds.tools.profiler:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
+class ProfileOptions(BenchOptions):
+    """where the step's time goes by part and by operator, which resource bounds it and what to change"""
+
+    out: Annotated[str, Help("folder for the traces and the summary")] = "profile"
+    tool: Annotated[
+        Literal["torch", "cprofile", "nsight"], Help("the Python side is cprofile's; nsight's wants nsys")
+    ] = "torch"

@@ -1,0 +1,54 @@
+"""Options of the commands about images: look at them, measure their loading, pack and unpack them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from dino_ds.options.definition import Help, Json, command
+
+
+@command("find-workers", "dino_ds.tools.find_workers:run", takes_recipe=True, needs_images=True)
+class FindWorkersOptions:
+    """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
+
+    seconds: Annotated[float, Help("measured for each number of processes, in 3 rounds by turns")] = 15.0
+    max_workers: Annotated[int | None, Help("largest number of processes", "the cores, shared over the GPUs")] = None
+    step_images_per_second: Annotated[
+        float | None, Help("what one rank's training step takes: says whether it would wait", "not compared")
+    ] = None
+    json: Json = False
+
+
+@command("look-data", "dino_ds.tools.look_data:run", takes_recipe=True, needs_images=True)
+class LookDataOptions:
+    """a sheet of images with all their crops, and what the data set is like"""
+
+    images: Annotated[int, Help("images on the sheet, 200 at most")] = 8
+    sample: Annotated[int, Help("images that the statistics are made of, drawn at random; 0 = all", zero=True)] = 10000
+    out: Annotated[str, Help("the sheet; a page with more goes beside it (.html)")] = "look-data.png"
+    json: Json = False
+
+
+@command("shard", "dino_ds.tools.shard:run")
+class ShardOptions:
+    """images of any source -> tar shards with an index and checksums; goes on after an interruption"""
+
+    source: Annotated[str, Help("as data.source of a recipe")] = "folder"
+    root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none")] = None
+    split: Annotated[Literal["train", "test"], Help("of a torchvision data set")] = "train"
+    out: Annotated[str, Help("folder of the shards")]
+    shard_size: Annotated[str, Help("images of a shard (10000) or about its size (256MiB)")] = "256MiB"
+    shrink: Annotated[int | None, Help("make the shorter side of larger images N pixels, as JPEG", "none")] = None
+    quality: Annotated[int, Help("of shrunken JPEGs, 1 to 100")] = 90
+    workers: Annotated[int | None, Help("processes", "one a core")] = None
+    json: Json = False
+
+
+@command("unshard", "dino_ds.tools.unshard:run")
+class UnshardOptions:
+    """tar shards -> a folder of images"""
+
+    root: Annotated[str, Help("the shards: a folder or a pattern")]
+    out: Annotated[str, Help("a new folder for the images")]
+    skip_checksums: Annotated[bool, Help("do not check the shards first")] = False
+    json: Json = False

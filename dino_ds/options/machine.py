@@ -1,0 +1,87 @@
+"""Options of the commands about machines: plan for them, start a run on them, look at one, find what fits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from dino_ds.options.definition import Help, Json, command
+
+
+@command("launch", "dino_ds.launching.launch:run", takes_train=True, loads_torch=False)
+class LaunchOptions:
+    """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
+
+    hostfile: Annotated[str | None, Help("the machines, a line each: NAME slots=N", "this machine alone")] = None
+    include: Annotated[str | None, Help("only these of the hostfile: NAME@NAME:0,2", "all")] = None
+    exclude: Annotated[str | None, Help("all but these of the hostfile: NAME@NAME:0,2", "none")] = None
+    ranks: Annotated[int | None, Help("processes on each machine", "the slots, or one a GPU, or 1")] = None
+    launcher: Annotated[Literal["deepspeed", "torchrun"], Help("who starts the processes")] = "deepspeed"
+    nodes: Annotated[str | None, Help("with torchrun: machines, or LEAST:MOST of an elastic run", "1")] = None
+    no_ssh: Annotated[bool, Help("start only this machine's processes; the same is done on the others")] = False
+    node_rank: Annotated[
+        int | None, Help("with --no_ssh: this machine's line in the hostfile, from 0", "none", zero=True)
+    ] = None
+    master_addr: Annotated[str | None, Help("where the ranks meet", "the first machine")] = None
+    master_port: Annotated[int | None, Help("port of that machine", "29500; on one machine a free one")] = None
+    max_restarts: Annotated[
+        int,
+        Help(
+            "start again after a death, a hang, a bug or a full disk, at most N times, from the last checkpoint; only "
+            "here: train has no such flag, a rank can't start its peers",
+            zero=True,
+        ),
+    ] = 0
+    skip_checks: Annotated[bool, Help("do not look at the machines first")] = False
+    dry_run: Annotated[bool, Help("check, show the command, and start nothing")] = False
+
+
+@command("doctor", "dino_ds.tools.doctor:run", takes_recipe=True, takes_ds=True, loads_torch=False)
+class DoctorOptions:
+    """this machine and this installation on one page: what fits, what is slow, each problem with its remedy"""
+
+    run_dir: Annotated[str, Help("folder that runs go to")] = "runs"
+    quick: Annotated[bool, Help("leave out what is measured: reading images, summing over two processes")] = False
+    json: Json = False
+
+
+@command("plan", "dino_ds.plan.command:run", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False)
+class PlanOptions:
+    """whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU"""
+
+    backbone: Annotated[str | None, Help("as --model.backbone, with crops that its patches divide", "the recipe's")] = (
+        None
+    )
+    gpu: Annotated[str | None, Help("kind of GPU, such as a100-40g (an unknown one lists them all)", "none")] = None
+    gpus: Annotated[int, Help("GPUs of a node")] = 1
+    nodes: Annotated[int, Help("nodes")] = 1
+    memory_gib: Annotated[float | None, Help("memory of a GPU", "as its kind has")] = None
+    network_gbit: Annotated[
+        float | None, Help("bandwidth of a node to others, each way, Gbit/s", "as sold with the GPU")
+    ] = None
+    write: Annotated[str | None, Help("new file for the recommended ds JSON", "none")] = None
+    sweep: Annotated[bool, Help("model size x card x ZeRO stage: what fits, as table and picture in --out")] = False
+    scaling: Annotated[bool, Help("simulated weak scaling to 1024 GPUs of --gpu, as table and picture in --out")] = (
+        False
+    )
+    out: Annotated[str | None, Help("folder of --sweep or --scaling", "none")] = None
+    json: Json = False
+
+
+@command("find-batch-size", "dino_ds.tools.find_batch_size:run", takes_recipe=True, takes_ds=True)
+class FindBatchSizeOptions:
+    """the largest micro-batch that fits and the fastest one, with the table that was measured"""
+
+    ranks: Annotated[int | None, Help("processes to try with, a GPU each", "one per GPU")] = None
+    memory_gib: Annotated[
+        float | None,
+        Help(
+            "largest memory: of each GPU, or of all processes together on a CPU",
+            "what a GPU has, or 90 % of what is free on a CPU",
+        ),
+    ] = None
+    steps: Annotated[int, Help("optimizer steps measured per size")] = 3
+    threads: Annotated[int | None, Help("threads of each process on a CPU", "its share of the cores")] = None
+    write: Annotated[
+        str | None, Help("ds JSON to write the fastest micro-batch into; the rest of it stays", "none")
+    ] = None
+    json: Json = False

@@ -1,0 +1,176 @@
+"""The page about one run: what the template run.html shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dino_ds.pictures.charts import LARGE, SMALL, Series, knn_chart, loss_chart, other_series, rolling_chart
+from dino_ds.pictures.series import Metrics
+from dino_ds.report.folder import Evaluation, RunFiles
+from dino_ds.report.html import Tag, render
+from dino_ds.report.log import MOST_OF_A_KIND
+from dino_ds.report.origin import changed_settings, environment_rows, reproduction
+from dino_ds.report.pictures import load_pictures
+from dino_ds.report.summary import summarise
+from dino_ds.report.svg import draw_chart
+from dino_ds.report.text import duration, gib, nats, number, percent
+
+_STATES = {
+    "finished": "finished",
+    "stopped": "stopped on request",
+    "failed": "ended by an error",
+    "running": "still running",
+    "unfinished": "not finished",
+}
+_BASELINES = {"teacher": "teacher", "untrained": "untrained network", "raw_pixels": "raw pixels", "chance": "chance"}
+_OPEN_LINES = 12
+
+
+def draw_run(run: RunFiles) -> str:
+    facts = summarise(run)
+    return render(
+        "run.html",
+        run=run,
+        facts=facts,
+        state=state_badge(run.state),
+        images=_images(run),
+        cards=_cards(facts),
+        baselines=_baselines(facts["knn"] or {}),
+        alarms=_alarms(run),
+        **_curves(run.metrics, run.recipe.head.prototypes if run.recipe else None),
+        evaluations=_evaluations(run.evaluations),
+        pictures=load_pictures(run),
+        memory=_memory(run, facts),
+        settings=changed_settings(run),
+        incidents=_incidents(run),
+        most_of_a_kind=MOST_OF_A_KIND,
+        open_lines=_OPEN_LINES,
+        environment=environment_rows(run),
+        origin=reproduction(run),
+    )
+
+
+def state_badge(state: str) -> Tag:
+    return Tag(_STATES[state], f"state {state}")
+
+
+def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Title, figure and explanation of the figures at the top."""
+    of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
+    epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
+    wait = facts["data_wait_fraction"]
+    parts = "" if facts["kl"] is None else f"entropy {nats(facts['teacher_entropy'])} + KL {nats(facts['kl'])}"
+    waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
+    return [
+        ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
+        ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
+        ("loss, nats", nats(facts["loss"]), parts),
+        ("images per second", number(facts["images_per_second"], 3), waiting),
+        ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
+    ]
+
+
+def _images(run: RunFiles) -> str:
+    """Such as "2,880 images of photos"."""
+    count, _, place = run.log.facts.get("images", "").partition(";")[0].partition(" in ")
+    if not count.isdecimal():
+        return "images that log.txt does not name"
+    return f"{int(count):,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+
+
+def _baselines(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
+    colours = {"teacher": 3}
+    shown = [(key, name) for key, name in _BASELINES.items() if key in knn]
+    return [(name, percent(knn[key]), [(colours.get(key, 8), knn[key])]) for key, name in shown]
+
+
+def _alarms(run: RunFiles) -> list[str]:
+    """The newest line of each kind that is bad."""
+    newest = {found.kind.name: found for found in run.log.incidents if found.kind.level == "bad"}
+    lines = []
+    for name, found in newest.items():
+        count = run.log.counts[name]
+        about = [f"{found.time} UTC"] if found.time else []
+        about += [f"{number(count)} times"] if count > 1 else []
+        lines.append(f"{found.line} ({', '.join(about)})" if about else found.line)
+    return lines
+
+
+def _curves(metrics: Metrics, prototypes: int | None) -> dict[str, Any]:
+    """Large and small charts; curves that never change are text."""
+    large = [loss_chart(metrics, prototypes), knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
+    small = [series for series in (*SMALL, *other_series([metrics])) if len(series.curve(metrics).finite)]
+    drawn = [series for series in small if not series.curve(metrics).constant]
+    return {
+        "large_charts": [draw_chart(chart) for chart in large],
+        "small_charts": [draw_chart(series.chart(metrics)) for series in drawn],
+        "constants": [_constant(series, metrics) for series in small if series not in drawn],
+    }
+
+
+def _constant(series: Series, metrics: Metrics) -> str:
+    unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
+    return f"{series.title[0].lower()}{series.title[1:]} {number(series.curve(metrics).last)}{unit}"
+
+
+def _evaluations(found: Sequence[Evaluation]) -> dict[str, Any] | None:
+    """The table, without columns that would be empty; what is known of an evaluation stands in its first row."""
+    if not found:
+        return None
+    header = ("evaluation", "figure", "value", "step", "images", "made")
+    rows: list[tuple[str, ...]] = []
+    for evaluation in found:
+        for i, (metric, value) in enumerate(evaluation.results.items()):
+            name, *rest = (evaluation.name, *_about(evaluation.about)) if i == 0 else ("",) * 4
+            rows.append((name, metric, number(value), *rest))
+    filled = [i for i in range(len(header)) if any(row[i] for row in rows)]
+    return {
+        "header": [header[i] for i in filled],
+        "rows": [[row[i] for i in filled] for row in rows],
+        "numbers": [column for column, i in enumerate(filled) if header[i] in ("value", "step")],
+    }
+
+
+def _about(about: dict[str, Any]) -> tuple[str, str, str]:
+    """Step, images, and when it was made."""
+    names = {"train_images": "training", "test_images": "test"}
+    numbers = {key: value for key, value in about.items() if isinstance(value, float)}
+    images = [about["data"]] if isinstance(about.get("data"), str) else []
+    images += [f"{number(about[key])} {name}" for key, name in names.items() if key in numbers]
+    made = [str(about["date"])] if "date" in about else []
+    made += [duration(numbers["seconds"])] if "seconds" in numbers else []
+    return number(numbers["step"]) if "step" in numbers else "", ", ".join(images), ", ".join(made)
+
+
+def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
+    """Bars of predicted and measured memory, and a key of the predicted parts."""
+    measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
+    if not measured or not predicted:
+        return None
+    parts = dict(sorted(run.log.memory_parts.items(), key=lambda part: -part[1]))
+    rest = predicted - sum(parts.values())
+    if parts and rest > 0.005 * predicted:
+        parts["the rest"] = rest
+    coloured = [(8 if name == "the rest" else i % 6 + 2, name, size) for i, (name, size) in enumerate(parts.items())]
+    plan = [(colour, size) for colour, _, size in coloured] or [(2, predicted)]
+    return {
+        "bars": [("predicted", gib(predicted), plan), ("measured", gib(measured), [(1, measured)])],
+        "most": max(measured, predicted),
+        "parts": coloured,
+        "percent": f"{100 * measured / predicted:.0f}",
+        "on_cpu": run.environment.get("devices") == "cpu",
+    }
+
+
+def _incidents(run: RunFiles) -> dict[str, Any]:
+    found = run.log.incidents
+    timed = any(incident.time for incident in found)
+    labels = [Tag(incident.kind.name, f"incident {incident.kind.level}") for incident in found]
+    rows = [(incident.time, label, incident.line) for incident, label in zip(found, labels, strict=True)]
+    return {
+        "header": ("UTC", "", "") if timed else (),
+        "rows": rows if timed else [row[1:] for row in rows],
+        "counts": "; ".join(f"{name} {number(count)}" for name, count in run.log.counts.items()),
+        "most": max(run.log.counts.values(), default=0),
+    }

@@ -1,0 +1,124 @@
+"""How large dino_ds is and how its files hang together: `python -m scripts.measures [--json]`.
+
+Everything is read from the source; nothing is imported. An import counts wherever it stands: inside a function and
+under TYPE_CHECKING too.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "dino_ds"
+STARTS = ("training/loop.py", "train.py")
+MOST_PARAMETERS = 6
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def source_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def count_lines(paths: Iterator[Path] | list[Path] | set[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+@functools.cache
+def imports_of(path: Path) -> frozenset[Path]:
+    """The files of dino_ds that a file imports; `from dino_ds.x import y` is x/y.py where that is a module."""
+    names: list[str] = []
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    found = (_file_of(name) for name in names if name.split(".")[0] == "dino_ds")
+    return frozenset(file for file in found if file is not None and file != path)
+
+
+def _file_of(name: str) -> Path | None:
+    """The module of this dotted name, or the one that defines its last part."""
+    for parts in (name.split("."), name.split(".")[:-1]):
+        base = ROOT.joinpath(*parts)
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if parts and file.is_file():
+                return file
+    return None
+
+
+def closure_of(start: Path) -> set[Path]:
+    """The file itself and all that it imports, directly or through others."""
+    found, left = set[Path](), [start]
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += imports_of(path)
+    return found
+
+
+def import_cycles() -> list[list[str]]:
+    """Groups of files each of which imports the others, directly or not."""
+    reached = {path: closure_of(path) for path in source_files()}
+    groups = {frozenset(other for other in reached[path] if path in reached[other]) for path in reached}
+    return sorted(sorted(map(_name, group)) for group in groups if len(group) > 1)
+
+
+def long_signatures() -> dict[str, int]:
+    """Functions of more than MOST_PARAMETERS parameters, `self` and `cls` left out, as "training/loop.py:run"."""
+    return {
+        f"{_name(path)}:{name}": count
+        for path in source_files()
+        for name, count in _parameters(parse(path))
+        if count > MOST_PARAMETERS
+    }
+
+
+def _parameters(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = child.args
+            names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            yield prefix + child.name, len(names) - (names[:1] in (["self"], ["cls"]))
+        inner = f"{prefix}{child.name}." if isinstance(child, ast.FunctionDef | ast.ClassDef) else prefix
+        yield from _parameters(child, inner)
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def measure() -> dict[str, Any]:
+    closures = {start: closure_of(PACKAGE / start) for start in STARTS}
+    return {
+        "lines": count_lines(source_files()),
+        "files": len(source_files()),
+        "closures": {name: {"files": len(c), "lines": count_lines(c)} for name, c in closures.items()},
+        "cycles": import_cycles(),
+        "long_signatures": long_signatures(),
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    lines = [f"dino_ds: {found['lines']:,} lines in {found['files']} files"]
+    for name, size in found["closures"].items():
+        lines.append(f"importing {name} brings in {size['files']} files, {size['lines']:,} lines")
+    lines.append(f"import cycles: {len(found['cycles'])}")
+    lines += [f"  {', '.join(cycle)}" for cycle in found["cycles"]]
+    lines.append(f"functions of more than {MOST_PARAMETERS} parameters: {len(found['long_signatures'])}")
+    lines += [f"  {count:3} {name}" for name, count in found["long_signatures"].items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(), indent=1) if "--json" in sys.argv[1:] else page(measure()))

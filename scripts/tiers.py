@@ -1,0 +1,234 @@
+"""ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
+
+`make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
+docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dino_ds.config.ds_config import CHECKOUT
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import ffn_weights, vit_of
+from dino_ds.costs.memory import GIB, count_parameters
+from dino_ds.errors import ConfigError
+from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
+from dino_ds.plan.gpus import GPUS, Gpu
+from dino_ds.plan.recommend import Shape, ds_of, recommend
+from dino_ds.plan.speed import Cluster, estimate_step
+
+FOLDER = CHECKOUT / "ds_configs" / "tiers"
+README, SCALING = CHECKOUT / "ds_configs" / "README.md", CHECKOUT / "docs" / "scaling.md"
+# The card of each tier with the least memory that torch finds.
+CARDS = {
+    "8gb": "rtx4060-8g",
+    "12gb": "rtx3060-12g",
+    "16gb": "rtx4080-16g",
+    "t4_16gb": "t4-16g",
+    "v100_16gb": "v100-16g",
+    "24gb": "a10-24g",
+    "v100_32gb": "v100-32g",
+    "40gb": "a100-40g",
+    "80gb": "a100-80g",
+    "141gb": "h200-141g",
+}
+_BEGIN, _END = "<!-- made by: make tiers -->", "<!-- end of what make tiers makes -->"
+
+
+@dataclass(frozen=True)
+class Case:
+    """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe they train.
+
+    On several nodes the weights are sharded, with a second copy of the shards in each node (ZeRO++'s hpZ), so that the
+    backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers.
+    """
+
+    tier: str
+    recipe: str
+    gpus: int = 1
+    nodes: int = 1
+    quantized: bool = False
+
+    @property
+    def card(self) -> Gpu:
+        return GPUS[CARDS[self.tier]]
+
+    @property
+    def ranks(self) -> int:
+        return self.gpus * self.nodes
+
+
+CASES = [
+    *(Case("8gb", recipe) for recipe in ("vitti16", "vits16", "vitb16", "vitl16")),
+    *(Case("12gb", recipe) for recipe in ("vits16", "vitb16", "vitl16")),
+    *(Case("16gb", recipe) for recipe in ("vits16", "vitb16", "vitl16", "vith14")),
+    *(Case("t4_16gb", recipe, 4) for recipe in ("vits16", "vitb16", "vitl16")),
+    *(Case("v100_16gb", recipe, 8) for recipe in ("vits16", "vitb16", "vitl16")),
+    *(Case("24gb", recipe) for recipe in ("vits16", "vitb16", "vitl16", "vith14", "vitg14")),
+    *(Case("24gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit3b14", "vit7b16")),
+    *(Case("v100_32gb", recipe, 8) for recipe in ("vitb16", "vitl16")),
+    *(Case("40gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+    Case("40gb", "vit7b16", 8, nodes=8),
+    *(Case("80gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+    Case("80gb", "vit7b16", 8, nodes=8),
+    Case("80gb", "vit7b16", 8, nodes=8, quantized=True),
+    *(Case("141gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+]
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """What a case came to. `ds`: the file's content; fit: on the case's GPUs."""
+
+    name: str
+    ds: dict[str, Any]
+    fit: Fit
+
+
+Planned = list[tuple[Case, TierConfig | None]]
+
+
+def plan_all() -> Planned:
+    return [(case, plan_case(case)) for case in CASES]
+
+
+def plan_case(case: Case) -> TierConfig | None:
+    """The fastest config of a case by the planner's estimate; None where nothing fits."""
+    recipe, card = load_recipe(case.recipe, {}), case.card
+    cluster, limit = Cluster(card, case.gpus, case.nodes, card.network), FILLED * card.memory_gib
+    if case.nodes == 1:
+        try:
+            shapes = [recommend(recipe, cluster, limit).shape]
+        except ConfigError:
+            return None
+    else:
+        shapes = [Shape(3, "", False), Shape(3, "", True)]
+    found: list[tuple[float, TierConfig]] = []
+    for shape in shapes:
+        ds, name = _ds_json(case, recipe, shape), _name(case, shape)
+        sizes = micro_batches(recipe.data.global_batch, case.ranks)
+        # Stage 1 would accumulate in low precision.
+        for size in sizes[:1] if shape.stage == 1 else sizes:
+            fit = fit_with(recipe, ds, name, case.ranks, limit, size)
+            if fit.fits:
+                seconds = estimate_step(recipe, fit.config, cluster).seconds
+                found.append((seconds, TierConfig(name, with_batch(ds, size, "auto"), fit)))
+    return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def _name(case: Case, shape: Shape) -> str:
+    parts = [case.tier, f"{case.ranks}gpu", case.recipe, f"zero{shape.stage}", "bf16" if case.card.bf16 else "fp16"]
+    parts += ["checkpointing"] * shape.checkpointing + ["offload"] * (shape.offload == "optimizer")
+    parts += ["offload_all"] * (shape.offload == "optimizer and weights")
+    parts += ["zeropp" if case.quantized else "hpz"] * (case.nodes > 1)
+    return "_".join(parts)
+
+
+def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
+    """As the planner's, at stage 3 for large blocks, and for several nodes."""
+    ds = {"train_micro_batch_size_per_gpu": "auto", **ds_of(shape, case.card.bf16)}
+    zero = ds["zero_optimization"]
+    if shape.stage == 3:
+        block = _block_weights(recipe)
+        # A block in use, the next one on its way, and the last one that is not yet released.
+        live = max(zero["stage3_max_live_parameters"], _round_up(3 * block))
+        zero["stage3_prefetch_bucket_size"] = max(zero["stage3_prefetch_bucket_size"], _round_up(block))
+        zero |= {"stage3_max_live_parameters": live, "stage3_max_reuse_distance": live}
+    if case.nodes > 1:
+        zero["zero_hpz_partition_size"] = case.gpus
+    if case.quantized:
+        zero |= {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    return ds
+
+
+def _block_weights(recipe: Recipe) -> int:
+    arch = vit_of(recipe)
+    return 4 * arch.width**2 + ffn_weights(arch)
+
+
+def _round_up(elements: int, to: int = 10_000_000) -> int:
+    return -(-elements // to) * to
+
+
+def file_text(config: TierConfig) -> str:
+    return json.dumps(config.ds, indent=2) + "\n"
+
+
+def table(planned: Planned) -> str:
+    """Markdown: a line a case."""
+    head = ["card", "GPUs", "recipe", "local crops", "micro-batch", "accumulation", "ZeRO", "precision", "recomputed"]
+    head += ["on the host", "GiB predicted", "of", "file"]
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *(f"| {' | '.join(_cells(case, found))} |" for case, found in planned)])
+
+
+def _cells(case: Case, found: TierConfig | None) -> list[str]:
+    recipe, memory = load_recipe(case.recipe, {}), f"{case.card.memory_gib:g}"
+    gpus = f"{case.gpus} x {case.nodes} nodes" if case.nodes > 1 else str(case.gpus)
+    start = [case.tier.replace("_", " "), gpus, case.recipe, str(recipe.crops.num_local)]
+    if found is None:
+        teacher = 4 * count_parameters(recipe) / GIB
+        return [*start, *["–"] * 6, "does not fit", memory, f"the FP32 teacher alone takes {teacher:.1f}"]
+    config, zero = found.fit.config, found.ds["zero_optimization"]
+    host = [word for key, word in (("optimizer", "optimizer"), ("param", "weights")) if f"offload_{key}" in zero]
+    return [
+        *start,
+        str(config.micro_batch),
+        str(config.accumulation),
+        f"{config.stage}{' hpZ' if case.nodes > 1 else ''}{' qwZ qgZ' if case.quantized else ''}",
+        config.precision,
+        "all blocks" if config.checkpoint_blocks == "all" else "–",
+        " and ".join(host) or "–",
+        f"{found.fit.memory.gib:.1f}",
+        memory,
+        f"`{found.name}`",
+    ]
+
+
+def parts_table(recipe_name: str, micro_batch: int, nodes: tuple[int, ...] = (1, 8, 32)) -> str:
+    """Markdown: GiB on a GPU by part, on nodes of 8; ZeRO 3 with all blocks recomputed, hpZ on several nodes."""
+    recipe, shape = load_recipe(recipe_name, {}), Shape(3, "", True)
+    columns = []
+    for n in nodes:
+        case = Case("80gb", recipe_name, 8, n)
+        fit = fit_with(recipe, _ds_json(case, recipe, shape), "", case.ranks, 0.0, micro_batch)
+        columns.append({name: size / GIB for name, size in fit.memory.parts.items()})
+    names = sorted({name for column in columns for name in column}, key=lambda name: -columns[0].get(name, 0.0))
+    rows = [(name, [column.get(name, 0.0) for column in columns]) for name in names]
+    rows.append(("**sum**", [sum(column.values()) for column in columns]))
+    lines = [f"| GiB on a GPU | {' | '.join(f'{8 * n} GPUs' for n in nodes)} |", "|" + " --- |" * (1 + len(nodes))]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(f'{gib:.2f}' for gib in row)} |" for name, row in rows)])
+
+
+def with_table(text: str, made: str) -> str:
+    """`text` of a page with another table between its two marks."""
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    return f"{before}{_BEGIN}\n\n{made}\n\n{_END}{after}"
+
+
+def pages(planned: Planned) -> dict[Path, str]:
+    """The two pages with new tables."""
+    tables = {README: table(planned), SCALING: parts_table("vit7b16", 8)}
+    return {page: with_table(page.read_text(), made) for page, made in tables.items()}
+
+
+def write() -> None:
+    planned = plan_all()
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.json"):
+        old.unlink()
+    for _, found in planned:
+        if found is not None:
+            (FOLDER / f"{found.name}.json").write_text(file_text(found))
+    for page, text in pages(planned).items():
+        page.write_text(text)
+
+
+if __name__ == "__main__":
+    write()
