@@ -9,7 +9,7 @@ import pickle
 import sys
 from typing import Any, Literal
 
-from dino_ds.config.recipe import SOURCES
+from dino_ds.config.fields import SOURCES
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.root import open_files

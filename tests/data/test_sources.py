@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.config.recipe import SOURCES
+from dino_ds.config.fields import SOURCES
 from dino_ds.data import torchvision_sets
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
