@@ -30,9 +30,10 @@ from dino_ds.config.ds_config import DsConfig, load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
+from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.sources import Source, build_source
+from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import CheckpointError, UserError, unwritable

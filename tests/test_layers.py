@@ -17,8 +17,8 @@ LONG_SIGNATURES = {
     **dict.fromkeys(
         (
             *("bench/inference.py:run", "bench/knn.py:run", "bench/ladder.py:run", "bench/scaling.py:run"),
-            *("bench/step.py:run", "data/batches.py:MultiCropDataset.__init__", "data/loader.py:build_loader"),
-            *("data/loader.py:ResumableSampler.__init__", "evals/features.py:extract_features"),
+            "bench/step.py:run",
+            "evals/features.py:extract_features",
             *(
                 "evals/results.py:describe_result",
                 "launching/launch.py:run",
@@ -32,11 +32,21 @@ LONG_SIGNATURES = {
     ),
 }
 """Functions of more than six parameters, and why."""
-_SOURCES = ("decode", "encoded", "folder", "list_file", "own_files", "parquet", "shards", "sources", "tar_index")
-CYCLES = [[f"data/{name}.py" for name in _SOURCES], ["data/photometric.py", "data/photometric_triton.py"]]
-"""Left to be cut."""
+CYCLES: list[list[str]] = []
 LAYERS = [
-    {"__init__", "errors", "names", "architectures", "ranges", "text_file", "durable", "ports", "intervals", "goodput"},
+    {
+        "__init__",
+        "errors",
+        "names",
+        "architectures",
+        "ranges",
+        "text_file",
+        "durable",
+        "ports",
+        "intervals",
+        "goodput",
+        "hashing",
+    },
     {"config", "distributed", "health"},
     {"data", "models", "schedules", "costs", "checkpoint", "options"},
     {"weights", "engine", "pictures", "objectives"},

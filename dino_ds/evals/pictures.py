@@ -9,11 +9,10 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage, evenly_spaced_indices
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
 from dino_ds.evals.features import generators_kept

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.sources import Source, build_source
+from dino_ds.data.base import Source
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels

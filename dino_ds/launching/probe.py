@@ -83,7 +83,7 @@ def _crc(path: Path) -> int | None:
 
 def _count_images(root: str) -> int:
     """Entries of the folder `root` (data.root), or the files of a pattern; 0 where there is nothing."""
-    from dino_ds.data.own_files import expand
+    from dino_ds.data.root import expand
     from dino_ds.errors import DataError
 
     path = os.path.expanduser(root)

@@ -17,10 +17,10 @@ from typing import IO, Any, Protocol
 import numpy as np
 from PIL import GifImagePlugin, Image, ImageSequence
 
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import FORMATS, UnreadableImage, to_rgb
-from dino_ds.data.named_files import NamedFiles
+from dino_ds.data.encoded import EXTENSIONS, NamedFiles
+from dino_ds.data.images import FORMATS, to_rgb
 from dino_ds.errors import ConfigError, DataError
 
 IMAGES_FPS = 25.0

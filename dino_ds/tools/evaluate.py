@@ -14,9 +14,10 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
+from dino_ds.data.base import Source
 from dino_ds.data.find_range import look_at_values
-from dino_ds.data.sources import Source, build_source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.images import ValueRange
+from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError

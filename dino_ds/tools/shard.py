@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.listing import save_listing
-from dino_ds.data.sources import Source, build_source
+from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
 from dino_ds.distributed import usable_cores
 from dino_ds.durable import replace_file

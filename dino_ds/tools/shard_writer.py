@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import FORMATS, UnreadableImage, is_deep, to_rgb
-from dino_ds.data.sources import Source
+from dino_ds.data.images import FORMATS, is_deep, to_rgb
 from dino_ds.durable import replacing
 from dino_ds.errors import DataError
 

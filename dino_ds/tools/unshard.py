@@ -12,10 +12,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.own_files import open_files
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.root import open_files
 from dino_ds.data.shards import TarShards
-from dino_ds.data.sources import Source
 from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import UnshardOptions

@@ -11,10 +11,11 @@ from dino_ds.architectures import BackboneOptions
 from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.base import Source
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
-from dino_ds.data.sources import Source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
@@ -157,25 +158,9 @@ def build_prefetcher(
 
     Raises DataError where shared memory is too small for them.
     """
-    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
     with distributed.raise_on_all_ranks():
-        check_shared_memory(recipe.batch_bytes(micro_batch), data.workers)
-    loader = build_loader(
-        source,
-        crops,
-        recipe.seed,
-        data.global_batch,
-        micro_batch,
-        distributed.rank(),
-        distributed.world_size(),
-        data.workers,
-        start,
-        augment=data.augment,
-        max_pixels=data.max_pixels,
-        channels=channels,
-        device=where,
-        value_range=data.known_range,
-        # A third: the first restart and the error after it come before the monitor ends a rank that only waits.
-        patience=recipe.hang_seconds / 3 or None,
-    )
+        check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
+    rank, ranks = distributed.rank(), distributed.world_size()
+    options = LoaderOptions.of(recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where)
+    loader = Loader(source, MultiCrop(recipe.crops.groups, recipe.crops.augment), options, start)
     return DevicePrefetcher(loader, where)

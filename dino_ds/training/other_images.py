@@ -9,10 +9,9 @@ from pathlib import Path
 from dino_ds import distributed
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.sources import Source, UnreadableImage
 from dino_ds.errors import CheckpointError, DataError
 from dino_ds.schedules import Schedules
 from dino_ds.training.build import build_schedules
@@ -97,11 +96,12 @@ def _check_same_images(source: Source) -> None:
 def same_images(source: Source, images: ImageSet) -> list[str]:
     """A note where all files seem to be copies of one: equal sizes, and equal bytes of those that are compared."""
     sizes = set(images.sample.values())
-    if images.count < 2 or len(sizes) > 1 or min(sizes) <= 0 or not isinstance(source, EncodedImages):
+    read = getattr(source, "read", None)
+    if images.count < 2 or len(sizes) > 1 or min(sizes) <= 0 or read is None:
         return []
     indices = evenly_spaced_indices(images.count, _COMPARED)
     try:
-        if len({source.read(index) for index in indices}) > 1:
+        if len({read(index) for index in indices}) > 1:
             return []
     except UnreadableImage:
         return []

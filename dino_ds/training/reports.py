@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.data.bad_images import allowed_bad_images
+from dino_ds.data.base import allowed_bad_images
 from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dino_ds.architectures import FROM_SOURCE, VITS, Architecture
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
-from dino_ds.data.value_range import ValueRange, range_text
+from dino_ds.data.images import ValueRange, range_text
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
