@@ -1,4 +1,4 @@
-"""How long things take, beside each other in one process: what disturbs one then disturbs all."""
+"""Times several things interleaved in one process, so that what disturbs one disturbs all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 def time_interleaved(
     runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
 ) -> dict[str, Timing]:
-    """Each of `runs` `repeats` times after `warmup` times, by turns and in turned order every second round."""
+    """Each of `runs` `repeats` times after `warmup` times, interleaved, in reverse order every second round."""
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     wall: dict[str, list[float]] = {name: [] for name in runs}
     for i in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=None):

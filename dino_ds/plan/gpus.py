@@ -35,7 +35,7 @@ class Gpu:
     bf16: bool = True
 
 
-# Nodes as they are sold: DGX-1 4 x 100 Gbit/s, DGX A100 8 x 200, DGX H100 and later 8 x 400; others 100 Gbit/s.
+# Nodes as vendors sell them: DGX-1 4 x 100 Gbit/s, DGX A100 8 x 200, DGX H100 and later 8 x 400; others 100 Gbit/s.
 _ETHERNET = 12.5
 _GEN3, _GEN4, _GEN5 = 16.0, 32.0, 64.0
 _VOLTA, _AMPERE, _GEFORCE, _HOPPER = 0.40, 0.46, 0.55, 0.31

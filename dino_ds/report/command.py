@@ -51,9 +51,11 @@ def _check_out(page: Path, folder: Path) -> None:
         raise ConfigError(f"--out {page} must end in .html")
     where = page.parent
     if where == folder and not where.is_dir():
-        return  # said of the run folder
+        return  # read_run reports it
     if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
-        raise ConfigError(f"{page} can't be written: {where} is no folder one may write to; name another with --out")
+        raise ConfigError(
+            f"{page} can't be written: {where} is not a folder that one may write to; name another with --out"
+        )
 
 
 def _write(page: Path, runs: list[RunFiles]) -> None:

@@ -115,7 +115,7 @@ def _constant(series: Series, metrics: Metrics) -> str:
 
 
 def _evaluations(found: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """The table, without columns that would be empty; what is known of an evaluation stands in its first row."""
+    """The table, without columns that would be empty; what is known of an evaluation is in its first row."""
     if not found:
         return None
     header = ("evaluation", "figure", "value", "step", "images", "made")

@@ -1,4 +1,4 @@
-"""Every exact rung of the ladder is the same training step; its plain parts against ours, one by one."""
+"""Every exact step of the ladder is the same training step; its plain parts against ours, one by one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
+from dino_ds.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
 from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
-from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
@@ -20,7 +20,7 @@ from tests.measure.tiny import tiny_recipe
 
 pytestmark = pytest.mark.numerical
 
-EXACT = [rung for rung in all_rungs() if rung.exact]
+EXACT = [step for step in all_steps() if step.exact]
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +71,11 @@ def test_the_loop_over_the_teacher_is_one_pass():
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-7)
 
 
-def _losses_and_teacher(rung):
+def _losses_and_teacher(step):
     """Four steps with stochastic depth, that can be compared: Adam's epsilon is as large as the gradients, so that a
     step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
     changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
-    trial = build_rung(rung, tiny_recipe(**changes), 4)
+    trial = build_ladder_step(step, tiny_recipe(**changes), 4)
     start = trial.step.teacher.state_dict()
     losses = [float(trial.run()) for _ in range(4)]
     teacher = trial.step.teacher.state_dict()
@@ -89,34 +89,34 @@ def plain():
     return _losses_and_teacher(EXACT[0])
 
 
-@pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
-def test_exact_rungs_are_the_plain_step(rung, plain):
+@pytest.mark.parametrize("step", EXACT[1:], ids=lambda step: step.name)
+def test_exact_steps_are_the_plain_step(step, plain):
     """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
-    losses, teacher, center = _losses_and_teacher(rung)
+    losses, teacher, center = _losses_and_teacher(step)
     torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
     torch.testing.assert_close(center, plain[2], rtol=0, atol=1e-6)
     for name in teacher:
         torch.testing.assert_close(teacher[name], plain[1][name], rtol=0, atol=1e-6)
 
 
-def test_rungs_grow_from_the_plain_step():
-    rungs = all_rungs()
-    assert rungs[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
-    assert [rung.exact for rung in rungs] == sorted((rung.exact for rung in rungs), reverse=True)
+def test_ladder_steps_grow_from_the_plain_step():
+    steps = all_steps()
+    assert steps[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
+    assert [step.exact for step in steps] == sorted((step.exact for step in steps), reverse=True)
     assert EXACT[-1].engine and EXACT[-1].performance == PerformanceOptions()
     assert not last_without_engine().engine and last_without_engine().performance == PerformanceOptions()
 
 
-def test_rungs_that_cannot_be_stood_on_say_why(monkeypatch):
+def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
-    reasons = {rung.name: why_skipped(rung, recipe) for rung in all_rungs()}
-    assert all(reasons[rung.name] is None for rung in EXACT)
+    reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
+    assert all(reasons[step.name] is None for step in EXACT)
     assert "bench step --data" in reasons["data workers"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
-    monkeypatch.setattr("dino_ds.bench.rungs._cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("dino_ds.bench.ladder_steps._cpu_has_bf16", lambda: False)
     if not torch.cuda.is_available():
-        bf16 = next(rung for rung in all_rungs() if rung.name == "bf16")
+        bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
 
 

@@ -1,14 +1,17 @@
-"""`dino-ds bench attention`: the plain formula, each kernel of SDPA and varlen at the sequence lengths in use."""
+"""`python -m scripts.bench_attention`: the plain formula, each kernel of SDPA and varlen at the lengths in use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import fire
 import torch
 from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
+from dino_ds.config.crops import crop_sizes
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.engine.device import device
@@ -16,8 +19,6 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
-from dino_ds.objective.dino import GLOBAL_VIEWS
-from dino_ds.options.bench import BenchAttentionOptions
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""
@@ -29,9 +30,14 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
+def main(
+    config: str = "vitti16", batch: int | None = None, steps: int = 5, threads: int = 1, as_json: bool = False
+) -> None:
     """Forward and backward of one block's attention without its linear layers; bf16 on a GPU, else FP32."""
-    batch = begin(options.batch, options.threads, "bench attention")
+    measure(load_recipe(config, {}), begin(batch, threads, "bench attention"), steps, as_json)
+
+
+def measure(recipe: Recipe, batch: int, steps: int, as_json: bool) -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     shapes = _shapes(recipe, batch)
     cases = {
@@ -44,7 +50,7 @@ def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
     for (name, shape), case in cases.items():
         if skipped[name, shape] is None:
             runs |= {f"{name}|{shape}|forward": case.forward, f"{name}|{shape}|both": case.forward_and_backward}
-    timings = time_interleaved(runs, options.steps, options.warmup, device())
+    timings = time_interleaved(runs, steps, 2, device())
     rows = []
     for name, shape in cases:
         row: dict[str, Any] = {"name": name, "shape": shape, "skipped": skipped[name, shape]}
@@ -54,15 +60,13 @@ def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
         rows.append(row)
     result = about(recipe, batch) | {"attention": rows, "dtype": str(dtype).removeprefix("torch.")}
     result["auto_is"] = _automatic(recipe, dtype)
-    print_result(_page(result, list(shapes)), result, options.json)
+    print_result(_page(result, list(shapes)), result, as_json)
 
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
     """Name -> groups (sequences, tokens) of a packing: the sizes alone, then together as the step has them."""
-    arch, crops = recipe.model.architecture(), recipe.crops
-    sizes = [(GLOBAL_VIEWS * batch, tokens_of(arch, crops.global_size))]
-    if crops.num_local:
-        sizes.append((crops.num_local * batch, tokens_of(arch, crops.local_size)))
+    arch = recipe.model.architecture()
+    sizes = [(group.count * batch, tokens_of(arch, group.size)) for group in recipe.crops.groups if group.student]
     shapes = {f"{sequences} x {tokens}": [(sequences, tokens)] for sequences, tokens in sizes}
     return shapes | ({"both": sizes} if len(sizes) > 1 else {})
 
@@ -108,8 +112,8 @@ class _Case:
 
 def _automatic(recipe: Recipe, dtype: torch.dtype) -> dict[str, str]:
     """Which kernel torch takes by itself, by the number of tokens."""
-    arch, crops = recipe.model.architecture(), recipe.crops
-    tokens = {tokens_of(arch, side) for side in (crops.global_size, crops.local_size)}
+    arch = recipe.model.architecture()
+    tokens = {tokens_of(arch, size) for size in crop_sizes(recipe.crops.groups)}
     return {str(n): chosen_kernel(arch.heads, arch.width // arch.heads, n, dtype, device()) for n in sorted(tokens)}
 
 
@@ -128,3 +132,7 @@ def _page(result: dict[str, Any], shapes: list[str]) -> str:
     lines = [heading("bench attention", result), markdown_table(header, rows), ""]
     lines += [f"{name} skipped: {reason}" for name, reason in reasons.items()]
     return "\n".join([*lines, f"{result['dtype']}; sequences x tokens of one block; auto is {automatic}"])
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
