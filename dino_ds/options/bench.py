@@ -23,16 +23,10 @@ class BenchOptions:
     json: Json = False
 
 
-@command(
-    "bench step",
-    "images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step",
-    "dino_ds.bench.step:run",
-    takes_recipe=True,
-    recipe="vitti16",
-    takes_ds=True,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("bench step", "dino_ds.bench.step:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class BenchStepOptions(BenchOptions):
+    """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
+
     compare: Annotated[
         str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, interleaved in one process", "none")
     ] = None
@@ -40,15 +34,10 @@ class BenchStepOptions(BenchOptions):
     steps: _Steps = 10
 
 
-@command(
-    "bench ladder",
-    "from the plain DINO step upwards, one optimization at a time: speed and memory of each",
-    "dino_ds.bench.ladder:run",
-    takes_recipe=True,
-    recipe="vitti16",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("bench ladder", "dino_ds.bench.ladder:run", takes_recipe=True, recipe="vitti16")
 class BenchLadderOptions(BenchOptions):
+    """from the plain DINO step upwards, one optimization at a time: speed and memory of each"""
+
     only: Annotated[
         Literal["all", "engine", "memory"],
         Help("engine: torch's AdamW alone beside ZeRO 0, 1, 3; memory: FP32 and bf16, with and without checkpointing"),
@@ -57,25 +46,17 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
-@command(
-    "bench scaling",
-    "one process against several on this machine: images/s and the share of communication at each ZeRO stage",
-    "dino_ds.bench.scaling:run",
-    takes_recipe=True,
-    recipe="vitti16",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("bench scaling", "dino_ds.bench.scaling:run", takes_recipe=True, recipe="vitti16")
 class BenchScalingOptions(BenchOptions):
+    """one process against several on this machine: images/s and the share of communication at each ZeRO stage"""
+
     ranks: Annotated[int, Help("processes, each with a core or a GPU to itself")] = 2
 
 
-@command(
-    "bench inference",
-    "latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved",
-    "dino_ds.bench.inference:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("bench inference", "dino_ds.bench.inference:run")
 class BenchInferenceOptions:
+    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
+
     model: Model
     random: Annotated[bool, Help("MODEL is an architecture: random weights, 224 pixels; they change no speed")] = False
     batches: Annotated[tuple[int, ...], Help("images of a call")] = (1, 4, 16, 64)
@@ -88,16 +69,10 @@ class BenchInferenceOptions:
     json: Json = False
 
 
-@command(
-    "profile",
-    "where the step's time goes by part and by operator, which resource bounds it and what to change",
-    "dino_ds.tools.profiler:run",
-    takes_recipe=True,
-    recipe="vitti16",
-    takes_ds=True,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("profile", "dino_ds.tools.profiler:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class ProfileOptions(BenchOptions):
+    """where the step's time goes by part and by operator, which resource bounds it and what to change"""
+
     out: Annotated[str, Help("folder for the traces and the summary")] = "profile"
     tool: Annotated[
         Literal["torch", "cprofile", "nsight"], Help("the Python side is cprofile's; nsight's wants nsys")

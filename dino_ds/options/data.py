@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dino_ds.options.definition import Help, Json, command
 
 
-@command(
-    "find-workers",
-    "images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation",
-    "dino_ds.tools.find_workers:run",
-    takes_recipe=True,
-    needs_images=True,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("find-workers", "dino_ds.tools.find_workers:run", takes_recipe=True, needs_images=True)
 class FindWorkersOptions:
+    """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
+
     seconds: Annotated[float, Help("measured for each number of processes, in 3 rounds by turns")] = 15.0
     max_workers: Annotated[int | None, Help("largest number of processes", "the cores, shared over the GPUs")] = None
     step_images_per_second: Annotated[
@@ -25,28 +19,20 @@ class FindWorkersOptions:
     json: Json = False
 
 
-@command(
-    "look-data",
-    "a sheet of images with all their crops, and what the data set is like",
-    "dino_ds.tools.look_data:run",
-    takes_recipe=True,
-    needs_images=True,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("look-data", "dino_ds.tools.look_data:run", takes_recipe=True, needs_images=True)
 class LookDataOptions:
+    """a sheet of images with all their crops, and what the data set is like"""
+
     images: Annotated[int, Help("images on the sheet, 200 at most")] = 8
     sample: Annotated[int, Help("images that the statistics are made of, drawn at random; 0 = all", zero=True)] = 10000
     out: Annotated[str, Help("the sheet; a page with more goes beside it (.html)")] = "look-data.png"
     json: Json = False
 
 
-@command(
-    "shard",
-    "images of any source -> tar shards with an index and checksums; goes on after an interruption",
-    "dino_ds.tools.shard:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("shard", "dino_ds.tools.shard:run")
 class ShardOptions:
+    """images of any source -> tar shards with an index and checksums; goes on after an interruption"""
+
     source: Annotated[str, Help("as data.source of a recipe")] = "folder"
     root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none")] = None
     split: Annotated[Literal["train", "test"], Help("of a torchvision data set")] = "train"
@@ -58,9 +44,10 @@ class ShardOptions:
     json: Json = False
 
 
-@command("unshard", "tar shards -> a folder of images", "dino_ds.tools.unshard:run")
-@dataclass(frozen=True, kw_only=True)
+@command("unshard", "dino_ds.tools.unshard:run")
 class UnshardOptions:
+    """tar shards -> a folder of images"""
+
     root: Annotated[str, Help("the shards: a folder or a pattern")]
     out: Annotated[str, Help("a new folder for the images")]
     skip_checksums: Annotated[bool, Help("do not check the shards first")] = False

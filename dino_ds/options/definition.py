@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from typing_extensions import dataclass_transform
+
 from dino_ds.names import MODEL_FORMS
 
-Options = TypeVar("Options", bound=type)
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,16 @@ COMMANDS: dict[str, Command] = {}
 """By name; filled where `options.commands` imports the dataclasses."""
 
 
-def command(name: str, summary: str, runs: str, **facts: Any) -> Callable[[Options], Options]:
-    """Make a dataclass the options of a command; `facts` are fields of Command."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def command(name: str, runs: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
+    """Make a class the frozen dataclass of a command's options; its docstring is the summary that help shows.
 
-    def register(options: Options) -> Options:
-        COMMANDS[name] = Command(name, summary, runs, options, **facts)
+    `facts` are fields of Command.
+    """
+
+    def register(cls: type[Options]) -> type[Options]:
+        options = dataclass(frozen=True, kw_only=True)(cls)
+        COMMANDS[name] = Command(name, cls.__doc__ or "", runs, options, **facts)
         return options
 
     return register

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from dino_ds.options.definition import Help, Json, command
 
 
-@command(
-    "launch",
-    "check the machines, then start `train` on all of them: -- TRAIN OPTIONS",
-    "dino_ds.launching.launch:run",
-    takes_train=True,
-    loads_torch=False,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("launch", "dino_ds.launching.launch:run", takes_train=True, loads_torch=False)
 class LaunchOptions:
+    """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
+
     hostfile: Annotated[str | None, Help("the machines, a line each: NAME slots=N", "this machine alone")] = None
     include: Annotated[str | None, Help("only these of the hostfile: NAME@NAME:0,2", "all")] = None
     exclude: Annotated[str | None, Help("all but these of the hostfile: NAME@NAME:0,2", "none")] = None
@@ -41,32 +35,19 @@ class LaunchOptions:
     dry_run: Annotated[bool, Help("check, show the command, and start nothing")] = False
 
 
-@command(
-    "doctor",
-    "this machine and this installation on one page: what fits, what is slow, each problem with its remedy",
-    "dino_ds.tools.doctor:run",
-    takes_recipe=True,
-    takes_ds=True,
-    loads_torch=False,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("doctor", "dino_ds.tools.doctor:run", takes_recipe=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
+    """this machine and this installation on one page: what fits, what is slow, each problem with its remedy"""
+
     run_dir: Annotated[str, Help("folder that runs go to")] = "runs"
     quick: Annotated[bool, Help("leave out what is measured: reading images, summing over two processes")] = False
     json: Json = False
 
 
-@command(
-    "plan",
-    "whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU",
-    "dino_ds.plan.command:run",
-    takes_recipe=True,
-    takes_ds=True,
-    ds_config=None,
-    loads_torch=False,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("plan", "dino_ds.plan.command:run", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False)
 class PlanOptions:
+    """whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU"""
+
     backbone: Annotated[str | None, Help("as --model.backbone, with crops that its patches divide", "the recipe's")] = (
         None
     )
@@ -81,15 +62,10 @@ class PlanOptions:
     json: Json = False
 
 
-@command(
-    "find-batch-size",
-    "the largest micro-batch that fits and the fastest one, with the table that was measured",
-    "dino_ds.tools.find_batch_size:run",
-    takes_recipe=True,
-    takes_ds=True,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("find-batch-size", "dino_ds.tools.find_batch_size:run", takes_recipe=True, takes_ds=True)
 class FindBatchSizeOptions:
+    """the largest micro-batch that fits and the fastest one, with the table that was measured"""
+
     ranks: Annotated[int | None, Help("processes to try with, a GPU each", "one per GPU")] = None
     memory_gib: Annotated[
         float | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
@@ -16,13 +15,10 @@ ExportForm = Literal["safetensors", "timm", "hf", "dino", "onnx", "torchscript"]
 _Source = Annotated[str | None, Help("as data.source of a recipe", "the run's, else folder")]
 
 
-@command(
-    "eval",
-    "k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features",
-    "dino_ds.tools.evaluate:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("eval", "dino_ds.tools.evaluate:run")
 class EvalOptions:
+    """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
+
     model: Model
     evals: Annotated[tuple[str, ...], Help("some of", choices=EVALUATIONS)] = ("knn",)
     source: _Source = None
@@ -40,13 +36,10 @@ class EvalOptions:
     json: Json = False
 
 
-@command(
-    "pictures",
-    "what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves",
-    "dino_ds.tools.pictures:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("pictures", "dino_ds.tools.pictures:run")
 class PicturesOptions:
+    """what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves"""
+
     model: Model
     source: _Source = None
     root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
@@ -64,13 +57,10 @@ class PicturesOptions:
     json: Json = False
 
 
-@command(
-    "attention-video",
-    "a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images",
-    "dino_ds.tools.attention_video:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("attention-video", "dino_ds.tools.attention_video:run")
 class AttentionVideoOptions:
+    """a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images"""
+
     model: Model
     clip: Annotated[str, Help("a video, animated GIF or WebP, folder or pattern of images", bare=True)]
     out: Annotated[str | None, Help("what to write: a file, for png a folder", "CLIP_attention.mp4")] = None
@@ -84,14 +74,10 @@ class AttentionVideoOptions:
     json: Json = False
 
 
-@command(
-    "export",
-    "the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form",
-    "dino_ds.tools.export:run",
-    check="dino_ds.tools.export:check",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("export", "dino_ds.tools.export:run", check="dino_ds.tools.export:check")
 class ExportOptions:
+    """the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
+
     model: Model
     format: Annotated[ExportForm, Help("one of")]
     out: Annotated[str | None, Help("file or folder to write", "beside the weights")] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from dino_ds.options.definition import Help, Json, command
@@ -12,15 +11,15 @@ Resume = bool | int | Literal["auto"]
 
 @command(
     "train",
-    "train: images in, a teacher out",
     "dino_ds.train:train",
     takes_recipe=True,
     takes_ds=True,
     needs_images=True,
     ds_shown="the run's that is resumed; else the planner's for the GPUs, or ds_configs/zero0_fp32.json without",
 )
-@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
+    """train: images in, a teacher out"""
+
     run_dir: Annotated[str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE")] = ""
     max_steps: Annotated[
         int | None, Help("stop after N optimizer steps; the schedules stay as they are", "the recipe's length")
@@ -41,13 +40,10 @@ class TrainOptions:
     allow_oversize: Annotated[bool, Help("start though more memory is predicted than there is")] = False
 
 
-@command(
-    "convert",
-    "a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network",
-    "dino_ds.tools.convert:run",
-)
-@dataclass(frozen=True, kw_only=True)
+@command("convert", "dino_ds.tools.convert:run")
 class ConvertOptions:
+    """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""
+
     checkpoint: Annotated[str, Help("RUN/checkpoints/step_...")]
     out: Annotated[str, Help("a new folder: a run to resume, or that of student.safetensors")]
     ranks: Annotated[int | None, Help("number of ranks: files of the new checkpoint", "1")] = None
@@ -55,14 +51,10 @@ class ConvertOptions:
     json: Json = False
 
 
-@command(
-    "simulate-goodput",
-    "what failures cost a run and how often to save: goodput by formula and by simulation",
-    "dino_ds.tools.simulate_goodput:run",
-    loads_torch=False,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("simulate-goodput", "dino_ds.tools.simulate_goodput:run", loads_torch=False)
 class SimulateGoodputOptions:
+    """what failures cost a run and how often to save: goodput by formula and by simulation"""
+
     mtbf_hours: Annotated[float | None, Help("mean time between failures of one node", "24, or the run's recipe")] = (
         None
     )
@@ -83,14 +75,10 @@ class SimulateGoodputOptions:
     json: Json = False
 
 
-@command(
-    "report",
-    "one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it",
-    "dino_ds.report.command:run",
-    loads_torch=False,
-)
-@dataclass(frozen=True, kw_only=True)
+@command("report", "dino_ds.report.command:run", loads_torch=False)
 class ReportOptions:
+    """one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it"""
+
     run: Annotated[str | None, Help("the run folder", "none", bare=True)] = None
     compare: Annotated[tuple[str, ...] | None, Help("other run folders, side by side with it", "none")] = None
     out: Annotated[str | None, Help("the .html file", "RUN/report.html, or RUN/compare.html")] = None

@@ -106,8 +106,10 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The curves of a metrics.jsonl; of two lines of one step the later counts. Raises OSError, or ConfigError for another
-    kind of file."""
+    """The curves of a metrics.jsonl; of two lines of one step the later counts.
+
+    Raises OSError, or ConfigError for another kind of file.
+    """
     shapes: dict[tuple[str, ...], array[float]] = {}
     lines = broken = 0
     for line in _lines(path):

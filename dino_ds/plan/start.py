@@ -71,7 +71,7 @@ def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) ->
 
 
 def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
-    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, for instance if nothing fits."""
+    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also if nothing fits."""
     assert machine.card_gib is not None
     card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)

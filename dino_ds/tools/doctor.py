@@ -16,8 +16,15 @@ from tqdm import tqdm
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.options.machine import DoctorOptions
-from dino_ds.tools.doctor_finding import FAILURE, WARNING, Finding
-from dino_ds.tools.doctor_software import look_at_compilers, look_at_software
+from dino_ds.tools.doctor_software import (
+    FAILURE,
+    WARNING,
+    Finding,
+    deepspeed_report,
+    look_at_compilers,
+    look_at_software,
+    torch_report,
+)
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _PROBLEMS = 2
@@ -26,18 +33,21 @@ Look = Callable[[], list[Finding]]
 
 def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
     """Print the page. Exits with code 2 where something stops training; warnings don't."""
-    found = look_at_software()
+    found, reports = look_at_software(), dict[str, str]()
     if all(finding.level != FAILURE for finding in found):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         looks = _looks(recipe, _resolve(ds, ds_path, recipe), Path(options.run_dir), options.quick)
         for look in tqdm(looks, "doctor", leave=False, disable=None):
             found += look()
+        if not options.quick:
+            reports = {"deepspeed": deepspeed_report(), "torch": torch_report()}
     problems = sum(finding.level == FAILURE for finding in found)
     result = {
         "host": platform.node(),
         "date": datetime.date.today().isoformat(),
         "trains": problems == 0,
         "findings": [vars(finding) for finding in found],
+        "reports": reports,
     }
     # Also where torch does not load.
     print(dumps(result, indent=1) if options.json else _page(result, found), flush=True)
@@ -53,10 +63,8 @@ def _resolve(ds: Mapping[str, Any], path: str, recipe: Recipe) -> DsConfig:
 
 def _looks(recipe: Recipe, config: DsConfig, run_dir: Path, quick: bool) -> list[Look]:
     """What is looked at in turn; these rooms need torch, so that they are imported only now."""
-    from dino_ds.tools.doctor_gpu import look_at_gpus
-    from dino_ds.tools.doctor_network import look_at_network
+    from dino_ds.tools.doctor_machine import look_at_gpus, look_at_network, look_at_system
     from dino_ds.tools.doctor_speed import measure_data, measure_sums
-    from dino_ds.tools.doctor_system import look_at_system
 
     looks: list[Look] = [
         lambda: look_at_gpus(config, recipe),
@@ -75,4 +83,5 @@ def _page(result: dict[str, Any], found: list[Finding]) -> str:
             lines.append(f"{'':<17}-> {finding.remedy}")
     count = {level: sum(finding.level == level for finding in found) for level in (FAILURE, WARNING)}
     verdict = "training can start" if result["trains"] else "training would stop"
+    lines += [result["reports"]["deepspeed"]] if result["reports"] else []
     return "\n".join([*lines, f"{verdict}: {count[FAILURE]} problems, {count[WARNING]} warnings"])

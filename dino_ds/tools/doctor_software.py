@@ -1,26 +1,51 @@
-"""The doctor's look at software: versions and whether they fit together, compilers, DeepSpeed's operators."""
+"""What `doctor` finds about software: versions and whether they fit together, compilers, the libraries' reports."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import platform
+import re
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.deepspeed_import import import_deepspeed
-from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
 
 _SHOWN = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 _PYTHONS = ((3, 10), (3, 13))
 _INSTALL = "pip install -e . in the checkout"
+FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to do about it."""
+
+    topic: str
+    level: str
+    text: str
+    remedy: str = ""
+
+
+def fine(topic: str, text: str) -> Finding:
+    return Finding(topic, FINE, text)
+
+
+def warning(topic: str, text: str, remedy: str) -> Finding:
+    return Finding(topic, WARNING, text, remedy)
+
+
+def failure(topic: str, text: str, remedy: str) -> Finding:
+    return Finding(topic, FAILURE, text, remedy)
 
 
 def look_at_software() -> list[Finding]:
@@ -92,47 +117,37 @@ def look_at_compilers(config: DsConfig) -> list[Finding]:
     """For the blocks of torch.compile, and for the operators of DeepSpeed that the ds config needs."""
     here = {name: shutil.which(name) for name in ("g++", "nvcc", "ninja")}
     text = ", ".join(f"{name} {path or 'absent'}" for name, path in here.items())
-    found = [fine("compilers", text)]
-    if config.performance.compile != "off" and not here["g++"]:
-        found = [failure("compilers", text, "dino_ds.compile needs a compiler: apt-get install g++")]
-    return [*found, *_ops(config)]
-
-
-def _needed_ops(config: DsConfig) -> dict[str, str]:
-    """Operator -> how it comes to be built. Most configs need none: AdamW is torch's."""
-    zero, needed = config.raw["zero_optimization"], dict[str, str]()
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
-        needed["quantizer"] = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
-    return needed
+    lacking = config.performance.compile != "off" and not here["g++"]
+    cure = "dino_ds.compile needs a compiler: apt-get install g++"
+    return [failure("compilers", text, cure) if lacking else fine("compilers", text), *_ops(config)]
 
 
 def _ops(config: DsConfig) -> Iterator[Finding]:
-    """DeepSpeed's operators: which are built, can be built, and are needed."""
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    """Operators of DeepSpeed that the ds config needs. Most need none: AdamW is torch's."""
+    zero = config.raw["zero_optimization"]
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    fits = {name: _compatible(builder) for name, builder in ALL_OPS.items() if "not_implemented" not in name}
-    built = [name for name in fits if installed_ops.get(name)] + [f"{name} (cached)" for name in _cached()]
-    able = [name for name, good in fits.items() if good]
-    text = f"built: {', '.join(built) or 'none'}; can be built: {', '.join(able) or 'none'}"
-    lacking = [name for name, good in fits.items() if not good]
-    text += f"; lacking: {', '.join(lacking)}" if lacking else ""
-    needed = _needed_ops(config)
-    yield fine("ops", f"{text}; needed: {', '.join(needed) or 'none'}")
-    for name in needed.keys() - {name for name, good in fits.items() if good}:
-        yield failure("ops", f"{name} can't be built", needed[name])
-
-
-def _compatible(builder: object) -> bool:
-    try:
-        with warnings.catch_warnings():
+        able = False
+        with warnings.catch_warnings(), suppress(Exception):  # an operator asks other tools, which may raise anything
             warnings.simplefilter("ignore")
-            return bool(builder.is_compatible(verbose=False))  # type: ignore[attr-defined]
-    except Exception:  # each operator asks other tools
-        return False
+            able = bool(ALL_OPS["quantizer"].is_compatible(verbose=False))
+        cure = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
+        yield fine("ops", "quantizer can be built") if able else failure("ops", "quantizer can't be built", cure)
 
 
-def _cached() -> list[str]:
-    """Operators compiled before, in torch's cache."""
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    return sorted({path.parent.name for path in Path(root).glob("**/*.so")})
+def deepspeed_report() -> str:
+    """DeepSpeed's own report, as `ds_report` prints it: its operators, built or to be built, and where it is."""
+    from deepspeed import env_report
+
+    with redirect_stdout(io.StringIO()) as text, redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        env_report.main(hide_errors_and_warnings=True)
+    return re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()).strip()
+
+
+def torch_report() -> str:
+    """torch's own report, as `python -m torch.utils.collect_env` prints it."""
+    from torch.utils.collect_env import get_pretty_env_info
+
+    return str(get_pretty_env_info()).strip()

@@ -1,4 +1,4 @@
-"""The doctor's two measurements: how fast the images can be read, and how fast two processes sum a tensor."""
+"""What `doctor` measures: how fast the images can be read, and how fast two processes sum a tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dino_ds.engine.device import device
 from dino_ds.errors import UserError
 from dino_ds.measure.memory import ChildFailed, run_in_children
 from dino_ds.measure.timing import synchronize
-from dino_ds.tools.doctor_finding import Finding, failure, fine, warning
+from dino_ds.tools.doctor_software import Finding, failure, fine, warning
 
 _SAMPLE = 200
 _SECONDS = 4.0

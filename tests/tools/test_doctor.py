@@ -14,14 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-import dino_ds.tools.doctor_gpu as doctor_gpu
-import dino_ds.tools.doctor_network as doctor_network
+import dino_ds.tools.doctor_machine as doctor_machine
 import dino_ds.tools.doctor_software as doctor_software
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.measure.machine import Gpu
 from dino_ds.tools.doctor_speed import measure_data
-from dino_ds.tools.doctor_system import look_at_system
 from tests.launching.cluster import dino_ds, environment
 from tests.training.harness import REPOSITORY, image_folder
 
@@ -44,6 +42,7 @@ def test_the_page_of_this_machine(tmp_path):
     assert torch.__version__.split("+")[0] in by_topic["software"]["text"]
     assert by_topic["data"]["text"].startswith("20 images; ")
     assert "GB/s for 64 MiB" in by_topic["all-reduce"]["text"]
+    assert "op report" in found["reports"]["deepspeed"] and "PyTorch version" in found["reports"]["torch"]
     assert all(finding["remedy"] for finding in found["findings"] if finding["level"] != "ok")
     if not torch.cuda.is_available():
         assert by_topic["gpu"]["text"].startswith("no GPU") and by_topic["all-reduce"]["text"].startswith(
@@ -88,34 +87,34 @@ def _texts(findings):
 )
 def test_a_gpu_that_torch_has_no_code_for_stops(capability, built, runs, monkeypatch):
     gpus = _fake_gpus(monkeypatch, Gpu("GPU", capability, 40.0, 40.0), built=built)
-    found = list(doctor_gpu._architectures(gpus))
+    found = list(doctor_machine._architectures(gpus))
     assert [finding.level for finding in found] == ([] if runs else ["FAIL"])
 
 
 def test_busy_and_unequal_gpus_are_warned_of(monkeypatch):
     gpus = _fake_gpus(monkeypatch, Gpu("A", "8.0", 40.0, 39.5), Gpu("B", "8.6", 24.0, 10.0))
-    assert _texts(doctor_gpu._each(gpus)) == [
+    assert _texts(doctor_machine._each(gpus)) == [
         ("ok", "0: A, capability 8.0, 39.5 of 40.0 GiB free"),
         ("warn", "1: B, capability 8.6, 10.0 of 24.0 GiB free"),
         ("warn", "the GPUs differ"),
     ]
-    assert _texts(doctor_gpu._peers(2)) == [("warn", "0 of 2 pairs reach each other's memory directly")]
+    assert _texts(doctor_machine._peers(2)) == [("warn", "0 of 2 pairs reach each other's memory directly")]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_driver_without_a_gpu_for_torch_stops(monkeypatch, tmp_path):
-    assert doctor_gpu._none("").level == "warn"
-    monkeypatch.setattr(doctor_gpu, "_DRIVER", str(tmp_path))
-    found = doctor_gpu._none("the driver is too old (found version 11040)")
+    assert doctor_machine._none("").level == "warn"
+    monkeypatch.setattr(doctor_machine, "_DRIVER", str(tmp_path))
+    found = doctor_machine._none("the driver is too old (found version 11040)")
     assert found.level == "FAIL" and ("too old" in found.text or torch.version.cuda is None)
 
 
 def test_a_ds_config_that_the_device_can_t_compute_stops(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False, raising=False)
     cpu = torch.device("cpu")
-    (found,) = doctor_gpu._precision(_resolved("zero2_fp16.json"), QUICKSTART, cpu)
+    (found,) = doctor_machine._precision(_resolved("zero2_fp16.json"), QUICKSTART, cpu)
     assert found.level == "FAIL" and "no fp16" in found.text and "wants fp16" in found.remedy
-    (found,) = doctor_gpu._precision(_resolved("zero2_bf16.json"), QUICKSTART, cpu)
+    (found,) = doctor_machine._precision(_resolved("zero2_bf16.json"), QUICKSTART, cpu)
     assert found.level == "ok"
 
 
@@ -136,7 +135,7 @@ def test_small_shared_memory_and_limits_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(workers.os, "statvfs", lambda path: small)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 256))
     recipe = load_recipe("vits16", {"data.workers": "8"})
-    by_topic = {finding.topic: finding for finding in look_at_system(recipe, Path(tmp_path))}
+    by_topic = {finding.topic: finding for finding in doctor_machine.look_at_system(recipe, Path(tmp_path))}
     assert by_topic["shm"].level == "FAIL" and "--shm-size" in by_topic["shm"].remedy
 
 
@@ -155,6 +154,6 @@ def test_data_that_is_missing_or_broken_is_named(tmp_path):
 
 
 def test_a_name_that_others_can_t_reach_is_warned_of(monkeypatch):
-    monkeypatch.setattr(doctor_network.socket, "gethostbyname", lambda name: "127.0.1.1")
-    (found,) = doctor_network._own_name()
+    monkeypatch.setattr(doctor_machine.socket, "gethostbyname", lambda name: "127.0.1.1")
+    (found,) = doctor_machine._own_name()
     assert found.level == "warn" and "/etc/hosts" in found.remedy
