@@ -1,4 +1,4 @@
-"""What all benches do before and after they measure."""
+"""Helpers that all benches use: what they do before and after they measure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMORY_STEPS = 2
 
 
 def begin(batch: int | None, threads: int, one_process: str = "") -> int:
-    """Join the process group; images per process. `one_process` names a command that runs on one only."""
+    """Join the process group and return the images per process. `one_process` names a command that runs on one only."""
     join(threads)
     if one_process and distributed.world_size() > 1:
         raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
@@ -26,7 +26,7 @@ def begin(batch: int | None, threads: int, one_process: str = "") -> int:
 
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:
-    """The part of a result that says what was measured and where."""
+    """The part of a result that describes what was measured, and where."""
     return {
         "backbone": recipe.model.backbone,
         "crops": describe_crops(recipe.crops.groups),

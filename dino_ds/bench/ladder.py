@@ -83,7 +83,7 @@ def _prepare(
 
 
 def take_ladder_step(only: str, name: str, recipe: dict[str, Any], batch: int) -> None:
-    """What the process does whose memory is measured."""
+    """Run a few steps in the process whose memory is measured."""
     step = next(step for step in SELECTIONS[only]() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
     for _ in range(MEMORY_STEPS):
@@ -127,7 +127,7 @@ def _loss_difference(losses: list[float], plain: list[float]) -> float:
 
 
 def _together(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The last exact step beside the first."""
+    """Compare the last exact step with the first."""
     exact = [row for row in rows if row["exact"]]
     first, last = exact[0], exact[-1]
     return {

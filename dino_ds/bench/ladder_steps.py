@@ -1,4 +1,4 @@
-"""What `bench ladder` measures: steps with one optimization more each, the engine's ZeRO stages, memory settings."""
+"""The steps that `bench ladder` measures: one optimization more each, the engine's ZeRO stages, memory settings."""
 
 from __future__ import annotations
 

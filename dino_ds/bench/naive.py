@@ -1,4 +1,4 @@
-"""The plain forms of the parts of a step, as one writes them first: the start of the ladder.
+"""The parts of a training step as one would write them first: the start of the ladder.
 
 They fit into `DinoStep` in place of ours, so that the step around them is the same.
 """
@@ -24,7 +24,7 @@ from dino_ds.teacher import Teacher
 
 
 class PairwiseLoss(DinoLoss):
-    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, whose entropy nobody asks for."""
+    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy."""
 
     def __call__(self, student_logits: Tensor, teacher_logits: Tensor, teacher_temp: float) -> DinoLossOutput:
         targets = F.softmax((teacher_logits - self.center.value) / teacher_temp, dim=-1).chunk(2)
@@ -91,8 +91,8 @@ class PlainEngine:
             foreach=False,
         )
 
-    def __call__(self, views: list[Tensor], drop_keys: Tensor | None) -> Tensor:
-        return self._network(views, drop_keys)
+    def __call__(self, crops: list[Tensor], drop_keys: Tensor | None) -> Tensor:
+        return self._network(crops, drop_keys)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -26,7 +26,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def run(options: BenchScalingOptions, *, recipe: Recipe) -> None:
-    """The step at every ZeRO stage on 1 and on `ranks` processes, `batch` images on each. Raises ConfigError."""
+    """Measure the step at every ZeRO stage on 1 and on `ranks` processes, `batch` images each. Raises ConfigError."""
     ranks, batch = options.ranks, begin(options.batch, options.threads, "bench scaling")
     places = torch.cuda.device_count() if torch.cuda.is_available() else len(distributed.usable_cores())
     if not 1 < ranks <= places:
@@ -60,7 +60,7 @@ def run(options: BenchScalingOptions, *, recipe: Recipe) -> None:
 def take_steps(
     recipe: dict[str, Any], batch: int, steps: int, warmup: int, stages: list[int]
 ) -> dict[str, dict[str, float]]:
-    """What each rank does: by ZeRO stage its seconds and its share of communication."""
+    """Measure the step on one rank: by ZeRO stage its seconds and its share of communication."""
     if device().type == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {distributed.usable_cores()[distributed.rank()]})
     trials = {}
@@ -80,7 +80,7 @@ def take_steps(
 
 
 def _communication_share(trial: Trial, step_seconds: float) -> float:
-    """Time in collectives in one step, waiting for the other ranks included, as the profiler sees it."""
+    """The profiler's share of one step spent in collectives, waiting for the other ranks included."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -28,7 +28,7 @@ from dino_ds.ranges import AUGMENTATION, PARTS
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the things that are compared."""
+    """One of the settings that are compared."""
 
     name: str
     recipe: Recipe
@@ -81,7 +81,7 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
 
 
 def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> dict[str, float]:
-    """From a process of its own; with several ranks from this one, later."""
+    """Measure it in a process of its own; with several ranks it is read in this one, later."""
     if distributed.world_size() > 1:
         return {}
     arguments = {"recipe": setting.recipe.model_dump(mode="json"), "ds": dict(setting.ds)}
@@ -90,7 +90,7 @@ def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> di
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
-    """What the process does whose memory is measured."""
+    """Run a few steps in the process whose memory is measured."""
     trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
     for _ in range(MEMORY_STEPS):
         trial.run()
@@ -99,7 +99,7 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: 
 def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
-    """The settings, interleaved. `memory` of each where it is known; a GPU's is measured here, for one setting."""
+    """Time the settings, interleaved. memory: of each, if known; a GPU's is measured here, for one setting."""
     peak, waits = None if memory else GpuPeak(), options.data or distributed.world_size() > 1
     with ExitStack() as open_feeds:
         steppers = {

@@ -19,7 +19,7 @@ _SIDES = {"cpu": 2048, "cuda": 8192}
 
 
 def describe_host() -> dict[str, Any]:
-    """Host, processor, cores this process may use, threads, GPU, load average, date, versions."""
+    """The host, its processor and GPU, the cores this process may use, threads, load average, date and versions."""
     cuda = torch.cuda.is_available()
     return {
         "host": platform.node(),
@@ -35,7 +35,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def host_line(host: dict[str, Any]) -> str:
-    """One line for people."""
+    """`describe_host` as one line of text."""
     where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
     packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work in a process of its own: nothing else has grown that process before.
+"""Measures the peak memory of a function in a process of its own, which nothing else has grown before.
 
 On a GPU by its allocator, else by the resident set. `engine.memory_gib` is for a run as a whole; here the libraries'
 share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no process of its own.
@@ -70,9 +70,9 @@ class GpuPeak:
 
 
 def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> ChildResult:
-    """`function` ("module:name") with `kwargs`, in a new process of one rank. Arguments and value must be plain JSON.
+    """Call `function` ("module:name") with `kwargs` in a new process of one rank.
 
-    Raises ChildFailed.
+    Arguments and value must be plain JSON. Raises ChildFailed.
     """
     return run_in_children(function, 1, threads, **kwargs)[0]
 
@@ -84,7 +84,7 @@ def run_in_children(
     limit_mib: float | None = None,
     **kwargs: Any,
 ) -> list[ChildResult]:
-    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order.
+    """Call `function` on `ranks` new processes of one process group; the results are in rank order.
 
     Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
     """
@@ -109,7 +109,7 @@ def run_in_children(
 
 
 def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
-    """When one fails the others, which would wait for it, are stopped."""
+    """Wait for all; when one fails, stop the others, which would wait for it."""
     codes: list[int] = []
     try:
         while any(child.poll() is None for child in children) and not codes:

@@ -1,4 +1,4 @@
-"""A map of features: each image as a thumbnail, near those that are like it."""
+"""A map of features: each image is a thumbnail near similar ones."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """NaN of an empty one."""
+        """The last value; NaN if there is none."""
         return float(self.y[-1]) if len(self) else float("nan")
 
     @property
@@ -45,7 +45,7 @@ class Curve:
         return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
 
     def at(self, x: np.ndarray) -> np.ndarray:
-        """The values at some steps, which ascend; NaN where there is none."""
+        """The values at ascending steps; NaN where there is none."""
         y = np.full(len(x), np.nan)
         y[np.isin(x, self.x)] = self.y[np.isin(self.x, x)]
         return y

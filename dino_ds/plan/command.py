@@ -22,7 +22,7 @@ _RECOMMENDED = "the recommended config"
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
-    """`ds` None: recommend one. Raises ConfigError."""
+    """Describe this ds JSON, or recommend one if it is None. Raises ConfigError."""
     if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
     recipe = with_backbone(recipe, options.backbone)
@@ -81,7 +81,7 @@ def _given(setup: Setup) -> dict[str, Any]:
 
 
 def _verdict(setup: Setup, found: Fit) -> str:
-    """fits, fits with a change, does not fit."""
+    """The answer in one line: it fits, it fits with a change, or it does not fit."""
     recipe, cluster = setup.recipe, setup.cluster
     needs, largest = f"{found.memory.gib:.1f} of {found.limit_gib:g} GiB", setup.largest_micro_batch()
     if found.fits:

@@ -1,4 +1,4 @@
-"""What in a ds config costs more than it gives, for this model on these GPUs."""
+"""Finds settings of a ds config that cost more than they give, for this model on these GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ds = dict[str, Any]
 
 
 def advise(setup: Setup) -> list[str]:
-    """One sentence for each, with what to do."""
+    """One sentence for each costly setting, with what to do."""
     weights, ds, gpu = count_parameters(setup.recipe), setup.ds, setup.cluster.gpu
     zero = ds.get("zero_optimization", {})
     found = [

@@ -50,7 +50,7 @@ class Setup:
         return dataclasses.replace(self, ds=ds)
 
     def fit(self, micro_batch: int | None = None) -> Fit:
-        """With the ds JSON's batch sizes or with this micro-batch. Raises ConfigError."""
+        """Resolve the config with its own batch sizes or with this micro-batch. Raises ConfigError."""
         given = (self.recipe, self.ds, self.path, self.cluster.world_size, self.cluster.gpu.memory_gib)
         return fit(*given) if micro_batch is None else fit_with(*given, micro_batch)
 
@@ -63,7 +63,7 @@ class Setup:
 
 
 def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:
-    """The ds JSON with the recipe's global batch on `world_size` GPUs.
+    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs.
 
     Raises ConfigError if the batch sizes do not go together.
     """
@@ -106,13 +106,13 @@ def micro_batches(global_batch: int, world_size: int) -> list[int]:
 
 
 def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
-    """`ds` with this micro-batch."""
+    """`ds` with this micro-batch and accumulation."""
     kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
     return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
 
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
-    """`memory` and what no tensor accounts for."""
+    """`memory` plus what no tensor accounts for."""
     margins = {
         "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
         "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),

@@ -1,4 +1,4 @@
-"""What the planner says about one config: numbers for programs, a page for people."""
+"""Reports what the planner found for one config: numbers for programs, a page for people."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """For people."""
+    """The result as text for people."""
     gpus = result["gpus_per_node"] * result["nodes"]
     total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
     nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,7 +39,7 @@ def run(options: ReportOptions) -> None:
     _write(page, runs)
     found = [summarise(one) for one in runs]
     if options.json:
-        print(jsons.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
+        print(json.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
     else:
         for facts in found:
             print(_line(facts))
