@@ -3,11 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
+
+
+class BackboneSpec(Protocol):
+    """What the program knows of a backbone without building it: a frozen dataclass of plain numbers.
+
+    `builder` is "module:class" of its `dino_ds.models.base.Backbone`; stride: pixels from one patch feature to the
+    next, of which the sides of crops are multiples; width: of a feature; depth: segments that are compiled and
+    recomputed one by one; in_chans: channels of the images.
+    """
+
+    builder: ClassVar[str]
+
+    @property
+    def stride(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def in_chans(self) -> int: ...
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
+        """The name and the arguments by which timm.create_model builds this backbone, called `name` here; None if timm
+        does not know it."""
+
+
+@dataclass(frozen=True)
+class BackboneOptions:
+    """What a recipe and a ds config ask of a backbone; the second five change speed, not results.
+
+    `drop_path` rate of the last block, growing linearly from 0 at the first; `stochastic_depth` "per_image", or
+    "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
+    sizes than the native. `attention` and `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one
+    pass a size; `cls_only_last_block` False computes the last block for all tokens.
+    """
+
+    drop_path: float = 0.0
+    stochastic_depth: str = "per_image"
+    pos_embed_interpolation: str = "dino"
+    attention: str = "sdpa"
+    attention_backend: str = "auto"
+    packed: bool = True
+    cls_only_last_block: bool = True
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ViT as timm's `VisionTransformer` describes it.
+    """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
@@ -16,6 +63,7 @@ class Architecture:
     other projects' weights may have been trained with another.
     """
 
+    builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
     patch_size: int
     width: int
     depth: int
@@ -28,9 +76,12 @@ class Architecture:
     timm: str | None = None
     norm_eps: float = 1e-6
 
-    def timm_model(self, name: str) -> tuple[str, dict[str, int | float]]:
-        """The name and the arguments by which timm.create_model builds this architecture, called `name` here."""
-        arguments: dict[str, int | float] = {
+    @property
+    def stride(self) -> int:
+        return self.patch_size
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]]:
+        arguments: dict[str, Any] = {
             "patch_size": self.patch_size,
             "embed_dim": self.width,
             "depth": self.depth,

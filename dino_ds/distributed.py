@@ -1,4 +1,4 @@
-"""Which process this is, and the few collectives we use: each is the identity on one process."""
+"""Rank and world size, and the few collectives that dino_ds uses; each is the identity on one process."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def local_world_size() -> int:
 
 
 def hidden_bar(wanted: bool = True) -> bool | None:
-    """What tqdm's `disable` gets, so that a bar is seen on rank 0's terminal alone."""
+    """The value of tqdm's `disable` with which only rank 0 shows a bar, on a terminal."""
     return None if wanted and rank() == 0 else True
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use; of systems that don't say, all."""
+    """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
@@ -85,7 +85,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def naming_the_port() -> Iterator[None]:
-    """Around joining a process group. Raises ConfigError where another program has rank 0's port."""
+    """Wraps joining a process group. Raises ConfigError where another program has rank 0's port."""
     try:
         yield
     except RuntimeError as error:
@@ -97,8 +97,8 @@ def naming_the_port() -> Iterator[None]:
 
 @contextmanager
 def agreed_world_size(timeout: timedelta) -> Iterator[None]:
-    """Around joining a process group. Raises ConfigError where ranks disagree on how many they are: each would wait
-    for others that never come."""
+    """Wraps joining a process group. Raises ConfigError where ranks disagree on the world size: each would wait for
+    others that never come."""
     mine, ranks = rank(), world_size()
     if (ranks == 1 and mine == 0) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield  # torchrun has counted its ranks itself
@@ -113,8 +113,8 @@ def agreed_world_size(timeout: timedelta) -> Iterator[None]:
         theirs = int(store.get(f"dino_ds/world_size/{other}"))
         if theirs != ranks:
             pair = sorted([(0, ranks), (other, theirs)] if mine == 0 else [(0, theirs), (mine, ranks)])
-            said = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
-            raise ConfigError(f"ranks disagree on how many they are: {said}; give all of them the same WORLD_SIZE")
+            found = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
+            raise ConfigError(f"ranks disagree on how many they are: {found}; give all of them the same WORLD_SIZE")
     yield
     del store
 
@@ -132,10 +132,10 @@ def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RankFlags:
-    """What ranks tell each other once per step: it travels in an all-reduce that is there anyway.
+    """Flags that ranks share once per step, in an all-reduce that is made anyway.
 
-    A vote stands until it is changed; sums are read one step late, so that the host never waits for the device.
-    They are FP32: votes are small whole numbers, and votes x ranks < 2^24.
+    A flag keeps its value until it is changed; sums are read one step late, so that the host never waits for the
+    device. They are FP32: values are small whole numbers, and value x ranks < 2^24.
     """
 
     def __init__(self, names: tuple[str, ...], where: torch.device) -> None:
@@ -146,7 +146,7 @@ class RankFlags:
         self._readable: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def set(self, name: str, value: float = 1.0) -> None:
-        """Change this rank's vote; signal handlers and other threads may call it."""
+        """Change this rank's flag; signal handlers and other threads may call it."""
         self._mine[name] = value
         self._changed = True
 
@@ -154,7 +154,7 @@ class RankFlags:
         return self._mine[name]
 
     def tensor_to_sum(self) -> torch.Tensor:
-        """This rank's votes (names,) on the device, to be summed over ranks."""
+        """This rank's flags (names,) on the device, to be summed over ranks."""
         if self._changed:
             self._changed = False
             for i, value in enumerate(self._mine.values()):
@@ -162,7 +162,7 @@ class RankFlags:
         return self._sent
 
     def push(self, sums: torch.Tensor) -> None:
-        """Once per step, the same on every rank: what the ballots summed up to."""
+        """Take the sums over ranks, once per step on every rank."""
         self._readable = self._newest
         if not sums.is_cuda:
             self._newest = (sums.detach().clone(), None)
@@ -184,13 +184,13 @@ class RankFlags:
 
 
 def set_store_flag(word: str) -> None:
-    """Let every rank know `word`, for `store_flag_is_set`. No collective: the store of the process group keeps it."""
+    """Set a flag in the process group's store, for `store_flag_is_set` on any rank; not a collective."""
     if world_size() > 1:
         _store().set(word, "1")
 
 
 def store_flag_is_set(word: str) -> bool:
-    """Whether any rank has store_flag_is_set `word`; asks rank 0's store."""
+    """Whether any rank has set the flag `word`; asks rank 0's store."""
     return world_size() > 1 and bool(_store().check([word]))
 
 
@@ -199,7 +199,7 @@ def _store() -> dist.Store:
 
 
 def set_timeouts(seconds: float) -> None:
-    """No operation of any process group waits longer; DeepSpeed makes groups that forget what the first was given."""
+    """Set the timeout of every process group; those that DeepSpeed makes do not inherit the first one's."""
     set_one = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in list(dist.distributed_c10d._world.pg_map):
         set_one(timedelta(seconds=seconds), group)

@@ -1,4 +1,4 @@
-"""Files that are old or new, never half of either, whatever happens to the process or to the power."""
+"""Writes files atomically: after a crash or a power failure a file is the old one or the new one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
-    """A name beside `path` to write a file to, which is then put on the disk and into place. Raises OSError.
+    """A temporary path beside `path` to write to, which then replaces `path`; removed after an error. Raises OSError.
 
-    Nothing of it stays after an error. Without `on_disk` it is safe from the death of the process, not of the machine,
-    and waits for no disk.
+    Without `on_disk` nothing waits for the disk: safe if the process dies, not if the machine does.
     """
     temporary = path.with_name(f"{path.name}.tmp"[-255:])
     try:
         yield temporary
         if on_disk:
-            _sync(temporary)
+            sync(temporary)
             put_in_place(temporary, path)
         else:
             os.replace(temporary, path)
@@ -37,21 +36,21 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a new folder of files: an empty one beside `path`, which must not be there."""
+    """As `replacing`, for a new folder of files: `path` must not exist."""
     temporary = path.with_name(f"{path.name}.tmp"[-255:])
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
         for file in temporary.iterdir():
-            _sync(file)
+            sync(file)
         put_in_place(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def append_whole(descriptor: int, content: bytes) -> None:
-    """All of `content` at the end of a file that is open for appending, or nothing of it. Raises OSError."""
+    """Append all of `content` to a file that is open for appending, or none. Raises OSError."""
     size, written = os.fstat(descriptor).st_size, 0
     try:
         while written < len(content):  # a disk that gets full takes a part
@@ -64,7 +63,7 @@ def append_whole(descriptor: int, content: bytes) -> None:
 
 
 def discard(path: Path) -> None:
-    """Whatever lies there goes: a file, a folder with all that is in it, a link. Raises nothing."""
+    """Remove a file, a link, or a folder with its content. Raises nothing."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -73,7 +72,7 @@ def discard(path: Path) -> None:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether nothing lies there; False where the disk fails to answer, which is no proof."""
+    """Whether the path does not exist; False if the disk fails to answer."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -84,23 +83,19 @@ def is_gone(path: Path) -> bool:
 
 
 def why_not_writable(path: Path) -> str:
-    """Why a new file or folder can't be made at `path`, before there is anything to put there; "" where it can."""
+    """Why a new file or folder can't be made at `path`; "" if it can."""
     there = next(place for place in path.absolute().parents if place.exists())
-    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is no folder one may write to"
+    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is not a writable folder"
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is on the disk already, and put the new name there too."""
+    """Rename a file or folder that is on the disk already, and put the new name on the disk too."""
     os.replace(temporary, path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk after this."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file's content, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

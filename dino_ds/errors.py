@@ -1,4 +1,4 @@
-"""The one error family for mistakes a user can fix: printed as one line, without a traceback. And all exit codes."""
+"""Errors that a user can fix, which are printed as one line without a traceback, and all exit codes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EXIT_CODES = {
     5: "disk full or not writable",
     6: "a rank hangs or is gone",
     7: "out of memory, of a GPU or of the host",
-    75: "stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGUSR2, RUN/stop) and saved: go on with --resume",
+    75: "stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGUSR2, RUN/stop) and saved: continue with --resume",
     130: "interrupted by Ctrl-C, other commands than train",
 }
 STOPPED = 75
@@ -24,14 +24,14 @@ _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Of an OSError: the disk is full, or the user's part of it."""
+"""Numbers of an OSError: the disk is full, or the user's quota."""
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
 class UserError(Exception):
-    """What was given, what is allowed, what to do. `exit_code` is what the process ends with.
+    """An error's message says what was given, what is allowed, what to do; `exit_code` is the process's.
 
-    `said_by_me`: whether this rank is the one that says it; None: rank 0 does.
+    `said_by_me`: whether this rank prints it; None: rank 0 does.
     """
 
     exit_code = 2
@@ -82,7 +82,7 @@ class OutOfMemory(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch's, CUDA's, Python's or the system's allocator had no memory left, here or in a loader process."""
+    """Whether an allocator (torch's, CUDA's, Python's, the system's) had no memory left, here or in a loader."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -90,9 +90,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _MEMORY.search(str(error)) is not None
 
 
+def one_line(error: object, most: int = 160) -> str:
+    """An error's message on one line of at most `most` characters; its type's name where it has no message."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else f"{text[: most - 4]} ..."
+
+
 def lines_for_people(message: str, all_of_them: bool = False) -> list[str]:
-    """The lines of an error as a terminal may show them: printable, of bounded length, at most ten unless
-    `all_of_them` are wanted. What it quotes comes from files and may hold anything."""
+    """The lines of an error for a terminal: printable, of bounded length, at most ten unless `all_of_them`.
+
+    What a message quotes comes from files and may hold anything.
+    """
     lines = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in message.splitlines()]
     lines = [line if len(line) <= _MOST_CHARACTERS else _shortened(line) for line in lines]
     if all_of_them or len(lines) <= _MOST_LINES:

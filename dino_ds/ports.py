@@ -1,4 +1,4 @@
-"""Ports of this machine."""
+"""Finds free TCP ports of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def port_is_free(port: int) -> bool:
 
 
 def find_free_port() -> int:
-    """A port that nobody listens on, below those that the system gives to outgoing connections at any moment."""
+    """A free port, below the range that the system uses for outgoing connections."""
     while True:
         port = _random.randrange(20000, 32000)
         if port_is_free(port):

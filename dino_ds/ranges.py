@@ -1,4 +1,4 @@
-"""Names for the parts of a step, for whoever listens: a profiler, Nsight, the benches. Free when nobody does."""
+"""Names the parts of a training step for profilers, Nsight and the benches; almost free when none of them listens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ AUGMENTATION = "augmentation"
 
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []
-_told: list[Callable[[str], None]] = []
+_observers: list[Callable[[str], None]] = []
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """What runs inside is the part `name`; one look at an empty list when nobody listens."""
-    for told in _told:
-        told(name)
+    """Marks what runs inside as the part `name`."""
+    for observer in _observers:
+        observer(name)
     return _entered_by_all(name) if _listeners else _NOTHING
 
 
@@ -35,13 +35,13 @@ def listen(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def tell(told: Callable[[str], None]) -> Iterator[None]:
-    """Call `told(name)` at the beginning of every named range: less than `listen`, and so cheap that it may stay on."""
-    _told.append(told)
+def tell(observer: Callable[[str], None]) -> Iterator[None]:
+    """Call `observer(name)` at the beginning of every named range: cheaper than `listen`, it may always be on."""
+    _observers.append(observer)
     try:
         yield
     finally:
-        _told.remove(told)
+        _observers.remove(observer)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Reading text files of people and of runs, which may be anything else: a device, a disk image, a bomb."""
+"""Reads text files safely: what is at the path may be a device, a pipe, a disk image or gigabytes instead."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,44 +22,46 @@ _MOST_TEXT, _MOST_NAME = 4096, 255
 def read_text(path: str, kind: str) -> str:
     """The UTF-8 text of a regular file of at most 256 KiB; `kind` is what it should be, for the ConfigError."""
     try:
-        with _open(path) as file:
-            state = os.fstat(file.fileno())
-            if not stat.S_ISREG(state.st_mode):
-                raise ConfigError(f"{path} cannot be read as {kind}: it is no regular file")
-            if state.st_size > MAX_BYTES:
-                raise ConfigError(f"{path} cannot be read as {kind}: {state.st_size} bytes, {MAX_BYTES} are allowed")
-            return file.read(MAX_BYTES).decode("utf-8")
+        return read_bytes(path, MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} cannot be read as {kind}: it is no UTF-8 text") from None
+        raise ConfigError(f"{path} cannot be read as {kind}: it is not UTF-8 text") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise ConfigError(f"{path} cannot be read as {kind}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a regular file, which may be a sparse disk image instead: what is longer than 1 MiB is cut there.
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes. Raises OSError, ValueError."""
+    with _opened(path, most) as file:
+        return file.read(most)
 
-    Raises ConfigError for a pipe, and for more than 4 GiB; OSError.
-    """
-    with _open(path) as file:
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a regular file, each cut after 1 MiB. Raises ConfigError for a pipe and more than 4 GiB; OSError."""
+    try:
+        with _opened(path, MAX_LINES_BYTES) as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                yield line
+                while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE_BYTES)
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+@contextmanager
+def _opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
+    """Opens a file without waiting for a pipe's writer. Raises ValueError for a larger or not a regular file."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
-            raise ConfigError(f"{path} cannot be read: it is not a regular file")
-        if state.st_size > MAX_LINES_BYTES:
-            gib = state.st_size / 2**30
-            raise ConfigError(f"{path} cannot be read: {gib:.1f} GiB, {MAX_LINES_BYTES >> 30} are allowed")
-        while line := file.readline(MAX_LINE_BYTES):
-            yield line
-            while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                line = file.readline(MAX_LINE_BYTES)
-
-
-def _open(path: str | Path) -> BinaryIO:
-    """Opens at once, also a pipe that nobody writes to."""
-    return open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+            raise ValueError("it is not a regular file")
+        if state.st_size > most:
+            size = f"{state.st_size / 2**30:.1f} GiB, {most >> 30}" if most >> 30 else f"{state.st_size} bytes, {most}"
+            raise ValueError(f"{size} are allowed")
+        yield file
 
 
 def is_file(path: str) -> bool:
-    """As Path.is_file; False for what no file can be called."""
+    """As Path.is_file; False for text that cannot be a path."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -66,7 +69,7 @@ def is_file(path: str) -> bool:
 
 
 def unusable_text(text: str) -> str:
-    """Why no file can be called so, in words for people; "" where one can."""
+    """Why `text` cannot be a path, for a message; "" if it can."""
     start = f"{text[:40]!r}{'...' if len(text) > 40 else ''}"
     try:
         raw = text.encode()

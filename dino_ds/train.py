@@ -19,20 +19,26 @@ if __name__ == "__main__":
 import functools
 from collections.abc import Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dino_ds import distributed
+from dino_ds.checkpoint.folder import Checkpoints, Choice
+from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig, load_ds_config
-from dino_ds.config.flat import flat_values, lengths_without_unit
+from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.sources import build_source
+from dino_ds.data.loader import steps_per_epoch
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import Source, build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import UserError, unwritable
+from dino_ds.errors import CheckpointError, UserError, unwritable
+from dino_ds.evals.pictures import PeriodicPictures
+from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -40,12 +46,29 @@ from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.measure.machine import host_memory_gib
 from dino_ds.options.run import TrainOptions
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
+from dino_ds.training.announcement import announce
+from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog
-from dino_ds.training.run import Run
+from dino_ds.training.other_images import OtherImages, describe_images, same_images
+from dino_ds.training.run import Run, RunState
 from dino_ds.training.run_folder import RunFolder
+from dino_ds.training.saver import Saver
 from dino_ds.training.stop import StopRequests
+
+
+class _Request(NamedTuple):
+    """What the user wants beside the recipe: see `train`."""
+
+    options: TrainOptions
+    ds: Mapping[str, Any]
+    ds_path: str
+    ds_overrides: Mapping[str, str] | None
+
+    @property
+    def path(self) -> Path:
+        return Path(self.options.run_dir)
 
 
 def train(
@@ -65,43 +88,43 @@ def train(
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
     path, rank, ranks = Path(options.run_dir), distributed.rank(), distributed.world_size()
+    request = _Request(options, ds, ds_path, ds_overrides)
     lock, heartbeats = RunLock(path), Heartbeats(path)
     with Watchdog(path, rank, ranks, recipe.hang_seconds) as watchdog:
-        failures = Failures(path, rank, ranks, watchdog.beat)
-
-        def stop_early(why: str) -> None:
-            failures.stopped_early(why)
-            if rank == 0:
-                print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
-
-        memory_guard = MemoryGuard(watchdog.beat)
-        stop_requests = StopRequests(watchdog.beat, stop_early, failures.ended_at_once)
-        with failures.told(), stop_requests as stop, memory_guard.explain():
+        beat = watchdog.beat
+        failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
+        stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
+        with failures.reported(), stop_requests as stop, memory_guard.explain():
             try:
                 init_distributed()
-                note = _take(lock, heartbeats)
-                watchdog.beat.list_in_folder()
+                lock_note = _take(lock, heartbeats)
+                beat.listed = True
                 try:
-                    start, memory = _settle(options, recipe, (ds, ds_path, ds_overrides))
-                    memory_guard.settle(recipe, start.config, memory.gib)
-                    run, log, last_step = _build(options, recipe, start.config)
+                    start, memory = _choose_ds_config(recipe, request)
+                    memory_guard.expect(recipe, start.config, memory.gib)
+                    folder, source, notes = _open_folder(recipe, start.config, request)
+                    run, saver, more_notes = _build(folder, source, options.max_steps, memory.gib)
                 except UserError:  # of all ranks
                     if lock.guards_a_run:
-                        watchdog.beat.unlist()
+                        beat.listed = False  # this start was refused: the run in the folder is another start's
                     raise
                 if rank == 0:
                     heartbeats.forget_earlier()
-                with closing(log):
-                    _announce(run, log, last_step, memory, note)
+                with closing(run.log):
+                    announce(run, memory, [*notes, *more_notes, *lock_note], folder.resume)
                     if start.path != start.why:
-                        log.say(f"chosen   {start}")
-                    Loop(run, log, last_step, memory.gib, watchdog.beat, stop).run()
+                        run.log.info(f"chosen   {start}")
+                    Loop(run, saver, beat, stop).run(
+                        lambda: build_prefetcher(
+                            run.recipe, source, run.config.micro_batch, run.step.engine.device, run.state.position
+                        )
+                    )
             finally:
-                _give_back(lock, heartbeats, watchdog.beat.listed)
+                _give_back(lock, heartbeats, bool(beat.listed))
 
 
-def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
-    """The run folder is ours, on all ranks, and ready for heartbeats; a note if it was somebody's who is gone."""
+def _take(lock: RunLock, heartbeats: Heartbeats) -> list[str]:
+    """Lock the run folder and make it ready for heartbeats; a note if its last holder is gone."""
     note = ""
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
@@ -110,7 +133,7 @@ def _take(lock: RunLock, heartbeats: Heartbeats) -> str:
                 heartbeats.prepare()
             except OSError as error:
                 raise unwritable(f"run folder {lock.run_dir}", error) from None
-    return note
+    return [note] if note else []
 
 
 def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
@@ -123,26 +146,24 @@ def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
         lock.release()
 
 
-def _settle(
-    options: TrainOptions, recipe: Recipe, asked: tuple[Mapping[str, Any], str, Mapping[str, str] | None]
-) -> tuple[Start, Memory]:
-    """The ds config and what it is predicted to take, the same on all ranks; asked: `ds`, `ds_path`, `ds_overrides`.
+def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory]:
+    """The ds config of this start and the memory that it is predicted to take, the same on all ranks.
 
     Raises ConfigError where that is more than there is.
     """
-    ds, ds_path, overrides = asked
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
-    before, saved = None, Path(options.run_dir, "ds_config.json")
+    overrides, before, saved = request.ds_overrides, None, request.path / "ds_config.json"
+    resumed = request.options.resume is not False and saved.is_file()
     with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
+        if distributed.rank() == 0 and overrides is not None and resumed:
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
-    start = given(recipe, ds, ds_path, machine)  # also for its check of the batch
+    start = given(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
     if overrides is not None and before is not None:
         start = kept(recipe, before, str(saved), overrides, machine)
     elif overrides is not None and machine.card_gib is not None:
         start = chosen(recipe, overrides, machine)
-    if not options.allow_oversize:
+    if not request.options.allow_oversize:
         check_fits(recipe, start, machine)
     return start, predict(recipe, start.config, machine)
 
@@ -161,57 +182,88 @@ def find_machine() -> Machine:
     )
 
 
-def _build(options: TrainOptions, recipe: Recipe, config: DsConfig) -> tuple[Run, RunLog, int]:
-    """The run, its log and its last step."""
+def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[RunFolder, Source, list[str]]:
+    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for people."""
     data = recipe.data
     with distributed.raise_on_all_ranks():
-        folder = RunFolder(Path(options.run_dir), recipe, config, options.resume, options.allow_change)
+        folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
-    recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
-    folder.recipe = recipe
-    run = Run(recipe, config, source, folder)
-    run.notes[:0] = [found] if found else []
+    folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    folder.agree()
+    return folder, source, [*config.notes, *getattr(source, "notes", ()), *([found] if found else [])]
+
+
+def _build(
+    folder: RunFolder, source: Source, max_steps: int | None, predicted_gib: float
+) -> tuple[Run, Saver, list[str]]:
+    """The run, new or as its checkpoint has it, what saves it, and notes for people. Every rank must call it.
+
+    From its end on the folder is this run's. Raises UserError for data, a ds config or a checkpoint that can't be used,
+    and where there is no room for one checkpoint.
+    """
+    recipe, config, batch = folder.recipe, folder.config, folder.recipe.data.global_batch
+    with distributed.raise_on_all_ranks():
+        epoch_steps = steps_per_epoch(len(source), batch)
+    evaluations = EvalRunner.build(recipe, source, epoch_steps)
+    pictures = PeriodicPictures.build(recipe, source, epoch_steps)
+    checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, recipe.keep_every.in_steps(batch, epoch_steps))
+    images = describe_images(source, recipe.data.root)
+    other_images = OtherImages(recipe, images, folder.allows_other_images)
+    choice = _choose_checkpoint(folder, checkpoints, other_images)
+    folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
+    # Weights of a checkpoint take the place of others, whose file may be gone.
+    begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
+    step, state = build_step(begins, config, epoch_steps), RunState()
+    about_teacher = functools.partial(folder.about_teacher, recipe.model.architecture())
+    description = {**folder.description(), "images": images.to_json()}
+    saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
+    notes = choice.notes + same_images(source, images)
+    if step.engine.started_from:
+        notes.append(f"started from {step.engine.started_from}")
+    if choice.saved is not None:
+        saver.load(choice.saved)
+        notes += [*folder.notes_on(choice.saved.manifest), *other_images.notes(choice.saved.manifest)]
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
-    last_step = min(run.step.schedules.steps, options.max_steps or run.step.schedules.steps)
-    run.open_folder(last_step)
+    last_step = min(step.schedules.steps, max_steps or step.schedules.steps)
+    if step.applied_steps < last_step:
+        saver.check_space()
+    folder.write()
+    notes += saver.tidy()
     with distributed.raise_on_all_ranks():
         try:
-            log = RunLog(folder.path, run.step.applied_steps, last_step)
+            log = RunLog(folder.path, step.applied_steps, last_step)
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None
-    return run, log, last_step
-
-
-def _announce(run: Run, log: RunLog, last_step: int, memory: Memory, note: str) -> None:
-    data, config, steps = run.recipe.data, run.config, run.step.schedules.steps
-    ranks = distributed.world_size()
-    log.say(
-        f"images   {len(run.source)} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
-        f"{config.micro_batch} x accumulation {config.accumulation} x ranks {ranks}; {run.epoch_steps} steps an epoch"
+    run = Run(
+        recipe=recipe,
+        config=config,
+        path=folder.path,
+        images=len(source),
+        crops=MultiCrop(recipe.crops.groups, recipe.crops.augment),
+        epoch_steps=epoch_steps,
+        last_step=last_step,
+        predicted_gib=predicted_gib,
+        step=step,
+        state=state,
+        evaluations=evaluations,
+        pictures=pictures,
+        log=log,
     )
-    stopping = f", stopping after step {last_step}" if last_step < steps else ""
-    epochs = steps / run.epoch_steps
-    log.say(f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}")
-    log.say(f"engine   ZeRO {config.stage}, {config.precision}, {run.step.engine.device}; run folder {run.folder.path}")
-    log.say(f"kernels  {run.attention_kernels()}{', compiled blocks' if config.performance.compile != 'off' else ''}")
-    log.say(f"memory   predicted peak {memory}")
-    for line in _changes_of(run.recipe):
-        log.say(line)
-    for name in lengths_without_unit(run.recipe):
-        log.say(f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'")
-    for text in (*config.notes, *getattr(run.source, "notes", ()), *run.notes, *filter(None, [note])):
-        log.say(f"note     {text}")
-    if run.folder.resume:
-        where = f"at step {run.step.applied_steps}, epoch {run.position.epoch}, image {run.position.samples}"
-        log.say(f"resumed  {where if run.step.applied_steps else 'from the start: there is no checkpoint yet'}")
+    return run, saver, notes
 
 
-def _changes_of(recipe: Recipe) -> list[str]:
-    """The recipe's values that are not the defaults, a line a section."""
-    changed: dict[str, list[str]] = {}
-    defaults = flat_values(Recipe())
-    for name, value in flat_values(recipe).items():
-        if value != defaults[name]:
-            section, _, key = name.rpartition(".")
-            changed.setdefault(section or "recipe", []).append(f"{key} {value}")
-    return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]
+def _choose_checkpoint(folder: RunFolder, checkpoints: Checkpoints, images: OtherImages) -> Choice:
+    """The checkpoint to continue from. Raises CheckpointError where none can be, and the run may not start anew."""
+    if not folder.resume:
+        return Choice(None, [])
+
+    def accept(manifest: Manifest) -> None:
+        folder.check_settings(manifest)
+        images.check(manifest)
+
+    choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
+    if choice.saved is None and not folder.may_start_anew:
+        raise CheckpointError(
+            f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
+        )
+    return choice

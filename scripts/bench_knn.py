@@ -17,12 +17,12 @@ from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.distributed import usable_cores
 from dino_ds.errors import ConfigError
-from dino_ds.evals.features import extract_features
+from dino_ds.evals.features import Reading, extract_features
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.build import build_backbone
 
 _CLASSES = 1000
 _TEMPERATURE = 0.07
@@ -125,10 +125,11 @@ def _features_seconds(images: int) -> tuple[float, float]:
     """Wall and CPU time from images in memory to features, preparation included, by a ViT-Ti with random weights."""
     source = PhotoPatches("train")
     arch = dataclasses.replace(ARCHITECTURES["vit_tiny_patch16_224"], patch_size=_PATCH)
-    network = VisionTransformer(arch, _PIXELS).eval()
+    network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()
-    extract_features(lambda views: network([views]), source, indices, EvalCrop(_PIXELS), _CPU, workers=0, progress="")
+    reading = Reading(EvalCrop(_PIXELS), workers=0, progress="")
+    extract_features(lambda images: network([images]), source, indices, _CPU, reading)
     return time.perf_counter() - wall, time.process_time() - cpu
 
 

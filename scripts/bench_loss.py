@@ -20,7 +20,9 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.measure.timing import time_interleaved
-from dino_ds.objective.dino import DinoLoss
+from dino_ds.measure.trial import EPOCH_STEPS
+from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.training.build import build_schedules
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""
@@ -34,14 +36,14 @@ def main(config: str = "vitti16", batch: int | None = None, steps: int = 7, thre
 
 def measure(recipe: Recipe, batch: int, steps: int) -> None:
     trial = build_ladder_step(dataclasses.replace(last_without_engine(), name="step"), recipe, batch)
-    teacher = trial.step.teacher
+    teacher = trial.step.teachers["ema"]
     weights = sum(p.numel() for p in teacher.network.parameters())
     source = torch.ones(EMA_BYTES * weights // 8, device=device())  # read and written once: 8 bytes a number
     target = torch.empty_like(source)
     runs: dict[str, Callable[[], object]] = {
         "step": trial.run,
         "loss": LossAlone(recipe, batch),
-        "ema": lambda: teacher.update(MOMENTUM),
+        "ema": lambda: teacher.move(MOMENTUM),
         "copy": lambda: target.copy_(source),
     }
     timings = time_interleaved(runs, steps, 2, device())
@@ -56,8 +58,8 @@ def measure(recipe: Recipe, batch: int, steps: int) -> None:
 class LossAlone:
     def __init__(self, recipe: Recipe, batch: int) -> None:
         objective, k, crops = recipe.objective, recipe.head.prototypes, recipe.crops.groups
-        self._loss = DinoLoss(k, objective.student_temp, objective.center_momentum, device())
-        self._temperature = objective.teacher_temp
+        self._term = DinoTerm(k, objective.student_temp, objective.center_momentum, device=device())
+        self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
         self._student = self._cosines(len(student_sizes(crops)) * batch, k)
         self._teacher = self._cosines(len(teacher_sizes(crops)) * batch, k)
 
@@ -67,8 +69,9 @@ class LossAlone:
 
     def __call__(self) -> None:
         logits = self._student.clone().requires_grad_()  # the gradient is written over them
-        torch.autograd.grad(self._loss(logits, self._teacher, self._temperature).loss, logits)
-        self._loss.center.drop()
+        targets = self._term.targets({"ema": {HEAD: self._teacher}}, self._schedule)
+        torch.autograd.grad(self._term.loss({HEAD: logits}, targets, self._schedule).loss, logits)
+        self._term.center.drop()
 
 
 if __name__ == "__main__":

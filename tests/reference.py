@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,10 +14,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.models.base import Backbone
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.objectives.dino import HEAD, DinoTerm
 
 
 def golden_folder() -> Path:
@@ -41,12 +45,34 @@ def dino_loss_by_pairs(student: Tensor, teacher_probs: Tensor, temperature: floa
     return total / pairs
 
 
-def golden_network(meta: dict[str, Any], state: dict[str, Tensor], prefix: str, **kwargs: Any) -> DinoNetwork:
+def dino_loss(term: DinoTerm, student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Student logits (v * b, k) and teacher logits (2 * b, k) -> the term's loss and the entropy of its targets."""
+    schedule: Any = SimpleNamespace(teacher_temp=temperature)
+    loss, scalars = term.loss({HEAD: student}, term.targets({"ema": {HEAD: teacher}}, schedule), schedule)
+    return loss, scalars["teacher_entropy"]
+
+
+def by_group(crops: list[Tensor]) -> dict[str, list[Tensor]]:
+    """A list of crops as DINO's groups: the first two are the global ones."""
+    return {"global": crops[:2], "local": crops[2:]} if len(crops) > 2 else {"global": crops}
+
+
+def dino_network(backbone: Backbone, head: DinoHead) -> Network:
+    """With DINO's head alone."""
+    return Network(backbone, {HEAD: head})
+
+
+def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state that is given by reference, as it is now."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def golden_network(meta: dict[str, Any], state: dict[str, Tensor], prefix: str, **options: Any) -> Network:
     """Our network with the reference's weights (keys under `prefix`)."""
     vit, head = meta["vit"], meta["head"]
     arch = Architecture(vit["patch_size"], vit["embed_dim"], vit["depth"], vit["num_heads"], vit["mlp_ratio"])
-    network = DinoNetwork(
-        VisionTransformer(arch, vit["img_size"], **kwargs),
+    network = dino_network(
+        VisionTransformer(arch, vit["img_size"], BackboneOptions(**options)),
         DinoHead(arch.width, head["hidden_dim"], head["bottleneck_dim"], head["out_dim"], head["n_layers"]),
     )
     network.load_state_dict(from_reference_names(state, prefix))

@@ -11,17 +11,27 @@ from dino_ds import distributed
 from dino_ds.architectures import Architecture
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objective.dino import DinoLoss, multicrop_cross_entropy, teacher_targets
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import HEAD, DinoTerm, multicrop_cross_entropy, teacher_targets
 from dino_ds.schedules import Schedules, cosine_schedule, warmup_schedule
-from dino_ds.teacher import Teacher
-from dino_ds.training.step import DinoStep
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.step import TrainingStep
 from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
-from tests.reference import from_reference_names, golden, golden_meta, golden_network
+from tests.reference import (
+    by_group,
+    copied,
+    dino_loss,
+    dino_network,
+    from_reference_names,
+    golden,
+    golden_meta,
+    golden_network,
+)
 
 pytestmark = pytest.mark.numerical
 
@@ -53,10 +63,10 @@ def _temperature(settings, epoch):
 def test_loss_gradient_and_center_over_epochs():
     """Five steps with a moving center and temperature; FP32 sums in another order: 1e-5 relative."""
     settings, recorded = META["loss"], golden("loss")
-    objective = DinoLoss(settings["out_dim"], settings["student_temp"], settings["center_momentum"])
+    objective = DinoTerm(settings["out_dim"], settings["student_temp"], settings["center_momentum"])
     for epoch in range(settings["epochs"]):
         student = recorded[f"epoch{epoch}.student"].clone().requires_grad_()
-        loss, _ = objective(student, recorded[f"epoch{epoch}.teacher"], _temperature(settings, epoch))
+        loss, _ = dino_loss(objective, student, recorded[f"epoch{epoch}.teacher"], _temperature(settings, epoch))
         loss.backward()
         objective.center.commit(objective.center.pending())
         torch.testing.assert_close(loss, recorded[f"epoch{epoch}.loss"][0], rtol=1e-5, atol=0)
@@ -68,12 +78,12 @@ def _two_rank_losses():
     settings, recorded = META["loss_two_ranks"], golden("loss_two_ranks")
     temperatures = {**META["loss"], **settings}
     prefix = f"rank{distributed.rank()}."
-    objective = DinoLoss(META["loss"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
+    objective = DinoTerm(META["loss"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
     values = []
     steps = sorted({int(key.split(".")[1].removeprefix("step")) for key in recorded})
     for step in steps:
         student, teacher = recorded[f"{prefix}step{step}.student"], recorded[f"{prefix}step{step}.teacher"]
-        loss, _ = objective(student, teacher, _temperature(temperatures, step))
+        loss, _ = dino_loss(objective, student, teacher, _temperature(temperatures, step))
         objective.center.commit(distributed.sum_across_ranks(objective.center.pending()))
         torch.testing.assert_close(loss, recorded[f"{prefix}step{step}.loss"][0], rtol=1e-5, atol=0)
         torch.testing.assert_close(objective.center.value, recorded[f"{prefix}step{step}.center"][0])
@@ -91,8 +101,8 @@ def test_network_at_native_and_local_size():
     network = golden_network(META, recorded, "weights.").eval()
     for size in ("global", "local"):
         images = recorded[f"{size}.input"]
-        torch.testing.assert_close(network.backbone([images]), recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(network([images]), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(network.backbone.features(images), recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(network({"crops": [images]})[HEAD], recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
     attention = network.backbone.last_attention(recorded["global.input"])
     torch.testing.assert_close(attention, recorded["global.last_attention"], rtol=1e-4, atol=1e-6)
 
@@ -124,7 +134,7 @@ def test_fresh_weights_are_distributed_as_the_reference_s():
     """Standard deviation of every weight matrix, of the prototypes' range too: a few per cent for their few numbers."""
     torch.manual_seed(0)
     ours = dict(golden_network(META, golden("model"), "weights.").named_parameters())
-    fresh = DinoNetwork(
+    fresh = dino_network(
         VisionTransformer(Architecture(4, 48, 2, 3), META["vit"]["img_size"]),
         DinoHead(48, META["head"]["hidden_dim"], META["head"]["bottleneck_dim"], META["head"]["out_dim"], 3),
     )
@@ -160,18 +170,19 @@ def _trajectory(stage, freeze):
     schedules = _RecordedSchedules(settings, run["freeze_last_layer_epochs"] * per_epoch)
     config = ds_config(stage, "fp32", settings["batch"])
     engine = Engine(network, config, betas=(0.9, 0.999), eps=1e-8)
-    teacher = Teacher(teacher_network, engine.masters())
-    objective = DinoLoss(META["head"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
-    step = DinoStep(engine, teacher, objective, schedules)
+    teacher = EmaTeacher(teacher_network, engine.masters())
+    dino = DinoTerm(META["head"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
+    teachers = Teachers({"ema": teacher}, {"ema": ("global",)})
+    step = TrainingStep(engine, teachers, Objective({"dino": dino}), schedules)
     for i, expected in enumerate(run["losses"]):
         views = [recorded[f"step{i}.crop{c}"] for c in range(len(settings["crops"]))]
-        out = step.micro_batch({"global": views[:2], "local": views[2:]}, None)
+        out = step.micro_batch(by_group(views), None)
         assert out.progress is Progress.STEPPED
         assert out.loss.item() == pytest.approx(expected, rel=1e-4)
         center = recorded[f"{freeze}.step{i}.center_after"][0]
-        torch.testing.assert_close(objective.center.value, center, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(dino.center.value, center, rtol=1e-4, atol=1e-6)
     student = fp32_student(engine, golden_network(META, recorded, "init."))
-    for kind, state in (("student", student), ("teacher", teacher.state_dict())):
+    for kind, state in (("student", student), ("teacher", copied(teacher.state()))):
         expected_state = from_reference_names(recorded, f"{freeze}.{kind}.")
         assert state.keys() == expected_state.keys()
         for name, tensor in expected_state.items():

@@ -21,7 +21,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, synchronize, time_interleaved
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.build import build_backbone
 from dino_ds.names import did_you_mean
 from dino_ds.options.bench import BenchInferenceOptions
 from dino_ds.weights.export import export_onnx
@@ -90,7 +90,7 @@ def run(options: BenchInferenceOptions) -> None:
 
 
 def _random(name: str) -> Backbone:
-    return Backbone(VisionTransformer(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
+    return Backbone(build_backbone(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
@@ -125,7 +125,7 @@ def _reason(error: Exception) -> str:
 
 def _compiled(backbone: Backbone) -> Features:
     other = copy.deepcopy(backbone)
-    other.vit.compile_blocks()
+    other.vit.compile_segments()
     return other.features
 
 
@@ -137,7 +137,7 @@ def _bf16(backbone: Backbone, compiled: bool) -> Features:
         raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
     other = copy.deepcopy(backbone).bfloat16()
     if compiled:
-        other.vit.compile_blocks()
+        other.vit.compile_segments()
     return lambda images: other.features(images.bfloat16())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dino_ds.bench.naive import LoopTeacher, PairwiseLoss, PlainEngine, normalise_prototypes
+from dino_ds.bench.naive import LoopTeacher, PairwiseTerm, PlainEngine, normalise_prototypes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -24,10 +24,12 @@ from dino_ds.measure.trial import (
     synthetic_crops,
     synthetic_keys,
 )
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import DinoTerm
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network, build_schedules
-from dino_ds.training.step import DinoStep
+from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
 STAGES = (0, 1, 3)
@@ -137,18 +139,19 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     return Trial(built, 1, synthetic_crops(recipe, batch, device()), synthetic_keys(recipe, batch, device()))
 
 
-def build_plain_step(recipe: Recipe, step: LadderStep) -> DinoStep:
+def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     """A training step without an engine: FP32, one process."""
     network = build_network(recipe, step.performance)
     if not step.efficient_prototypes:
         normalise_prototypes(network)
     copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
-    teacher = (Teacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
-    loss = (DinoLoss if step.minimal_loss else PairwiseLoss)(
-        head.prototypes, objective.student_temp, objective.center_momentum, device()
+    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    dino = (DinoTerm if step.minimal_loss else PairwiseTerm)(
+        head.prototypes, objective.student_temp, objective.center_momentum, device=device()
     )
-    return DinoStep(engine, teacher, loss, build_schedules(recipe, EPOCH_STEPS))
+    teachers = Teachers({"ema": teacher}, {"ema": ("global",)})
+    return TrainingStep(engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS))
 
 
 def _ds_config(step: LadderStep) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """The parts of a training step as one would write them first: the start of the ladder.
 
-They fit into `DinoStep` in place of ours, so that the step around them is the same.
+They fit into `TrainingStep` in place of ours, so that the step around them is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,26 +18,34 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import parameter_groups
+from dino_ds.models.base import Crops
 from dino_ds.models.head import Prototypes
-from dino_ds.models.network import DinoNetwork
-from dino_ds.objective.dino import DinoLoss, DinoLossOutput
-from dino_ds.teacher import Teacher
+from dino_ds.models.network import Network
+from dino_ds.objectives.base import Measured, Outputs
+from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.schedules import ScheduleValues
+from dino_ds.teachers.ema import EmaTeacher
 
 
-class PairwiseLoss(DinoLoss):
+class PairwiseTerm(DinoTerm):
     """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy."""
 
-    def __call__(self, student_logits: Tensor, teacher_logits: Tensor, teacher_temp: float) -> DinoLossOutput:
-        targets = F.softmax((teacher_logits - self.center.value) / teacher_temp, dim=-1).chunk(2)
-        self.center.gather(teacher_logits)
-        student = (student_logits / self.student_temp).split(len(targets[0]))
+    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> tuple[Tensor, Tensor]:
+        logits = teachers["ema"][HEAD]
+        probs = F.softmax((logits - self.center.value) / schedule.teacher_temp, dim=-1)
+        self.center.gather(logits)
+        return probs.view(self.teacher_crops, -1, probs.shape[-1]), probs.new_zeros(())
+
+    def loss(self, student: dict[str, Tensor], targets: tuple[Tensor, Tensor], schedule: ScheduleValues) -> Measured:
+        probs, entropy = targets
+        logits = (student[HEAD] / self.student_temp).split(probs.shape[1])
         losses = [
-            torch.sum(-target * F.log_softmax(logits, dim=-1), dim=-1).mean()
-            for t, target in enumerate(targets)
-            for s, logits in enumerate(student)
+            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean()
+            for t, target in enumerate(probs)
+            for s, crop in enumerate(logits)
             if s != t
         ]
-        return DinoLossOutput(torch.stack(losses).mean(), student_logits.new_zeros(()))
+        return Measured(torch.stack(losses).mean(), {"teacher_entropy": entropy})
 
 
 class NormalisedPrototypes(Prototypes):
@@ -46,24 +55,25 @@ class NormalisedPrototypes(Prototypes):
         return F.linear(F.normalize(z, dim=-1), F.normalize(self.weight, dim=-1))
 
 
-def normalise_prototypes(network: DinoNetwork) -> None:
+def normalise_prototypes(network: Network) -> None:
     """Put `NormalisedPrototypes` into the network, with its weight."""
-    k, bottleneck = network.head.prototypes.weight.shape
+    head: Any = network.head
+    k, bottleneck = head.prototypes.weight.shape
     plain = NormalisedPrototypes(bottleneck, k)
-    plain.weight = network.head.prototypes.weight
-    network.head.prototypes = plain
+    plain.weight = head.prototypes.weight
+    head.prototypes = plain
 
 
-class LoopTeacher(Teacher):
+class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
-    def __init__(self, network: DinoNetwork, masters: Sequence[WholeMasters]) -> None:
+    def __init__(self, network: Network, masters: Sequence[WholeMasters]) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
         super().__init__(network, masters)
 
     @torch.no_grad()
-    def update(self, momentum: float) -> None:
+    def move(self, momentum: float) -> None:
         for teacher, student in self._pairs:
             teacher.mul_(momentum).add_((1 - momentum) * student.detach())
 
@@ -74,9 +84,7 @@ class PlainEngine:
     `fused` False takes torch's loop over the parameters; `clipping` of the global norm, 0 = none. FP32.
     """
 
-    def __init__(
-        self, network: DinoNetwork, recipe: Recipe, clipping: float, fused: bool, device: torch.device
-    ) -> None:
+    def __init__(self, network: Network, recipe: Recipe, clipping: float, fused: bool, device: torch.device) -> None:
         self.device = device
         self.config = SimpleNamespace(performance=PerformanceOptions())  # a step asks what is compiled: nothing
         self._network = network.to(device).train()
@@ -91,8 +99,9 @@ class PlainEngine:
             foreach=False,
         )
 
-    def __call__(self, crops: list[Tensor], drop_keys: Tensor | None) -> Tensor:
-        return self._network(crops, drop_keys)
+    def __call__(self, crops: Crops, drop_keys: Tensor | None) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self._network(crops, drop_keys)
+        return outputs
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -113,6 +122,9 @@ class PlainEngine:
 
     def freeze_backbone(self, frozen: bool) -> None:
         self._network.freeze_backbone(frozen)
+
+    def buffers(self, saved: bool = False) -> dict[str, Tensor]:
+        return dict(self._network.named_buffers())
 
     def masters(self) -> list[WholeMasters]:
         return [WholeMasters(list(self._network.named_parameters()))]

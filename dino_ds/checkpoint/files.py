@@ -1,4 +1,4 @@
-"""Tensors on the disk so that damage shows: written once, summed, synced and read back.
+"""Writes tensors to disk so that damage is noticed: summed, synced and read back; a rank's side of a save.
 
 The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
 them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
@@ -13,14 +13,20 @@ import json
 import math
 import os
 import stat
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.errors import one_line
 
 _PIECE_BYTES = 16 * 2**20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
@@ -85,7 +91,7 @@ def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None
 
 
 def is_plain_file(path: Path) -> bool:
-    """A regular file itself: no link that leads elsewhere, no pipe that waits for a writer."""
+    """Whether the path is a regular file itself, not a link or a pipe."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -124,3 +130,116 @@ def _content(
             data = memoryview(flat.numpy().data)
             for begin in range(0, len(data), _PIECE_BYTES):
                 yield data[begin : begin + _PIECE_BYTES]
+
+
+Files = dict[str, dict[str, Tensor]]
+"""Name of a file -> its tensors."""
+
+
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+def whole_file(rank: int) -> str:
+    return f"whole_{rank:05d}.safetensors"
+
+
+def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
+    """Its own part, and its share of what all ranks hold: each of those goes to one rank, large ones first."""
+    rank = distributed.rank()
+    loads = [0] * distributed.world_size()
+    share = {}
+    for name in sorted(whole, key=lambda name: (-whole[name].numel(), name)):
+        to = loads.index(min(loads))
+        loads[to] += whole[name].numel()
+        if to == rank:
+            share[name] = whole[name]
+    return {rank_file(rank): dict(tensors), **({whole_file(rank): share} if share else {})}
+
+
+def bytes_of(files: Files) -> int:
+    return sum(file_bytes(tensors) for tensors in files.values())
+
+
+class HostCopies:
+    """Memory for one copy of this rank's files, kept from save to save; page-locked where tensors are on a GPU."""
+
+    def __init__(self) -> None:
+        self._host: dict[str, Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._host.values())
+
+    def reserve(self, files: Files) -> float:
+        """Allocate what is missing; returns the seconds, which only the first save takes."""
+        begun = time.perf_counter()
+        for name, file in files.items():
+            for key, tensor in file.items():
+                place, host = f"{name}/{key}", self._host.get(f"{name}/{key}")
+                if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+                    self._host[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return time.perf_counter() - begun
+
+    def take(self, files: Files) -> Files:
+        """Copies of the tensors as they are now, into the memory of `reserve`."""
+        copies = {
+            name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
+            for name, file in files.items()
+        }
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return copies
+
+
+@dataclass
+class PendingSave:
+    """A save that is being written by a thread. `number` tells it from others; `manifest`, `layout`: see Saving.save.
+
+    bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it, `reserved` of
+    them to allocate host memory, which later saves reuse; `records` of the written files, or the `error`.
+    """
+
+    number: int
+    manifest: dict[str, Any]
+    layout: dict[str, Any]
+    bytes: int
+    begun: float
+    reserved: float = 0.0
+    stalled: float = 0.0
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    error: OSError | None = None
+    _thread: threading.Thread | None = None
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
+        """The thread writes and verifies `files`, then calls `on_end` with whether it could."""
+        self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
+        self._thread.start()
+        self.stalled = time.perf_counter() - self.begun
+
+    def _write(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
+        about = {"format": "pt", "run_id": self.manifest["run_id"], "step": str(self.step)}
+        try:
+            for name, tensors in files.items():
+                self.records[name] = write_tensors(folder / name, tensors, about)
+        except Exception as error:
+            self.error = as_os_error(error, folder)
+        finally:
+            on_end(self.error is None)
+
+    def is_written(self, seconds: float) -> bool:
+        """Whether this rank's thread has ended; waits at most `seconds`."""
+        assert self._thread is not None
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+def as_os_error(error: Exception, where: Path) -> OSError:
+    """Any error as an OSError: a bug of ours costs a save, not the run, and is reported as a full disk is."""
+    if isinstance(error, OSError):
+        return error
+    return OSError(errno.EIO, f"{type(error).__name__}: {one_line(error, 1000)}", str(where))

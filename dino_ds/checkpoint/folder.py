@@ -27,7 +27,7 @@ from dino_ds.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
-from dino_ds.durable import discard, put_in_place, replace_file, sync_folder
+from dino_ds.durable import discard, put_in_place, replace_file, sync
 from dino_ds.errors import CheckpointError
 
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
@@ -35,7 +35,7 @@ _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to go on from, or None where the run has none yet, and what people should know about it."""
+    """The checkpoint to resume from, None if the run has none yet, and notes about the choice."""
 
     saved: SavedCheckpoint | None
     notes: list[str]
@@ -51,8 +51,8 @@ class Checkpoints:
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """The checkpoint of step `wanted`, or the newest that is whole, of the run `run_id`; every rank must call it.
 
-        `accept` raises CheckpointError for one that can't be gone on from. Raises CheckpointError on all ranks where
-        there are checkpoints and none is whole, or `wanted` is absent or damaged.
+        `accept` raises CheckpointError for one that cannot be resumed. Raises CheckpointError on all ranks where there
+        are checkpoints and none is whole, or `wanted` is absent or damaged.
         """
         steps, pointer = distributed.gather_objects((self._steps(), self._pointer()))[0]
         if wanted is not None:
@@ -106,10 +106,10 @@ class Checkpoints:
         return manifest, ""
 
     def tidy(self, step: int) -> list[str]:
-        """Rank 0 clears up before training goes on from `step`; lines for people. Raises OSError.
+        """Rank 0 clears up before training continues from `step`; returns lines for the log. Raises OSError.
 
-        Half-written folders go. Checkpoints of later steps belong to a course that is not gone on with: they are put
-        aside, and go when a new one has come as far.
+        Half-written folders are removed. Checkpoints of later steps are set aside, and removed once training has
+        reached their step again.
         """
         if distributed.rank() != 0 or not self.folder.is_dir():
             return []
@@ -151,13 +151,13 @@ class Checkpoints:
         return self.folder / (_WRITING + step_name(step))
 
     def give_up(self, step: int) -> None:
-        """Rank 0: the save of `step` has failed; nothing of it stays."""
+        """Rank 0: remove the files of `step`, whose save has failed."""
         discard(self.writing_folder(step))
 
     def commit(self, manifest: Manifest) -> Path:
-        """Rank 0, when all files are verified: the written folder becomes a checkpoint and the newest. Raises OSError.
+        """Rank 0, when all files are verified: make the written folder the newest checkpoint. Raises OSError.
 
-        The death of the process, at any point of it, leaves the new checkpoint or the last one.
+        If the process dies here, `latest` is the new checkpoint or the one before.
         """
         written, place = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
         replace_file(written / MANIFEST, manifest.seal())
@@ -192,7 +192,7 @@ class Checkpoints:
         doomed = self.folder / (_REMOVING + folder.name)
         discard(doomed)
         folder.rename(doomed)
-        sync_folder(self.folder)
+        sync(self.folder)
         discard(doomed)
 
     def _steps(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""One checkpoint folder: what its manifest says, whether every byte is as it says, and reading it.
+"""Reads a checkpoint folder, and checks that every byte is as its manifest says.
 
 step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
 rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor once, dealt out over ranks.
@@ -17,8 +17,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
-from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file
-from dino_ds.errors import CheckpointError
+from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file, rank_file
+from dino_ds.errors import CheckpointError, one_line
 
 MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step_(\d{8,12})")
@@ -29,14 +29,6 @@ Whole = Annotated[int, Field(ge=0)]
 
 def step_name(step: int) -> str:
     return f"step_{step:08d}"
-
-
-def rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.safetensors"
-
-
-def whole_file(rank: int) -> str:
-    return f"whole_{rank:05d}.safetensors"
 
 
 class Manifest(BaseModel):
@@ -72,7 +64,7 @@ class Manifest(BaseModel):
         return _seal(self.model_dump())
 
     def about(self) -> dict[str, str]:
-        """What every file of the checkpoint says in its own header."""
+        """The header of every file of the checkpoint."""
         return {"format": "pt", "run_id": self.run_id, "step": str(self.step)}
 
 
@@ -100,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
         where = ".".join(str(part) for part in first["loc"])
         raise CheckpointError(f"{this} has a {MANIFEST} that can't be used ({where}: {first['msg']})") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{this} has a damaged {MANIFEST} ({' '.join(str(error).split())[:80]})") from None
+        raise CheckpointError(f"{this} has a damaged {MANIFEST} ({one_line(error, 80)})") from None
     if STEP_NAME.fullmatch(folder.name) and folder.name != step_name(manifest.step):
         raise CheckpointError(f"{this} is that of step {manifest.step} under another name")
     return manifest

@@ -1,12 +1,11 @@
-"""Saving while training goes on: a copy in host memory, a thread that writes it, a commit when all ranks have written.
+"""Saves checkpoints in the background: a copy in host memory, a thread that writes it, a commit at the end.
 
-That a rank has written, or could not, travels with the votes of each step: no collective of its own. The commit is
-decided on all ranks after the same step; then two small host gathers make it one.
+Whether a rank has written travels with the flags of each step, without a collective of its own. All ranks decide on the
+commit after the same step, with two small host gathers.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import threading
@@ -20,14 +19,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.checkpoint.files import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.checkpoint.writing import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.distributed import RankFlags
-from dino_ds.errors import StorageError
+from dino_ds.errors import NO_SPACE, StorageError
 
 FAILED_SAVES_IN_A_ROW = 3
-_NUMBERS = 255  # saves are told apart by a vote of 1 to 255: times 65,000 ranks it is exact in FP32
+_NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
 _WAIT_SECONDS = 1.0
 # On top of the tensors: manifest, folders, and what a file system keeps for itself.
 _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
@@ -35,9 +34,11 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 @dataclass(frozen=True)
 class SaveCost:
-    """Of the last checkpoint, the same on all ranks: training stood still for `stall_seconds`, on the rank where that
-    was longest, and will for `later_stall_seconds` in the next saves, which find their host memory there; all was done
-    after `seconds`; the bytes of all ranks."""
+    """What the last checkpoint cost, the same on all ranks.
+
+    stall_seconds: how long training stood still, on the slowest rank; later_stall_seconds: the same in the next saves,
+    whose host memory is already allocated; seconds: until the commit; bytes: of all ranks.
+    """
 
     stall_seconds: float
     later_stall_seconds: float
@@ -52,18 +53,18 @@ class SaveCost:
 class Saving:
     """Every rank has one and calls the same methods after the same steps; at most one save is being written.
 
-    Args: `votes` with "saved" and "save_failed"; `background` False writes from the tensors themselves, while training
-    waits: no second copy in host memory. `finish(folder)` is run by rank 0, in a thread, with each new checkpoint.
+    Args: `flags` with "saved" and "save_failed"; `background` False writes from the tensors themselves while training
+    waits, without a second copy in host memory. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, flags: RankFlags, background: bool, finish: Callable[[Path], None]
     ) -> None:
-        self._checkpoints, self._votes, self._background = checkpoints, flags, background
-        self._flight: PendingSave | None = None
+        self._checkpoints, self._flags, self._background = checkpoints, flags, background
+        self._pending: PendingSave | None = None
         self._last: dict[str, Any] | None = None
         self._number = self._failures = 0
-        self._background_tasks = _Chores(checkpoints, finish)
+        self._background_tasks = _BackgroundTasks(checkpoints, finish)
         self.copies = HostCopies()
         self.cost: SaveCost | None = None
 
@@ -92,26 +93,26 @@ class Saving:
         StorageError on all ranks if that fails, or if it was the third save in a row that failed.
         """
         lines: list[str] = []
-        if self._flight is not None and self._flight.manifest != manifest:
-            begun, behind = time.perf_counter(), self._flight.step
-            lines += self._land(must=False)
+        if self._pending is not None and self._pending.manifest != manifest:
+            begun, behind = time.perf_counter(), self._pending.step
+            lines += self._wait_and_commit(must=False)
             waited = time.perf_counter() - begun
             lines.append(f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}")
-        if self._flight is None and self._last != manifest:
-            lines += self._take_off(files_of_this_rank(tensors, whole), layout, manifest, wait)
+        if self._pending is None and self._last != manifest:
+            lines += self._start(files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
-            lines += self._land(must=wait)
+            lines += self._wait_and_commit(must=wait)
         if wait:
             lines += self._background_tasks.wait(must=True)
         return lines
 
     def look(self) -> list[str]:
         """After each applied step: commits a save that all ranks have written; lines to say. Raises StorageError."""
-        lines, flight = self._background_tasks.ended(), self._flight
-        if flight is not None:
-            written = self._votes.count("saved") + self._votes.count("save_failed")
-            if written == flight.number * distributed.world_size():
-                lines += self._commit(flight, must=False)
+        lines, pending = self._background_tasks.ended(), self._pending
+        if pending is not None:
+            written = self._flags.count("saved") + self._flags.count("save_failed")
+            if written == pending.number * distributed.world_size():
+                lines += self._commit(pending, must=False)
         return lines
 
     def finish(self, must: bool) -> list[str]:
@@ -119,9 +120,9 @@ class Saving:
 
         With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """
-        return self._land(must) + self._background_tasks.wait(must)
+        return self._wait_and_commit(must) + self._background_tasks.wait(must)
 
-    def _take_off(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
+    def _start(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
         begun, step, size, reserved = time.perf_counter(), int(manifest["step"]), bytes_of(files), 0.0
         lines: list[str] = []
         total, problem = self._make_room(step, size)
@@ -134,10 +135,11 @@ class Saving:
             reserved = self.copies.reserve(files)
             files = self.copies.take(files)
         number = self._number = self._number % _NUMBERS + 1
-        self._flight = PendingSave(number, manifest, layout, total, begun, reserved)
-        vote = self._votes.set
-        self._flight.start(
-            self._checkpoints.writing_folder(step), files, lambda good: vote("saved" if good else "save_failed", number)
+        self._pending = PendingSave(number, manifest, layout, total, begun, reserved)
+        self._pending.start(
+            self._checkpoints.writing_folder(step),
+            files,
+            lambda good: self._flags.set("saved" if good else "save_failed", number),
         )
         return lines
 
@@ -155,53 +157,55 @@ class Saving:
         needed = int(total * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
         return total, error or (self._no_space(step, needed, free) if needed > free else "")
 
-    def _land(self, must: bool) -> list[str]:
+    def _wait_and_commit(self, must: bool) -> list[str]:
         """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
-        flight = self._flight
-        if flight is None:
+        pending = self._pending
+        if pending is None:
             return []
         begun = time.perf_counter()
         quiet = distributed.rank() != 0 or not sys.stderr.isatty()
-        with tqdm(desc=f"saving step {flight.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet) as bar:
-            while not all(distributed.gather_objects(flight.is_written(_WAIT_SECONDS))):
+        with tqdm(
+            desc=f"saving step {pending.step}", bar_format="{desc}: {elapsed}", leave=False, disable=quiet
+        ) as bar:
+            while not all(distributed.gather_objects(pending.is_written(_WAIT_SECONDS))):
                 bar.update()
-        flight.stalled += time.perf_counter() - begun
-        return self._commit(flight, must)
+        pending.stalled += time.perf_counter() - begun
+        return self._commit(pending, must)
 
-    def _commit(self, flight: PendingSave, must: bool) -> list[str]:
+    def _commit(self, pending: PendingSave, must: bool) -> list[str]:
         begun = time.perf_counter()
-        self._flight = None
-        self._votes.set("saved", 0)
-        self._votes.set("save_failed", 0)
-        flight.is_written(_WAIT_SECONDS)  # it has voted: it is about to end
-        mine = self._reason(flight, flight.error) if flight.error else ""
-        answers = distributed.gather_objects((flight.records, flight.layout, mine))
+        self._pending = None
+        self._flags.set("saved", 0)
+        self._flags.set("save_failed", 0)
+        pending.is_written(_WAIT_SECONDS)  # its flag is set: it is about to end
+        mine = self._reason(pending, pending.error) if pending.error else ""
+        answers = distributed.gather_objects((pending.records, pending.layout, mine))
         reason = next((f"{why} (rank {rank})" for rank, (*_, why) in enumerate(answers) if why), "")
         folder: Path | None = None
         if not reason and distributed.rank() == 0:
             files = {name: record for records, *_ in answers for name, record in records.items()}
             try:
-                manifest = Manifest(**flight.manifest, layouts=[layout for _, layout, _ in answers], files=files)
+                manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
                 folder = self._checkpoints.commit(manifest)
             except Exception as error:  # of whatever kind: the other ranks wait to hear of it
-                reason = self._reason(flight, as_os_error(error, self._checkpoints.folder))
+                reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
-        stalled = flight.stalled + now - begun
-        outcomes = distributed.gather_objects((reason, stalled, stalled - flight.reserved, now - flight.begun))
+        stalled = pending.stalled + now - begun
+        outcomes = distributed.gather_objects((reason, stalled, stalled - pending.reserved, now - pending.begun))
         if reason := outcomes[0][0]:
-            return self._failed(flight.step, reason, must)
-        self._failures, self._last = 0, flight.manifest
+            return self._failed(pending.step, reason, must)
+        self._failures, self._last = 0, pending.manifest
         if folder is not None:
-            self._background_tasks.start(folder, flight.step)
+            self._background_tasks.start(folder, pending.step)
         _, stalls, later, seconds = zip(*outcomes, strict=True)
-        self.cost = SaveCost(max(stalls), max(later), max(seconds), flight.bytes)
-        return [f"save     step {flight.step}: {self.cost}"]
+        self.cost = SaveCost(max(stalls), max(later), max(seconds), pending.bytes)
+        return [f"save     step {pending.step}: {self.cost}"]
 
-    def _reason(self, flight: PendingSave, error: OSError) -> str:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    def _reason(self, pending: PendingSave, error: OSError) -> str:
+        if error.errno in NO_SPACE:
             found = os.statvfs(self._checkpoints.folder)
-            return self._no_space(flight.step, flight.bytes, found.f_bavail * found.f_frsize)
-        return f"cannot save step {flight.step}: {error.strerror}: {error.filename or self._checkpoints.folder}"
+            return self._no_space(pending.step, pending.bytes, found.f_bavail * found.f_frsize)
+        return f"cannot save step {pending.step}: {error.strerror}: {error.filename or self._checkpoints.folder}"
 
     def _no_space(self, step: int, needed: int, free: int) -> str:
         where = self._checkpoints.folder
@@ -217,11 +221,11 @@ class Saving:
         limit = FAILED_SAVES_IN_A_ROW
         if self._failures >= limit:
             raise StorageError(f"{reason}; {limit} saves in a row have failed")
-        return [f"warning  {reason}; training goes on ({self._failures} failed in a row, {limit} stop the run)"]
+        return [f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"]
 
 
-class _Chores:
-    """What rank 0 does after a commit, in a thread: older checkpoints go, and `finish` is run. One after the other."""
+class _BackgroundTasks:
+    """What rank 0 does after a commit, in a thread: removes older checkpoints, then runs `finish`."""
 
     def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
         self._checkpoints, self._finish = checkpoints, finish

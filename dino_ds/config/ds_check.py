@@ -1,7 +1,8 @@
-"""Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations that cannot act."""
+"""Checks a ds JSON against the list of keys: unknown names, wrong types, keys and combinations without effect."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -13,7 +14,7 @@ Problem = tuple[str, str]  # (dotted key, what is wrong)
 
 
 def problems_of(config: dict[str, Any]) -> list[Problem]:
-    """Everything that is wrong with `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
+    """All problems of `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
     problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
     if not problems:
         problems += _check_stages(config)
@@ -22,7 +23,7 @@ def problems_of(config: dict[str, Any]) -> list[Problem]:
 
 
 def wrong_key(section: str, key: str) -> str:
-    """What to say about a key that is not allowed in `section` ("" = top level): its reason, home or nearest names."""
+    """The message for a key that is not allowed in `section` ("" = top level): its reason, home or nearest names."""
     name = _join(section, key)
     parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 2)]
     for parent in parents:
@@ -35,6 +36,25 @@ def wrong_key(section: str, key: str) -> str:
     silent = "DeepSpeed would ignore it silently." if ignored else "unknown key."
     beside = [_join(section, other) for other in SECTIONS.get(section, {})]
     return silent + (did_you_mean(name, beside) or did_you_mean(name, key_names()))
+
+
+def override(config: dict[str, Any], name: str, text: str) -> str | None:
+    """Write the key `name` of the command line into `config`; returns what is wrong with it, if anything."""
+    *sections, leaf = name.split(".")
+    prefix = ".".join(sections)
+    if prefix not in SECTIONS or leaf not in SECTIONS[prefix]:
+        return wrong_key(prefix, leaf)
+    target = config
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            return f"{section} is not a section in the file"
+    words = {"true": True, "false": False}
+    try:
+        target[leaf] = words[text.lower()] if text.lower() in words else json.loads(text)
+    except json.JSONDecodeError:
+        target[leaf] = text
+    return None
 
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
@@ -98,7 +118,7 @@ def _check_value(content: dict[str, Any], key: str, spec: Key) -> str | None:
 
 
 def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
-    """Keys that DeepSpeed accepts at any stage and that act at some."""
+    """Keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
     zero = config.get("zero_optimization", {"stage": 0})
     stage = zero["stage"]
     if stage > 3:
@@ -125,7 +145,7 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
         )
     if not config.get("bf16", {}).get("check_grad_overflow", True):
         yield "bf16.check_grad_overflow", "it must be true: else NaN gradients are written into the weights"
-    yield from _check_levers(config, zero["stage"], low)
+    yield from _check_performance(config, zero["stage"], low)
     accumulated = config.get("data_types", {}).get("grad_accum_dtype", "fp32")
     if accumulated not in ("fp32", low[0] if low else "fp32"):
         wanted = "fp32" if not low else f"fp32 or {low[0]}"
@@ -133,10 +153,11 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
             "data_types.grad_accum_dtype",
             f'"{accumulated}" does not go with training in {low[0] if low else "fp32"}: use {wanted}',
         )
-    yield from _check_offload(config, zero)
+    if offloads_optimizer(zero) and config.get("zero_force_ds_cpu_optimizer"):
+        yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
 
 
-def _check_levers(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
+def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
     performance = config.get("dino_ds", {})
     compiled = performance.get("compile", "off")
     if compiled != "off" and stage == 3:
@@ -162,7 +183,7 @@ def _check_levers(config: dict[str, Any], stage: int, low: list[str]) -> Iterato
 
 
 def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
-    """What may give other bits in another run."""
+    """Options that may give other bits in another run."""
     name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
     if performance.get("compile", "off") != "off":
         yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"
@@ -170,17 +191,12 @@ def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
         yield name, f"cuDNN's attention, whose gradients are added up in any order, {exact}"
 
 
-def _check_offload(config: dict[str, Any], zero: dict[str, Any]) -> Iterator[Problem]:
-    if offloads_optimizer(zero) and config.get("zero_force_ds_cpu_optimizer"):
-        yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
-
-
 def _join(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
 
 
 def _show(value: object) -> str:
-    """As JSON writes it: text in quotes, so that "1.0" is seen to be text."""
+    """As JSON writes it: text in quotes, to tell "1.0" from 1.0."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)

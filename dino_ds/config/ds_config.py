@@ -1,12 +1,12 @@
-"""The ds JSON: how fast and on what hardware. Read as DeepSpeed reads it (hjson), checked against our own list of keys.
+"""Loads a ds JSON (how fast, on what hardware) and decides what it leaves open: batches, buckets, overlap, dtypes.
 
-No torch and no DeepSpeed here: a wrong file must be refused before anything starts.
+Read as DeepSpeed reads it (hjson), checked against our own list of keys. No torch and no DeepSpeed here: a wrong file
+must be refused before anything starts.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,15 +15,17 @@ from typing import Any
 
 import hjson
 
-from dino_ds.config.ds_check import problems_of, wrong_key
-from dino_ds.config.ds_fill import drop_idle_sharding, fill_accumulation_dtype, fill_zero
-from dino_ds.config.ds_schema import SECTIONS
-from dino_ds.errors import ConfigError
+from dino_ds.config.ds_check import offloads_optimizer, override, problems_of
+from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
+# At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
+BUCKET_ELEMENTS = 50_000_000
+# Of a small network on several ranks: while one is reduced, the backward pass fills the next.
+REDUCE_BUCKETS = 8
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 # Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
@@ -45,7 +47,7 @@ class PerformanceOptions:
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON made ready for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in that acts.
+    """A ds JSON resolved for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in.
 
     micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
     0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
@@ -64,8 +66,8 @@ class DsConfig:
     notes: list[str] = field(default_factory=list)
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too; unless stated, of a small network on
-        a GPU, where launching its casts counts."""
+        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
+        GPU, where launching the casts takes time."""
         asked = self.performance.teacher_copy
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
@@ -101,7 +103,7 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
     """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
     config, problems = copy.deepcopy(config), list[str]()
     for name, text in overrides.items():
-        problem = _override(config, name, text)
+        problem = override(config, name, text)
         if problem:
             problems.append(f"--ds.{name}: {problem}")
     for name, problem in problems_of(config):
@@ -137,12 +139,11 @@ def resolve_ds_config(
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
-    zero = raw.setdefault("zero_optimization", {"stage": 0})
-    notes = drop_idle_sharding(raw, zero, precision, world_size)
-    zero = raw["zero_optimization"]
-    stage = int(zero["stage"])
-    fill_zero(raw, zero, parameters, world_size)
-    notes += fill_accumulation_dtype(raw, precision, stage, accumulation)
+    raw.setdefault("zero_optimization", {"stage": 0})
+    notes = _drop_idle_sharding(raw, precision, world_size)
+    stage = int(raw["zero_optimization"]["stage"])
+    _fill_zero(raw, parameters, world_size)
+    notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
     blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
         del raw["comms_logger"]  # its mere presence turns it on
@@ -173,29 +174,10 @@ def _read(path: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999
-        raise ConfigError(f"{path} cannot be read as JSON: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as JSON: {one_line(error)}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a ds config: it must hold one JSON object")
     return config
-
-
-def _override(config: dict[str, Any], name: str, text: str) -> str | None:
-    """Write one override into `config`; the problem if that is impossible."""
-    *sections, leaf = name.split(".")
-    prefix = ".".join(sections)
-    if prefix not in SECTIONS or leaf not in SECTIONS[prefix]:
-        return wrong_key(prefix, leaf)
-    target = config
-    for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
-            return f"{section} is not a section in the file"
-    words = {"true": True, "false": False}
-    try:
-        target[leaf] = words[text.lower()] if text.lower() in words else json.loads(text)
-    except json.JSONDecodeError:
-        target[leaf] = text
-    return None
 
 
 def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: int) -> tuple[int, int]:
@@ -214,7 +196,9 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     elif accumulation == "auto":
         known, what = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
     else:
-        return _agreeing(micro, accumulation, path, global_batch, world_size)
+        if micro * accumulation * world_size != global_batch:
+            raise _disagreement(micro, accumulation, path, global_batch, world_size)
+        return micro, accumulation
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
@@ -227,24 +211,18 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
 def _fitting_ranks(global_batch: int, share: int, world_size: int) -> str:
     """The nearest numbers of ranks between which multiples of `share` images can be divided; "" if there is none."""
     fitting = [ranks for ranks in range(1, 2 * world_size) if global_batch % (ranks * share) == 0]
-    nearest = [
-        max((r for r in fitting if r < world_size), default=0),
-        min((r for r in fitting if r > world_size), default=0),
-    ]
-    text = " or ".join(str(ranks) for ranks in nearest if ranks)
-    return f", or use {text} ranks" if text else ""
+    nearest = [r for r in fitting if r < world_size][-1:] + [r for r in fitting if r > world_size][:1]
+    return f", or use {' or '.join(map(str, nearest))} ranks" if nearest else ""
 
 
-def _agreeing(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> tuple[int, int]:
+def _disagreement(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> ConfigError:
     product = micro * accumulation * world_size
-    if product == global_batch:
-        return micro, accumulation
     cures = [f"--data.global_batch {product}"]
     if global_batch % (micro * world_size) == 0:
         cures.insert(0, f"gradient_accumulation_steps to {global_batch // (micro * world_size)} in {path}")
     elif global_batch % (accumulation * world_size) == 0:
         cures.insert(0, f"train_micro_batch_size_per_gpu to {global_batch // (accumulation * world_size)} in {path}")
-    raise ConfigError(
+    return ConfigError(
         f"global batch {global_batch} is not micro-batch {micro} x accumulation {accumulation} x ranks {world_size} "
         f"= {product}; set {' or '.join(cures)}"
     )
@@ -266,3 +244,47 @@ def _without_fp16(path: str) -> str:
     siblings = [given.with_name(given.name.replace("fp16", other)) for other in ("bf16", "fp32")]
     found = [str(p) for p in siblings if p != given and (p.is_file() or (_SHIPPED / p).is_file())]
     return " or ".join(found or ["ds_configs/zero2_bf16.json", "ds_configs/zero2_fp32.json"])
+
+
+def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:
+    """ZeRO 1 and 2 shard nothing on one process; in FP32, where the weights are their own masters, they only copy."""
+    zero = raw["zero_optimization"]
+    stage = zero["stage"]
+    if stage not in (1, 2) or precision != "fp32" or world_size > 1 or offloads_optimizer(zero):
+        return []
+    raw["zero_optimization"] = {"stage": 0}
+    return [f"ZeRO {stage} shards nothing on one process: it runs as ZeRO 0, which is the same without its copies"]
+
+
+def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> None:
+    """Decide "auto" and the missing bucket sizes of the ZeRO section, and whether anything can overlap."""
+    zero = raw["zero_optimization"]
+    stage, weights = zero["stage"], parameters or REDUCE_BUCKETS * BUCKET_ELEMENTS
+    reduced = -(-weights // REDUCE_BUCKETS) if world_size > 1 else weights
+    sizes = {"reduce_bucket_size": ((1, 2, 3), reduced), "allgather_bucket_size": ((1, 2), weights)}
+    for key, (stages, size) in sizes.items():
+        if stage in stages and zero.get(key, "auto") == "auto":
+            zero[key] = min(size, BUCKET_ELEMENTS)
+    # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
+    to_host = offloads_optimizer(zero) or zero.get("offload_param", {}).get("device", "none") != "none"
+    if world_size == 1 and stage and not to_host:
+        zero["overlap_comm"] = False
+    for key in [key for key, value in zero.items() if value == "auto"]:
+        del zero[key]
+    if offloads_optimizer(zero):
+        raw["zero_force_ds_cpu_optimizer"] = False  # else DeepSpeed refuses every optimizer but its own
+
+
+def _fill_accumulation_dtype(raw: dict[str, Any], precision: str, stage: int, accumulation: int) -> list[str]:
+    """DeepSpeed accumulates in the model's dtype: in low precision small gradients are lost."""
+    if accumulation == 1 or precision == "fp32" or raw.get("data_types", {}).get("grad_accum_dtype"):
+        return []
+    if stage >= 2:
+        raw.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"
+        return [
+            f"data_types.grad_accum_dtype = fp32: {accumulation} micro-batches are accumulated in FP32, not {precision}"
+        ]
+    return [
+        f"{accumulation} micro-batches are accumulated in {precision} at stage {stage}: "
+        'use stage 2, or "data_types": {"grad_accum_dtype": "fp32"} (a whole FP32 gradient on every rank)'
+    ]

@@ -1,6 +1,6 @@
-"""Every key that a ds JSON may have, and why the others may not: DeepSpeed 0.19 ignores most unknown keys in silence.
+"""Every key that a ds JSON may have, and why others are refused: DeepSpeed 0.19 silently ignores most unknown keys.
 
-Allowed is what acts in our trainer, nothing else. No torch and no DeepSpeed here.
+Only keys that have an effect in dino_ds are allowed. No torch and no DeepSpeed here.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ _DINO_DS = {
     "cls_only_last_block": Key("bool", "the last block for the CLS token alone (default true); exact"),
     "compile": Key(
         "text",
-        "torch.compile each block; same results beyond rounding. max-autotune tries out kernels at the start, "
+        "torch.compile each block; same results up to rounding. max-autotune tries out kernels at the start, "
         "reduce-overhead records CUDA graphs; true = default, false = off",
         choices=("off", "default", "max-autotune", "reduce-overhead"),
         stages=(0, 1, 2),

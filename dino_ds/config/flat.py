@@ -1,10 +1,10 @@
-"""Sections as dotted names: what two recipes are compared by."""
+"""Flattens recipes to dotted names, by which two of them are compared."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from dino_ds.config.lengths import Length
+from dino_ds.config.fields import Length
 from dino_ds.config.recipe import Recipe, Section
 
 

@@ -15,20 +15,20 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dino_ds.config.lengths import Length
+from dino_ds.config.fields import Length
 from dino_ds.config.recipe import Recipe, Section
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file, read_text
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NONE_WORDS = ("none", "null")
 _FAR, _SURE = 0.75, 0.85
-"""Likeness: below it a name is not worth a guess; of a name that only others use."""
+"""Least similarity of a suggestion, and of a name that only other projects use."""
 
 
 class Option(NamedTuple):
-    """One knob of the recipe, as `--help` and the docs show it."""
+    """One key of the recipe, as `--help` and the docs show it."""
 
     name: str
     type: str
@@ -65,7 +65,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_options() -> list[Option]:
-    """Every knob of the recipe, in the order of the schema."""
+    """Every key of the recipe, in the order of the schema."""
     return [
         Option(name, _type_text(field), show_value(field.default), field.description or "") for name, field in _fields()
     ]
@@ -108,7 +108,7 @@ def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterat
 
 
 def unknown_key(name: str) -> str:
-    """What to say about a name that is no knob of the recipe: its right home, or the nearest names."""
+    """The message for a name that is not a key of the recipe: where it belongs, or the nearest names."""
     known = [option for option, _ in _fields()]
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
@@ -120,7 +120,7 @@ def unknown_key(name: str) -> str:
 
 
 def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
-    """The words " Did you mean ...?" among knobs, what others call them, sections and `more`; "" if nothing is near."""
+    """ " Did you mean ...?" with the nearest keys, sections and `more`, also by other projects' names; "" for none."""
     options = [option for option, _ in _fields()]
     known = [*more, *options, *dict.fromkeys(option.split(".")[0] for option in options if "." in option)]
     called = {other: home for other, home in RECIPE_HOMES.items() if home in options and other not in known}
@@ -145,8 +145,8 @@ def _find_recipe(config: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Leaves scalars as text for the schema to convert (YAML 1.1 reads `no` as False and 1e-4 as text), refuses
-    duplicate keys (YAML keeps the last) and aliases (200 bytes of them stand for gigabytes)."""
+    """Leaves scalars as text for the schema to convert (YAML 1.1 reads `no` as False and 1e-4 as text); refuses
+    duplicate keys (YAML keeps the last) and aliases (200 bytes can expand to gigabytes)."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
         first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
@@ -173,7 +173,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Ranges in one line."""
+    """Writes ranges on one line."""
 
 
 _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
@@ -187,7 +187,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
@@ -238,7 +238,7 @@ def _problem_lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[s
 
 
 def _say(problem: Any) -> str:
-    """pydantic's finding in our words: what was given, what is allowed."""
+    """pydantic's error in our words: what was given, what is allowed."""
     value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
@@ -260,7 +260,7 @@ def _say(problem: Any) -> str:
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted name, field) of every knob."""
+    """(dotted name, field) of every key."""
     for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             for leaf, inner in field.annotation.model_fields.items():

@@ -31,6 +31,7 @@ from dino_ds.config.fields import (
     Evaluations,
     Few,
     Fraction01,
+    Length,
     LengthField,
     NotNegative,
     PathText,
@@ -46,7 +47,6 @@ from dino_ds.config.fields import (
     check_range,
     positive,
 )
-from dino_ds.config.lengths import Length
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, nearest
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 MAX_DISTANCE = 3
-"""Bits in which the hashes of near-duplicates may differ (docs/look-data.md has the measurement)."""
+"""Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
 _BLOCKS = 6
 _SET_BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 

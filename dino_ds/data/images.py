@@ -25,6 +25,12 @@ class UnreadableImage(Exception):
         return f"{self.name} ({self.reason})"
 
 
+def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
+    """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
+    count = min(images, wanted)
+    return [i * images // count for i in range(count)]
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any Pillow mode of at most 8 bits -> RGB, transparency on white. Raises ValueError for a deeper one."""
     mode = image.mode

@@ -1,6 +1,6 @@
-"""DeepSpeed's engine, tamed.
+"""A thin wrapper around the DeepSpeed engine.
 
-It answers three questions: what are the logits, has the step been applied, and where are the FP32 masters.
+It answers three questions: what are the outputs, has the step been applied, and where are the FP32 masters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dino_ds.engine.optimizers import masters_of, norm_in_one_pass
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
 from dino_ds.errors import ConfigError
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.base import Crops
+from dino_ds.models.network import Network
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -37,14 +38,14 @@ class Progress(enum.Enum):
 
 
 class Engine:
-    """The student under DeepSpeed: one `engine(views, keys)`, `backward`, `step` per micro-batch.
+    """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
 
     Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; AdamW's betas and eps.
     Learning rates and weight decays come with each step through `set_groups`.
     Raises ConfigError if DeepSpeed refuses the config.
     """
 
-    def __init__(self, network: DinoNetwork, config: DsConfig, betas: tuple[float, float], eps: float) -> None:
+    def __init__(self, network: Network, config: DsConfig, betas: tuple[float, float], eps: float) -> None:
         import deepspeed
 
         self.config = config
@@ -52,9 +53,12 @@ class Engine:
             raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
-        blocks = len(network.backbone.blocks) if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
-        network.checkpoint_activations(blocks, config.checkpoint_on_cpu)
+        segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
+        network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
         network.train()
+        buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
+        saved = network.state_dict().keys() & buffers.keys()
+        self._saved_buffers = [name for name in buffers if name in saved]
         # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
         optimizer = torch.optim.AdamW(parameter_groups(network), lr=0.0, betas=betas, eps=eps, fused=True)
         # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
@@ -67,6 +71,9 @@ class Engine:
             )
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+        for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
+            owner, _, leaf = name.rpartition(".")
+            setattr(network.get_submodule(owner), leaf, buffer.to(self.device))
         norm_in_one_pass(self._optimizer)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
@@ -86,9 +93,10 @@ class Engine:
     def device(self) -> torch.device:
         return self._engine.device
 
-    def __call__(self, views: list[Tensor], drop_keys: Tensor | None) -> Tensor:
-        """Views (b, 3, h, w) -> logits (v * b, k). One call per micro-batch: ZeRO 3 traces it."""
-        return self._engine(views, drop_keys)
+    def __call__(self, crops: Crops, drop_keys: Tensor | None) -> dict[str, Tensor]:
+        """As of the network. One call per micro-batch: ZeRO 3 traces it."""
+        outputs: dict[str, Tensor] = self._engine(crops, drop_keys)
+        return outputs
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the mean loss of one micro-batch."""
@@ -165,6 +173,11 @@ class Engine:
     def masters(self) -> list[Masters]:
         """Where the FP32 master weights of this engine are; see `dino_ds.engine.masters`."""
         return masters_of(self._optimizer, self._engine.module, self._name_of)
+
+    def buffers(self, saved: bool = False) -> dict[str, Tensor]:
+        """The student's buffers by name, in their own precision; `saved`: those that belong into a checkpoint."""
+        buffers = dict(self._engine.module.named_buffers())
+        return {name: buffers[name] for name in self._saved_buffers} if saved else buffers
 
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""

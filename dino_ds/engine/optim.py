@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
@@ -18,7 +18,7 @@ BACKBONE = "backbone_"
 """Before the first two, of the backbone's own groups in a network whose backbone is frozen for a while."""
 
 
-def parameter_groups(network: DinoNetwork) -> list[dict[str, Any]]:
+def parameter_groups(network: Network) -> list[dict[str, Any]]:
     """AdamW's parameter groups, found later by their "name"; empty ones are left out, as DeepSpeed would drop them."""
     names = [DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY]
     groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}

@@ -16,7 +16,8 @@ from dino_ds.engine.device import DTYPES, device
 class Placement:
     """Called with each module of a student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
 
-    Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks.
+    Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks; its
+    buffers are on the device as they are.
     Every rank must call it, with the same modules in the same order.
     """
 
@@ -29,6 +30,8 @@ class Placement:
         own = list(module.parameters(recurse=False))
         for parameter in own:
             parameter.data = parameter.data.to(self._device, DTYPES[self._config.precision])
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(self._device))
         if self._config.stage == 3 and own:
             self._partition(own)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
@@ -27,10 +27,22 @@ _RAW_PIXELS = 32
 BATCH = 64
 
 
-def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
-    """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
-    count = min(images, wanted)
-    return [i * images // count for i in range(count)]
+class GaveUp(Exception):
+    """`give_up` returned true on some rank; raised on all of them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How images are read for an evaluation: prepared by `transform`, loaded by `workers` processes (None: by the
+    cores), values deeper than 8 bits scaled by `value_range`. With `batch` 1 images may be of any sizes. `progress`
+    names a bar on rank 0 (None: no bar); `give_up` is asked after each batch."""
+
+    transform: Callable[[Any], Tensor]
+    workers: int | None = None
+    value_range: ValueRange | None = None
+    batch: int = BATCH
+    progress: str | None = None
+    give_up: Callable[[], bool] = lambda: False
 
 
 @torch.no_grad()
@@ -38,60 +50,63 @@ def extract_features(
     describe: Callable[[Tensor], Tensor],
     source: Source,
     indices: Sequence[int],
-    transform: Callable[[Image.Image], Tensor],
     device: torch.device,
-    workers: int | None,
-    give_up: Callable[[], bool] = lambda: False,
-    progress: str | None = None,
-    batch: int = BATCH,
-    value_range: ValueRange | None = None,
-) -> tuple[Tensor, Tensor, list[str]] | None:
+    reading: Reading,
+) -> tuple[Tensor, Tensor, list[str]]:
     """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
 
     Every rank must call it; every rank gets all rows, in the order of `indices`. Labels are -1 where there are none.
-    Unreadable images are left out; the texts that name them are returned too. `give_up` is asked after each batch:
-    None, on all ranks, where it has said yes on one. `progress` names a bar on rank 0. With `batch` 1 images may be of
-    any sizes. Raises DataError where a rank has no image at all.
+    Unreadable images are left out; the texts that name them are returned too. Raises DataError where a rank has no
+    image at all, GaveUp.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    loader = DataLoader(
-        _Images(source, mine, transform, value_range), batch, collate_fn=collate, **worker_options(workers)
-    )
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
+    images = _Images(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
-    hidden = distributed.hidden_bar(progress is not None)
-    try:
-        for images, targets, unreadable in tqdm(batches, progress, len(loader), leave=False, disable=hidden):
-            bad += unreadable
-            if len(images):
-                features.append(describe(images.to(device)))
-                labels.append(targets.to(device))
-            gave_up = give_up()
-            if gave_up:
-                break
-    finally:
-        stop_workers(batches)
+    for crops, targets, unreadable in loaded(
+        images, source, reading.workers, reading.progress, batch_size=reading.batch
+    ):
+        bad += unreadable
+        if len(crops):
+            features.append(describe(crops.to(device)))
+            labels.append(targets.to(device))
+        gave_up = reading.give_up()
+        if gave_up:
+            break
     # Agreed before the first collective of features: a rank that left would be waited for.
     found = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
     if any(gave_up for _, _, gave_up in found):
-        return None
-    rows = [images for images, _, _ in found]
+        raise GaveUp
+    rows, unreadable = [images for images, _, _ in found], [text for _, texts, _ in found for text in texts]
     if not all(rows):
+        first = f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
         raise DataError(
             f"of {len(indices)} images to evaluate, the ranks could read {rows}; each needs one: fix the images, "
-            f"or take more (--images) or fewer processes{_first([text for _, texts, _ in found for text in texts])}"
+            f"or take more (--images) or fewer processes{first}"
         )
     described, placed = torch.cat(features), torch.cat(labels)
     features.clear()  # or there are three copies below
     placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's place in `indices`
-    everybodys = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
-    order = everybodys[1][:, 0].argsort()
-    return everybodys[0][order], everybodys[1][order, 1], [text for _, texts, _ in found for text in texts]
+    of_all = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
+    order = of_all[1][:, 0].argsort()
+    return of_all[0][order], of_all[1][order, 1], unreadable
 
 
-def _first(unreadable: list[str]) -> str:
-    return f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
+def loaded(
+    images: Dataset[tuple[Tensor, int, int] | str],
+    source: Source,
+    workers: int | None,
+    progress: str | None,
+    **batching: Any,
+) -> Iterator[tuple[Tensor, Tensor, list[str]]]:
+    """Batches of `collate`, with a bar on rank 0 named `progress`; `batching`: the DataLoader's arguments for it."""
+    loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
+    with main_module_left_out(unless_defines=source):
+        batches = iter(loader)
+    hidden = distributed.hidden_bar(progress is not None)
+    try:
+        yield from tqdm(batches, progress, len(loader), leave=False, disable=hidden)
+    finally:
+        stop_workers(batches)
 
 
 def raw_pixels(images: Tensor) -> Tensor:
@@ -102,7 +117,8 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """What is drawn inside, such as by a loader for its workers, is not missing afterwards, also after an error."""
+    """Restores the random-number generators on exit: a loader draws seeds for its workers, which training must not
+    notice."""
     others = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -113,14 +129,9 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 
 class _Images(Dataset[tuple[Tensor, int, int] | str]):
-    def __init__(
-        self,
-        source: Source,
-        indices: list[int],
-        transform: Callable[[Any], Tensor],
-        value_range: ValueRange | None,
-    ) -> None:
-        self._source, self._indices, self._transform, self._range = source, indices, transform, value_range
+    def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
+        self._source, self._indices = source, indices
+        self._transform, self._range = reading.transform, reading.value_range
         labels = source.labels
         self._labels = [-1 if labels is None else labels[index] for index in indices]  # not millions to each worker
 

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
-from tqdm import tqdm
+from torch.utils.data import Dataset, Sampler
 
 from dino_ds import distributed
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
 from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
-from dino_ds.evals.features import collate
-from dino_ds.evals.subject import EvalContext, GaveUp, Labelled, Settings
+from dino_ds.evals.context import EvalContext, Labelled, Settings
+from dino_ds.evals.features import GaveUp, loaded
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -33,18 +31,18 @@ _REFERENCE_BATCH = 256
 _INITIAL_STD = 0.01
 
 Kind = tuple[int, bool]
-"""The CLS tokens of so many last blocks, and whether the mean of the last block's patches goes with them."""
+"""Which features a classifier sees: CLS tokens of how many last blocks; with the mean of the last block's patches?"""
 
 
-def linear_sgd(subject: EvalContext) -> dict[str, float]:
+def linear_sgd(context: EvalContext) -> dict[str, float]:
     """The papers' linear probe: SGD on augmented images, `--epochs 100`, the best of many learning rates"""
-    # First, so that test images which can't be used are not found out after a hundred epochs.
-    test = _test_inputs(subject)
-    kinds = kinds_of(test.features.shape[1] // subject.backbone.width - 1)
-    probes = Probes(kinds, subject.backbone.width, test.classes, RATES, subject.settings.seed, subject.device)
-    _train(subject, probes, test.features.shape[1])
+    # First: unusable test images must not be noticed after a hundred epochs.
+    test = _test_inputs(context)
+    kinds = kinds_of(test.features.shape[1] // context.backbone.width - 1)
+    probes = Probes(kinds, context.backbone.width, test.classes, RATES, context.settings.seed, context.device)
+    _train(context, probes, test.features.shape[1])
     found = probes.accuracies(test.features, test.labels)
-    subject.note(_at_the_end_of_the_grid(found))
+    context.note(_at_the_end_of_the_grid(found))
     return _report(found, kinds)
 
 
@@ -55,7 +53,7 @@ def probe_inputs(tokens: Tensor) -> Tensor:
 
 
 def kinds_of(blocks: int) -> list[Kind]:
-    """Of the kinds that DINOv2 tries, those that a network of so many blocks has."""
+    """The kinds of DINOv2's grid that a network of `blocks` blocks has."""
     return [(count, mean) for count in sorted({1, blocks}) for mean in (False, True)]
 
 
@@ -123,52 +121,46 @@ def _logits(x: Tensor, weight: Tensor) -> Tensor:
     return (x @ weight.flatten(0, 1).T).unflatten(1, weight.shape[:2]).transpose(0, 1)
 
 
-def _train(subject: EvalContext, probes: Probes, width: int) -> None:
-    settings, describe = subject.settings, _describe(subject)
-    for epoch, images, targets in augmented_batches(subject):
-        inputs = describe(images.to(subject.device)) if len(images) else torch.empty(0, width, device=subject.device)
-        stop = torch.tensor(float(subject.give_up()), device=subject.device)
+def _train(context: EvalContext, probes: Probes, width: int) -> None:
+    settings, describe = context.settings, _describe(context)
+    for epoch, images, targets in augmented_batches(context):
+        inputs = describe(images.to(context.device)) if len(images) else torch.empty(0, width, device=context.device)
+        stop = torch.tensor(float(context.give_up()), device=context.device)
         if distributed.sum_across_ranks(stop) > 0:
             raise GaveUp
         inputs = distributed.concatenate_across_ranks(inputs)
-        labels = distributed.concatenate_across_ranks(targets.to(subject.device))
+        labels = distributed.concatenate_across_ranks(targets.to(context.device))
         if len(labels):
             cosine = 0.5 * (1 + math.cos(math.pi * epoch / settings.epochs))
             probes.step(inputs, labels, cosine * settings.batch / _REFERENCE_BATCH)
 
 
-def augmented_batches(subject: EvalContext) -> Iterator[tuple[int, Tensor, Tensor]]:
+def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(epoch, images (b, c, h, w), labels (b,)): this rank's share of each batch, which may be empty.
 
     Crops follow from (seed, epoch, image), the order from (seed, epoch): the same on any number of ranks and workers.
     Unreadable images are left out and noted.
     """
-    settings, source, indices = subject.settings, subject.train_source, subject.train_indices
+    settings, source, indices = context.settings, context.train_source, context.train_indices
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
-    images = _Augmented(source, indices, RandomCrop(subject.size), settings)
-    loader = DataLoader(images, batch_sampler=sampler, collate_fn=collate, **worker_options(settings.workers))
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
+    images = _Augmented(source, indices, RandomCrop(context.size), settings)
+    progress = "linear-sgd" if context.progress else None
+    batches = loaded(images, source, settings.workers, progress, batch_sampler=sampler)
     unreadable = set[str]()
-    hidden = distributed.hidden_bar(subject.progress)
-    bar = tqdm(batches, "linear-sgd", len(sampler), leave=False, disable=hidden)
-    try:
-        for step, (crops, rows, bad) in enumerate(bar):
-            unreadable.update(bad)
-            yield step // sampler.epoch_steps, crops, rows[:, 1]
-    finally:
-        stop_workers(batches)
-    everybodys = sorted(set().union(*distributed.gather_objects(unreadable)))
-    subject.note(f"left out, unreadable: {text}" for text in everybodys)
+    for step, (crops, rows, bad) in enumerate(batches):
+        unreadable.update(bad)
+        yield step // sampler.epoch_steps, crops, rows[:, 1]
+    of_all_ranks = sorted(set().union(*distributed.gather_objects(unreadable)))
+    context.note(f"left out, unreadable: {text}" for text in of_all_ranks)
 
 
-def _describe(subject: EvalContext) -> Callable[[Tensor], Tensor]:
-    return lambda images: probe_inputs(subject.backbone.last_tokens(images, BLOCKS))
+def _describe(context: EvalContext) -> Callable[[Tensor], Tensor]:
+    return lambda images: probe_inputs(context.backbone.last_tokens(images, BLOCKS))
 
 
-def _test_inputs(subject: EvalContext) -> Labelled:
-    found = subject.compute(_describe(subject), subject.test_source, subject.test_indices, EvalCrop(subject.size))
-    return Labelled(found.features, subject.train_labels_of(found.labels), len(subject.train_source.classes or []))
+def _test_inputs(context: EvalContext) -> Labelled:
+    found = context.compute(_describe(context), context.test_source, context.test_indices, EvalCrop(context.size))
+    return Labelled(found.features, context.train_labels_of(found.labels), len(context.train_source.classes or []))
 
 
 def _report(found: dict[tuple[Kind, float], float], kinds: Sequence[Kind]) -> dict[str, float]:

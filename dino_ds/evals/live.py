@@ -1,10 +1,10 @@
-"""The teacher of a run that goes on, as what evaluations and pictures take."""
+"""The teacher of a running training job as the `Model` that evaluations and pictures take."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 from dino_ds.weights.load import Backbone
 
 

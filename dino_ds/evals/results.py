@@ -20,22 +20,14 @@ RESULTS = "evaluations.json"
 
 
 def describe_result(
-    results: dict[str, float],
-    seconds: float,
-    step: int | None,
-    images: int | None,
-    train_images: int | None = None,
-    test_images: int | None = None,
-    data: str | None = None,
+    results: dict[str, float], seconds: float, step: int | None, images: int | None, used: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is kept of one evaluation."""
+    """What is kept of one evaluation; `used`: its images, by `suite.images_of`."""
     return {
         "step": step,
         "images": images,
         "date": datetime.date.today().isoformat(),
-        "data": data,
-        "train_images": train_images,
-        "test_images": test_images,
+        **{key: used.get(key) for key in ("data", "train_images", "test_images")},
         "seconds": round(seconds, 1),
         "results": results,
     }

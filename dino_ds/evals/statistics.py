@@ -49,7 +49,7 @@ def _drawn(rows: Tensor, most: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def alignment(first: Tensor, second: Tensor) -> float:
-    """Mean squared distance of the unit-length features of two views of each image, (n, d) each: 0 for equal.
+    """Mean squared distance of the unit-length features of two crops of each image, (n, d) each: 0 for equal.
 
     Source: arXiv 2005.10242.
     """
@@ -72,12 +72,12 @@ def label_purity(features: Tensor, labels: Tensor, k: int) -> float:
     return 100.0 * float(distributed.sum_across_ranks(same)) / (k * len(labels))
 
 
-class TwoViews:
-    """An image -> two random crops of it, stacked (2, c, size, size); they follow from its pixels and the seed."""
+class TwoCrops:
+    """Image -> two random crops of it, stacked (2, c, size, size); they follow from its pixels and the seed."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._crop, self._seed = RandomCrop(size), seed
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         content = zlib.crc32(np.ascontiguousarray(image).tobytes())
-        return torch.stack([self._crop(image, crop_seed(self._seed, view, content)) for view in range(2)])
+        return torch.stack([self._crop(image, crop_seed(self._seed, i, content)) for i in range(2)])

@@ -1,8 +1,7 @@
-"""The evaluations by name: each takes a `Subject` and returns numbers.
+"""The evaluations by name: each is a function from an `EvalContext` to numbers.
 
-All ranks call it, and it returns the same on all of them. A new one is a function with this signature and a line in
-EVALUATIONS; its first line of documentation goes into the table of docs/evaluations.md, what it returns is printed,
-written and reported.
+All ranks call it and get the same. A new one is a function with this signature and a line in EVALUATIONS; its docstring
+goes into the table of docs/evaluations.md, what it returns is printed, written and reported.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import BENCHMARKS
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.errors import DataError
-from dino_ds.evals.features import evenly_spaced_indices
-from dino_ds.evals.knn import knn_accuracies
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.knn import class_retrieval, knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
 from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford, paris
 from dino_ds.evals.protocols.voc import voc
-from dino_ds.evals.retrieval import class_retrieval
-from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
-from dino_ds.evals.subject import EvalContext
+from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3
@@ -35,19 +33,19 @@ _ALIGNMENT_IMAGES = 2000
 _PURITY_NEIGHBOURS = 10
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
-"""Percent, unless it says otherwise."""
+"""Results are percentages unless its docstring says otherwise."""
 
 
-def knn(subject: EvalContext) -> dict[str, float]:
+def knn(context: EvalContext) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
-    settings = subject.settings
-    _with_neighbours(settings.ks, len(subject.train_indices))  # before features, which may take hours
-    test, train = subject.test, subject.train
+    settings = context.settings
+    _with_neighbours(settings.ks, len(context.train_indices))  # before features, which may take hours
+    test, train = context.test, context.train
     images = len(train.labels)
     ks = _with_neighbours(settings.ks, images)
     if len(ks) < len(settings.ks):
         left_out = ", ".join(str(k) for k in settings.ks if k > images)
-        subject.note([f"k = {left_out} left out: there are {images} training images"])
+        context.note([f"k = {left_out} left out: there are {images} training images"])
     found = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
     return {f"knn_{k}": accuracy for k, accuracy in found.items()}
 
@@ -59,10 +57,10 @@ def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
     return [k for k in ks if k <= images]
 
 
-def linear(subject: EvalContext) -> dict[str, float]:
+def linear(context: EvalContext) -> dict[str, float]:
     """Logistic regression to its optimum (L-BFGS), regularisation chosen on a tenth of the training images"""
-    test, train = subject.test, subject.train
-    seed, give_up = subject.settings.seed, subject.give_up
+    test, train = context.test, context.train
+    seed, give_up = context.settings.seed, context.give_up
     probe = fit_linear(train.features, train.labels, train.classes, seed=seed, give_up=give_up)
     return {
         "linear": probe.accuracy(test.features, test.labels),
@@ -71,50 +69,50 @@ def linear(subject: EvalContext) -> dict[str, float]:
     }
 
 
-def ridge(subject: EvalContext) -> dict[str, float]:
+def ridge(context: EvalContext) -> dict[str, float]:
     """Least squares to one-hot labels in closed form"""
-    test, train = subject.test, subject.train
+    test, train = context.test, context.train
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
-def few_shot(subject: EvalContext) -> dict[str, float]:
+def few_shot(context: EvalContext) -> dict[str, float]:
     """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
-    test, train = subject.test, subject.train
-    generator = torch.Generator().manual_seed(subject.settings.seed)
+    test, train = context.test, context.train
+    generator = torch.Generator().manual_seed(context.settings.seed)
     results = {}
     for fraction in _FEW_SHOT_FRACTIONS:
         scores = []
         for _ in range(_FEW_SHOT_DRAWS):
             rows = draw_balanced(train.labels, fraction, generator)
             few = train.features[rows], train.labels[rows], train.classes
-            probe = fit_linear(*few, regularisations=[1e-3], give_up=subject.give_up)
+            probe = fit_linear(*few, regularisations=[1e-3], give_up=context.give_up)
             scores.append(probe.accuracy(test.features, test.labels))
         results[f"few_shot_{fraction:.0%}"] = sum(scores) / len(scores)
     return results
 
 
-def retrieval(subject: EvalContext) -> dict[str, float]:
+def retrieval(context: EvalContext) -> dict[str, float]:
     """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
-    test = subject.any_labelled
+    test = context.any_labelled
     rows = torch.arange(len(test.labels), device=test.labels.device)
     if len(rows) > _RETRIEVAL_IMAGES:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(subject.settings.seed))
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(context.settings.seed))
         rows = rows[order[:_RETRIEVAL_IMAGES].to(rows.device)]
     return {"retrieval_map": class_retrieval(test.features[rows], test.labels[rows])}
 
 
-def statistics(subject: EvalContext) -> dict[str, float]:
+def statistics(context: EvalContext) -> dict[str, float]:
     """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
-    source, settings = subject.any_source, subject.settings
-    views = subject.compute(
-        lambda pairs: subject.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
+    source, settings = context.any_source, context.settings
+    crops = context.compute(
+        lambda pairs: context.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
-        evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, subject.test_limit or len(source))),
-        TwoViews(subject.size, settings.seed),
+        evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, context.test_limit or len(source))),
+        TwoCrops(context.size, settings.seed),
     ).features
-    images = subject.any_images
+    images = context.any_images
     found = feature_statistics(images.features, settings.seed)
-    found["alignment"] = alignment(views[:, 0], views[:, 1])
+    found["alignment"] = alignment(crops[:, 0], crops[:, 1])
     if images.classes and len(images.labels) > 1:
         k = min(_PURITY_NEIGHBOURS, len(images.labels) - 1)
         found[f"purity_{k}"] = label_purity(images.features, images.labels, k)
@@ -137,16 +135,16 @@ EVALUATIONS: dict[str, Evaluation] = {
 }
 
 
-def evaluate(name: str, subject: EvalContext) -> dict[str, float]:
-    """Run one evaluation; all ranks must call it. The results are rank 0's, whatever the last bits of others are."""
-    return distributed.gather_objects(EVALUATIONS[name](subject))[0]
+def evaluate(name: str, context: EvalContext) -> dict[str, float]:
+    """Run one evaluation; all ranks must call it and get rank 0's results, to the last bit."""
+    return distributed.gather_objects(EVALUATIONS[name](context))[0]
 
 
-def images_of(name: str, subject: EvalContext, data: str | None = None) -> dict[str, Any]:
+def images_of(name: str, context: EvalContext, data: str | None = None) -> dict[str, Any]:
     """What `describe_result` takes of the images: a benchmark has its own, the others those that `data` names."""
     if name in BENCHMARKS:
         return {"data": name}
-    train, test = subject.image_counts
+    train, test = context.image_counts
     return {"data": data, "train_images": train, "test_images": test}
 
 

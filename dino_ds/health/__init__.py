@@ -1,4 +1,4 @@
-"""A run never hangs in silence: heartbeats, the watcher of each rank, the lock of a run folder, collapse alarms.
+"""Keeps a run from hanging in silence: heartbeats, a monitor process beside each rank, the lock of a run folder.
 
-Nothing here needs torch: the watcher is a process of its own that must start at once and cost nothing.
+Nothing here needs torch: a monitor process must start at once and cost nothing.
 """

@@ -1,7 +1,8 @@
-"""What a rank tells its watcher: a page of memory that both see. Writing to it is no system call."""
+"""What a rank tells its monitor process: one page of shared memory. Writing to it needs no system call."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 
@@ -10,124 +11,88 @@ from dino_ds.ranges import PARTS
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
 STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
-"""Why a watcher wants its rank to stop."""
-
-_BYTES = 4096
-_TEXT = 128
-"""Where the message begins; before it are words of 8 bytes, which are written and read whole."""
-_MOVES, _PHASE, _STEP, _PART, _LISTED, _WISH, _END, _CODE, _LENGTH, _FIRST, _LEFT, _BREATHS = range(12)
+"""Why a monitor process asks its rank to stop."""
+_MESSAGE_BYTES = 3968
+_PART_NUMBERS = {name: number for number, name in enumerate(PARTS, 1)}
 
 
-class Beat:
-    """One rank's progress: phase, part of the step, optimizer steps so far, and how often any of them has changed.
+class Beat(ctypes.Structure):
+    """One rank's progress, in words of 8 bytes that are written and read whole.
 
-    `moves` counts the changes: ranks do the same things in the same order, so the rank with the fewest is behind.
+    moves: how often phase, part of the step or step have changed; ranks do the same things in the same order, so the
+    rank with the fewest is behind. step: optimizer steps done. code, message: exit code and reason of the end.
+    warm: the first step is done, and its longer time limit over. listed: the monitor may write this rank's heartbeat
+    into the run folder. left: the rank no longer needs its monitor.
     """
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        """A new page, or the one behind a file descriptor that another process has made."""
-        self.descriptor = os.memfd_create("dino_ds_beat") if descriptor is None else descriptor
+    moves: int
+    ticks: int
+    step: int
+    code: int
+    warm: int
+    listed: int
+    left: int
+    message: bytes
+    _phase: int
+    _part: int
+    _stop_reason: int
+    _end: int
+    _words = ("moves", "ticks", "step", "code", "warm", "listed", "left", "_phase", "_part", "_stop_reason", "_end")
+    _fields_ = [*((name, ctypes.c_uint64) for name in _words), ("message", ctypes.c_char * _MESSAGE_BYTES)]
+    descriptor: int
+
+    @classmethod
+    def shared(cls, descriptor: int | None = None) -> Beat:
+        """A new page that other processes can open, or the one behind a file descriptor of such a page."""
+        number = os.memfd_create("dino_ds_beat") if descriptor is None else descriptor
         if descriptor is None:
-            os.ftruncate(self.descriptor, _BYTES)
-        self._map = mmap.mmap(self.descriptor, _BYTES)
-        self._words = memoryview(self._map).cast("Q")
-        self._part_numbers = {name: i + 1 for i, name in enumerate(PARTS)}
-        self._phase_numbers = {name: i for i, name in enumerate(PHASES)}
+            os.ftruncate(number, mmap.PAGESIZE)
+        beat = cls.from_buffer(mmap.mmap(number, mmap.PAGESIZE))
+        beat.descriptor = number
+        return beat
 
     def enter(self, phase: str, step: int) -> None:
         """The rank is now in `phase`, with `step` optimizer steps done."""
-        words = self._words
-        words[_PHASE], words[_STEP], words[_PART] = self._phase_numbers[phase], step, 0
-        words[_MOVES] += 1
+        self._phase, self.step, self._part = PHASES.index(phase), step, 0
+        self.moves += 1
 
-    def part(self, name: str) -> None:
-        """The rank has come to the part `name` of a step (dino_ds.ranges)."""
-        words = self._words
-        words[_PART] = self._part_numbers.get(name, 0)
-        words[_MOVES] += 1
+    def enter_part(self, name: str) -> None:
+        """The rank is now in part `name` of a step (dino_ds.ranges)."""
+        self._part = _PART_NUMBERS.get(name, 0)
+        self.moves += 1
 
     def tick(self) -> None:
-        """The rank makes progress inside a phase, in as many pieces as its share of the work has."""
-        self._words[_BREATHS] += 1
-
-    def first_step_done(self) -> None:
-        """From now on the limits of a process that has warmed up apply."""
-        self._words[_FIRST] = 1
-
-    def list_in_folder(self) -> None:
-        """From now on the watcher may write this rank's heartbeat into the run folder."""
-        self._words[_LISTED] = 1
-
-    def unlist(self) -> None:
-        """From now on it may not: this start was refused, and the run in the folder is another start's."""
-        self._words[_LISTED] = 0
-
-    def leave(self) -> None:
-        """The rank has no more need of its watcher."""
-        self._words[_LEFT] = 1
+        """The rank makes progress inside a phase; ranks may have different numbers of ticks."""
+        self.ticks += 1
 
     def end(self, how: str, code: int, message: str) -> None:
-        """The rank is about to end, as one of ENDS; the first word counts."""
-        if self.ended:
-            return
-        text = message.encode()[: _BYTES - _TEXT]
-        self._map[_TEXT : _TEXT + len(text)] = text
-        self._words[_LENGTH], self._words[_CODE] = len(text), code
-        self._words[_END] = ENDS.index(how)
+        """The rank is about to end, as one of ENDS; only the first call counts."""
+        if not self._end:
+            self.message, self.code = message.encode()[: _MESSAGE_BYTES - 1], code
+            self._end = ENDS.index(how)
 
-    def wish(self, why: str) -> None:
-        """The watcher wants the rank to stop at its next step."""
-        self._words[_WISH] = STOP_REASONS.index(why)
+    def request_stop(self, reason: str) -> None:
+        """The monitor asks the rank to stop at its next step, for one of STOP_REASONS."""
+        self._stop_reason = STOP_REASONS.index(reason)
 
     @property
-    def wished(self) -> str:
-        return STOP_REASONS[self._words[_WISH]]
-
-    @property
-    def moves(self) -> int:
-        return self._words[_MOVES]
-
-    @property
-    def breaths(self) -> int:
-        return self._words[_BREATHS]
+    def stop_reason(self) -> str:
+        return STOP_REASONS[self._stop_reason]
 
     @property
     def phase(self) -> str:
-        return PHASES[self._words[_PHASE]]
+        return PHASES[self._phase]
 
     @property
     def where(self) -> str:
-        """The phase, or the part of the step."""
-        part = self._words[_PART]
-        return PARTS[part - 1] if part else self.phase
-
-    @property
-    def step(self) -> int:
-        return self._words[_STEP]
-
-    @property
-    def warm(self) -> bool:
-        return bool(self._words[_FIRST])
-
-    @property
-    def left(self) -> bool:
-        return bool(self._words[_LEFT])
-
-    @property
-    def listed(self) -> bool:
-        return bool(self._words[_LISTED])
+        """The part of the step, or the phase outside of one."""
+        return PARTS[self._part - 1] if self._part else self.phase
 
     @property
     def ended(self) -> str:
-        return ENDS[self._words[_END]]
+        return ENDS[self._end]
 
     @property
-    def last_word(self) -> tuple[int, str]:
+    def last_words(self) -> tuple[int, str]:
         """Exit code and message of the end."""
-        length = self._words[_LENGTH]
-        return self._words[_CODE], bytes(self._map[_TEXT : _TEXT + length]).decode(errors="replace")
-
-    def close(self) -> None:
-        self._words.release()
-        self._map.close()
-        os.close(self.descriptor)
+        return self.code, self.message.decode(errors="replace")

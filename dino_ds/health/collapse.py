@@ -1,17 +1,17 @@
-"""The alarm for a teacher that has collapsed: a run may go on for weeks with a falling loss and learn nothing."""
+"""An alarm for a collapsed teacher: without it a run may train for weeks, its loss falling, and learn nothing."""
 
 from __future__ import annotations
 
 import math
 
 NEAR = 0.02
-"""As a part of ln K: entropy so near to 0 or ln K is at that end."""
+"""Fraction of ln K within which the entropy counts as 0 or as ln K."""
 NO_KL = 0.01
-"""As a part of ln K: a KL below it is a student that gives every image what the teacher gives."""
+"""Fraction of ln K below which the KL says that the teacher gives every image the same target."""
 MOST_CONSTANT = 0.5
-"""As a part of the images: more of one colour than this teach nothing."""
+"""Fraction of images of one colour above which there is nothing to learn."""
 WINDOWS = 10
-"""So many lines of metrics in a row: single batches come near either end."""
+"""Lines of metrics in a row before the alarm: single batches come near either end."""
 _HINTS = {
     "constant images": "look at the images, with dino-ds look-data, and at data.root",
     "one prototype": "the targets are too sharp for the center to keep up: raise objective.teacher_temp, lower "
@@ -21,7 +21,7 @@ _HINTS = {
 
 
 class CollapseAlarm:
-    """`look` at each line of metrics; it says a collapse once, and again only after a recovery. It never stops a run.
+    """Looks at each line of metrics and reports a collapse once, again only after a recovery. It never stops a run.
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
@@ -35,8 +35,8 @@ class CollapseAlarm:
         self.on = False
 
     def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
-        """The teacher's entropy and the KL in nats, and which part of the images was of one colour, means since the
-        last line -> what to tell people, or ""."""
+        """A line for people, or "". Entropy and KL in nats and the fraction of images of one colour (`constant`) are
+        means since the last line of metrics."""
         kind = "constant images" if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
         self._kind = kind

@@ -1,4 +1,4 @@
-"""Which failure was the first, and who says it: one rank, once. The others end with its exit code, in silence."""
+"""Finds the first failure of a run and has exactly one rank report it; the others end with its exit code, silently."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import append_to_log
+from dino_ds.health.files import Disk, append_to_log
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
-"""For the rank that failed first, or its watcher, to write down why. Peers notice within milliseconds."""
+"""For the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
 _CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
     r"process group|store",
@@ -26,19 +25,18 @@ _CONNECTION = re.compile(
 
 
 class Failures:
-    """Of one rank of one run. `listed`: whether RUN/heartbeats is there, so that ranks can tell each other."""
+    """Reports how one rank of a run ends: to its monitor and, once `beat.listed`, to the other ranks."""
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
         self._heartbeats, self._disk = Heartbeats(run_dir), Disk()
 
     @contextmanager
-    def told(self) -> Iterator[None]:
-        """What ends the block is told to the watcher and the other ranks; what follows from another rank's end
-        becomes that rank's error.
+    def reported(self) -> Iterator[None]:
+        """Report what ends the block.
 
-        Raises PeerError, with the exit code of the cause, instead of an error of the connection, and RuntimeError for
-        a SystemExit that is no stop on request: a run that is not over must not end with 0.
+        Raises PeerError, with the message and exit code of the cause, instead of an error of the connection; and
+        RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0.
         """
         try:
             yield
@@ -50,13 +48,16 @@ class Failures:
             self._claim(1, f"RuntimeError: {error}", "error")
             raise error from stop
         except UserError as error:
-            self._tell(error)
+            claimed = self._claim(error.exit_code, str(error), "error")
+            first = self._disk.run(self._heartbeats.first_failure, None)
+            # Without a place to write to, or for an error that all ranks raise together, rank 0 reports it.
+            if claimed is not None and first is not None and self._world_size > 1:
+                error.said_by_me = claimed
             raise
         except Exception as error:
             if self._world_size > 1 and is_connection_error(error):
                 raise self._peer_error(error) from error
-            first_line = next(iter(str(error).splitlines()), "")
-            self._claim(1, f"{type(error).__name__}: {first_line}", "error")
+            self._claim(1, f"{type(error).__name__}: {_first_line(error)}", "error")
             raise
         except BaseException as error:
             self._beat.end("error", 1, type(error).__name__)
@@ -65,28 +66,22 @@ class Failures:
             self._beat.end("done", 0, "")
 
     def stopped_early(self, why: str) -> None:
-        """This rank ends at a signal before the first step: the others need not ask what has become of it."""
+        """Tell the other ranks that this one ends at a signal before the first step."""
         self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
+        if self._rank == 0:
+            print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
 
     def ended_at_once(self, code: int, message: str) -> None:
-        """This rank ends with `code` in a moment; it says why."""
+        """Report that this rank is about to end with `code`, and print why."""
         if self._claim(code, message, "error") is not False:
             print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
 
-    def _tell(self, error: UserError) -> None:
-        claimed = self._claim(error.exit_code, str(error), "error")
-        first = self._disk.run(self._heartbeats.first_failure, None)
-        # Without a place to write to, or for an error that all ranks raise together, rank 0 speaks.
-        if claimed is not None and first is not None and self._world_size > 1:
-            error.said_by_me = claimed
-
     def _claim(self, code: int, message: str, kind: str) -> bool | None:
-        """Whether this rank failed first; None where ranks can't tell each other."""
-        beat = self._beat
+        """Report this rank's end; whether it was the first, None where ranks can't reach each other."""
         self._beat.end("stopped" if kind == "stopped" else "error", code, message)
-        if not beat.listed:
+        if not self._beat.listed:
             return None
-        failure = Failure(self._rank, socket.gethostname(), beat.step, kind, code, message)
+        failure = Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message)
         claimed = self._disk.run(lambda: self._heartbeats.claim(failure), None)
         if claimed:
             line = f"{'stopped ' if kind == 'stopped' else 'error   '} {message}"
@@ -100,7 +95,7 @@ class Failures:
             peer.exit_code, peer.said_by_me = failure.code, False
             self._beat.end("stopped" if failure.code == STOPPED else "error", failure.code, failure.message)
             return peer
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = _first_line(error) or type(error).__name__
         beats: list[Heartbeat] = self._disk.run(self._heartbeats.read, [])
         gone = [str(beat.rank) for beat in beats if beat.ended == "error" and beat.rank != self._rank]
         who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
@@ -113,12 +108,16 @@ class Failures:
     def _wait_for_cause(self) -> Failure | None:
         if self._beat.listed:
             return self._disk.run(lambda: self._heartbeats.wait_for_failure(_CAUSE_SECONDS), None)
-        time.sleep(1.0)  # the rank that failed may be about to say why
+        time.sleep(1.0)  # the rank that failed may be about to report why
         return None
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
+
+
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error tells of gloo, NCCL or the store losing a rank, not of a mistake in this one."""
+    """Whether an error says that gloo, NCCL or the store has lost a rank, not that this rank has failed."""
     names = {base.__name__ for base in type(error).__mro__}
     if names & {"DistBackendError", "DistNetworkError", "DistStoreError"}:
         return True

@@ -1,15 +1,22 @@
-"""Small files that several processes fight for: exactly one creates them, and nobody reads half of one."""
+"""Small files that several processes write, and a time limit for looking at files on a disk that may hang."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from dino_ds.durable import append_whole
 from dino_ds.errors import NO_SPACE
+
+T = TypeVar("T")
+LIMIT_SECONDS = 5.0
+"""A dead disk is a common reason for a hang: no look at files may hold up a process for longer."""
 
 
 def create_exclusively(path: Path, text: str) -> bool:
@@ -34,7 +41,7 @@ def create_exclusively(path: Path, text: str) -> bool:
 
 
 def _create_without_links(path: Path, text: str) -> bool:
-    """Some network and FUSE disks know no hard links; a reader may then see an empty file for a moment."""
+    """For network and FUSE disks without hard links; a reader may see an empty file for a moment."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -69,3 +76,26 @@ def append_to_log(run_dir: Path, text: str) -> None:
     """A line of RUN/log.txt by another process than rank 0, of a run that has a log."""
     if (run_dir / "log.txt").exists():
         append_line(run_dir / "log.txt", stamped(text))
+
+
+class Disk:
+    """Runs file operations in a thread with a time limit. While one hangs, later ones are skipped at once."""
+
+    def __init__(self, limit_seconds: float = LIMIT_SECONDS) -> None:
+        self._limit_seconds = limit_seconds
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], T], otherwise: T) -> T:
+        """The value of `work`; `otherwise` where it raises OSError, takes too long, or an earlier one still hangs."""
+        if self._thread is not None and self._thread.is_alive():
+            return otherwise
+        values: list[T] = []
+
+        def keep_value() -> None:
+            with contextlib.suppress(OSError):
+                values.append(work())
+
+        self._thread = threading.Thread(target=keep_value, daemon=True)
+        self._thread.start()
+        self._thread.join(self._limit_seconds)
+        return values[0] if values else otherwise

@@ -1,4 +1,4 @@
-"""RUN/lock: one run writes into a folder at a time. Its age is the time since its holder's watcher touched it."""
+"""RUN/lock, which lets one run at a time write into a folder; the monitor of its holder keeps touching it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dino_ds.health.files import create_exclusively
 from dino_ds.health.processes import alive, find_process, machine
 
 STALE_SECONDS = 60.0
-"""A lock of another machine that was not touched for so long is nobody's."""
+"""A lock of another machine is stale once it was not touched for this long."""
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock. `machine` and `ticks` (see `processes`) tell a later process of the same pid from it."""
+    """The process that holds a lock; `machine` and `ticks` (see `processes`) tell it from later ones of that pid."""
 
     host: str
     pid: int
@@ -32,7 +32,7 @@ class Holder:
 
 
 class RunLock:
-    """The lock of one run folder, as held by process `pid` (this one unless a watcher asks for its rank)."""
+    """The lock of one run folder, held by process `pid`: this one, or the rank that this process monitors."""
 
     def __init__(self, run_dir: Path, pid: int | None = None) -> None:
         self.run_dir, self._path = run_dir, run_dir / "lock"
@@ -40,10 +40,10 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock; a note for people where it was somebody's who is gone, else "".
+        """Take the lock; a note for people where its last holder is gone, else "".
 
-        Makes the folder where there is none. Raises ConfigError where a living run holds it, or the folder can't be
-        made or written to. Of several that try at the same moment exactly one succeeds.
+        Makes the folder where needed. Raises ConfigError where a running process holds it, or the folder can't be
+        made or written to. Of several processes that try at the same moment exactly one succeeds.
         """
         process = find_process(self._pid)
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), process.ticks if process else 0)
@@ -65,9 +65,9 @@ class RunLock:
         raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
 
     def check_free(self, rank: int) -> None:
-        """Raises ConfigError where a living run holds the folder. Before the slow imports; takes nothing.
+        """Raises ConfigError where a running process holds the folder. For use before the slow imports; takes nothing.
 
-        A rank > 0 judges its own machine only: of another one rank 0 may know that the holder is gone.
+        A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
         """
         self._check_kind()
         found, holder = self._read(), self.holder()
@@ -77,27 +77,24 @@ class RunLock:
             raise ConfigError(problem)
 
     def holder(self) -> Holder | None:
-        try:
-            return Holder(**json.loads(self._read() or ""))
-        except (ValueError, TypeError, RecursionError):
-            return None
+        return _parse(self._read() or "")
 
     def refresh(self) -> bool:
-        """Touch the lock, for its holder's watcher. False where another run has it now."""
+        """Touch the lock, for the monitor of its holder. False where another run has it now."""
         holder = self.holder()
         if holder is None or not self._is_mine(holder):
-            return holder is None  # a disk that fails to answer is no other run
+            return holder is None  # a disk that fails to answer is not another run
         with contextlib.suppress(OSError):
             os.utime(self._path)
         return True
 
     @property
     def guards_a_run(self) -> bool:
-        """Whether there is a run in the folder, to which more belongs than the lock; so too where the disk fails."""
+        """Whether the folder holds a run and not the lock alone; True where the disk fails."""
         return not (is_gone(self.run_dir / "config.yaml") and is_gone(self.run_dir / "checkpoints"))
 
     def release(self) -> None:
-        """Give the lock back, if it is ours, and remove the folders made for it that are still empty."""
+        """Give the lock back, if it is ours, and remove folders that `acquire` has made and that are still empty."""
         holder = self.holder()
         with contextlib.suppress(OSError):
             if holder is not None and self._is_mine(holder):
@@ -127,11 +124,8 @@ class RunLock:
 
     def _in_use(self, text: str) -> str:
         """Why the lock with this text can't be taken; "" where its holder is gone."""
-        age = self._age()
-        try:
-            holder = Holder(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            # Perhaps its writer has not come to the end yet.
+        age, holder = self._age(), _parse(text)
+        if holder is None:  # its writer may still be at it
             return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
             living, gone = alive(holder.pid, holder.ticks), ""
@@ -159,13 +153,13 @@ class RunLock:
         except OSError:
             now = time.time()
         if touched > now:
-            # Dated ahead, by a clock that was wrong: from now on it ages, unless its holder touches it again.
+            # Dated ahead by a wrong clock: from now on it ages, unless its holder touches it again.
             with contextlib.suppress(OSError):
                 os.utime(self._path, (now, now))
         return now - touched
 
     def _remove_stale(self) -> str:
-        """Take away the lock of a holder that is gone; what to say of it. Raises ConfigError if it lives."""
+        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError where the holder is running."""
         text = self._read()
         if text is None:
             return ""
@@ -178,14 +172,20 @@ class RunLock:
             return ""
         taken = aside.read_text()
         if taken != text:
-            # Somebody was faster, and this is the lock that he has made since: it goes back.
+            # Another process was faster, and this is its new lock: put it back.
             with contextlib.suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink()
         if taken != text:
             return ""
-        try:
-            holder = Holder(**json.loads(text))
-            return f"{self._path} of pid {holder.pid} on {holder.host}, which is gone, was taken over"
-        except (ValueError, TypeError, RecursionError):
-            return f"{self._path}, which could not be read, was taken over"
+        holder = _parse(text)
+        whose = f" of pid {holder.pid} on {holder.host}, which is gone," if holder else ", which could not be read,"
+        return f"{self._path}{whose} was taken over"
+
+
+def _parse(text: str) -> Holder | None:
+    """The holder that a lock's text names; None for what is not a lock's text."""
+    try:
+        return Holder(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None

@@ -1,4 +1,4 @@
-"""What /proc says of processes: who they are, whether they live, how they ended."""
+"""Processes as /proc describes them: their parents, whether they are running, how they ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LAUNCHER_MODULES = (
 
 @dataclass(frozen=True)
 class Process:
-    """`ticks`: its start in ticks since the machine's; with the pid it names one process for ever."""
+    """`ticks`: its start time in ticks since the machine's; with the pid it identifies a process for good."""
 
     pid: int
     parent: int
@@ -41,13 +41,13 @@ def find_process(pid: int) -> Process | None:
 
 
 def alive(pid: int, ticks: int) -> bool:
-    """Whether the process that started at `ticks` still runs; a zombie does not, nor does a later one of that pid."""
+    """Whether the process that started at `ticks` is running: not a zombie, and not a later one of that pid."""
     found = find_process(pid)
     return found is not None and found.ticks == ticks and found.state not in "ZX"
 
 
 def machine() -> str:
-    """Which processes a pid may mean: this start of this machine's kernel and the container's pid namespace."""
+    """Where a pid is unique: this boot of this machine and the container's pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -56,7 +56,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process that is ending ended: "by SIGKILL", "with exit code 0", or "" where it is too late to tell."""
+    """How a process has ended: "by SIGKILL", "with exit code 0", or "" where it is too late to tell."""
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
     except (OSError, ValueError, IndexError):
@@ -71,10 +71,10 @@ def death_of(pid: int) -> str:
 
 
 def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:
-    """Who has started a process, nearest first, and is not to be outlived by it.
+    """The processes above `pid`, nearest first, that it must not outlive.
 
-    Launchers by name and, of a rank (the environment has RANK), whatever its parent is but a shell: that may end and
-    leave its jobs behind.
+    These are launchers by name and, for a rank (the environment has RANK), its parent unless that is a shell: shells
+    may end and leave their jobs behind.
     """
     found: list[Process] = []
     process = find_process(pid)

@@ -1,6 +1,6 @@
 """RUN/heartbeats: where every rank is, how it ended, and which failure was the first.
 
-Written by the watchers, read by them, by the ranks that lost a peer and by whoever supervises the run.
+Written by the monitor processes; read by them, by ranks that have lost a peer, and by the supervisor of a run.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.durable import discard, replacing
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import create_exclusively
+from dino_ds.health.files import Disk, create_exclusively
 
 SILENT_SECONDS = 15.0
-"""Without a heartbeat for so long a rank counts as gone, with its host or its watcher."""
+"""A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
 _FIRST_FAILURE = "first_failure.json"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One rank as its watcher last saw it.
+    """One rank as its monitor last saw it.
 
     `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
     SIGSTOP or a debugger. `ended`: "", done, stopped or error, then `code` and `message` say more.
@@ -48,7 +47,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run first: every other rank's end follows from it. `kind`: error, died or hang."""
+    """What ended a run first; the other ranks end because of it. `kind`: error, died, hang, launcher or stopped."""
 
     rank: int
     host: str
@@ -68,9 +67,9 @@ class Heartbeats:
         self.prepared = False
 
     def prepare(self) -> None:
-        """A new, empty folder; by rank 0, that holds the lock, before any other rank looks. Raises OSError.
+        """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
 
-        An earlier start's is kept until `forget_earlier` or `bring_back_earlier`.
+        The folder of an earlier start is kept until `forget_earlier` or `bring_back_earlier`.
         """
         discard(self._before)
         with contextlib.suppress(FileNotFoundError):
@@ -86,13 +85,13 @@ class Heartbeats:
         discard(self._before)
 
     def bring_back_earlier(self) -> None:
-        """As it was before `prepare`: this start was refused."""
+        """Undo `prepare`, for a start that was refused."""
         discard(self.folder)
         with contextlib.suppress(OSError):
             self._before.rename(self.folder)
 
     def remove(self) -> None:
-        """Nothing is left of it, even if a watcher writes at this moment."""
+        """Remove the folder, even if a monitor writes into it at this moment."""
         for _ in range(5):
             shutil.rmtree(self.folder, ignore_errors=True)
             if not self.folder.exists():
@@ -103,7 +102,7 @@ class Heartbeats:
         return self.folder / f"rank_{rank:05d}.json"
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Old text or new text, never half of it; nothing where there is no folder."""
+        """Replace the rank's heartbeat as a whole; nothing where there is no folder."""
         with contextlib.suppress(OSError), replacing(self.path(heartbeat.rank), on_disk=False) as temporary:
             temporary.write_text(json.dumps(asdict(heartbeat)) + "\n")
 
@@ -125,7 +124,7 @@ class Heartbeats:
         return None if own is None else max(times.values()) - own
 
     def claim(self, failure: Failure) -> bool:
-        """Whether `failure` is the first of this run: then it is written down, whole, and this rank says it."""
+        """Whether `failure` is the first of this run: then it is recorded, and this rank reports it."""
         try:
             return create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
         except OSError:
@@ -138,15 +137,15 @@ class Heartbeats:
             return None
 
     def wait_for_failure(self, seconds: float) -> Failure | None:
-        """The first failure, if it is written within `seconds`: its rank may be slower than its peers."""
+        """The first failure, if it is recorded within `seconds`: its rank may be slower than its peers."""
         end = time.monotonic() + seconds
         while (failure := self.first_failure()) is None and time.monotonic() < end:
             time.sleep(0.05)
         return failure
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """Who holds up the others: silent ranks (as numbers, where there is no heartbeat at all), else stopped ones,
-        else those with the fewest moves; [] where all are at the same place."""
+        """The ranks that hold up the others: silent ones (as numbers, where there is no heartbeat at all), else stopped
+        ones, else those with the fewest moves; [] where all are at the same place."""
         by_rank = {beat.rank: beat for beat in self.read()}
         ages = {rank: self.age(rank) for rank in range(world_size)}
         silent = [r for r, age in ages.items() if age is None or (age > SILENT_SECONDS and not by_rank[r].ended)]
@@ -163,7 +162,7 @@ class Heartbeats:
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:
-    """The line for people: which ranks hold the run up, since when, where they are."""
+    """A line for people: which ranks hold up the run, since when, and where they are."""
     if not behind:
         who, at = "any rank", own
     else:
@@ -178,7 +177,7 @@ def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: fl
 
 
 def describe_death(rank: int, how: str, step: int, where: str) -> str:
-    """The line for people; `how` as dino_ds.health.processes.death_of says it."""
+    """A line for people; `how` as dino_ds.health.processes.death_of returns it."""
     memory = "most often because memory has run out"
     why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
     own = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
@@ -186,7 +185,7 @@ def describe_death(rank: int, how: str, step: int, where: str) -> str:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """ "last complete checkpoint: step 500 in RUN/checkpoints", or why that can't be said."""
+    """Such as "last complete checkpoint: step 500 in RUN/checkpoints", or why it is not known."""
 
     def look() -> str:
         folder = run_dir / "checkpoints"
@@ -196,5 +195,5 @@ def last_checkpoint(run_dir: Path) -> str:
         except (OSError, ValueError):
             return "there is no checkpoint yet"
 
-    # Not the caller's own Disk: what is stuck here must not keep it from telling the failure.
+    # Not the caller's own Disk: a look that hangs here must not keep the caller from reporting the failure.
     return Disk().run(look, f"{run_dir}/checkpoints can't be read: the disk does not answer")

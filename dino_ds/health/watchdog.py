@@ -1,4 +1,4 @@
-"""A rank's side of its watcher: it starts the process, tells it where the rank is, and lets itself be ended by it."""
+"""A rank's side of its monitor process: starts it, tells it where the rank is, and lets it end the rank."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from types import TracebackType
 
 from dino_ds.health.beat import Beat
-from dino_ds.health.watcher import END_SIGNAL, PATIENCE, STACKS_SIGNAL, Orders
+from dino_ds.health.monitor import END_SIGNAL, PATIENCE, STACKS_SIGNAL, MonitorArguments
 from dino_ds.ranges import tell
 
-_LAST_LOOK_SECONDS = 10.0
+_EXIT_SECONDS = 10.0
+"""For a monitor to write the last heartbeat."""
 
 
 def longest_wait(hang_seconds: float) -> float:
-    """For an operation of a process group, in seconds: the watchers must be first, they know more."""
+    """Seconds that an operation of a process group may take: longer than monitors wait, since they know more."""
     return PATIENCE * hang_seconds + 60 if hang_seconds else 1800.0
 
 
 class Watchdog:
-    """A watcher for this rank while the `with` block runs; `beat` is what the rank tells it.
+    """Has this rank monitored while the `with` block runs; `beat` is what the rank tells its monitor.
 
-    hang_seconds: see the recipe; 0 leaves hangs alone, and the rest works all the same. Raises nothing: a rank that
-    can't have a watcher runs without.
+    hang_seconds: see the recipe; with 0 hangs are not ended, the rest works as ever.
     """
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> None:
-        self.beat = Beat()
+        self.beat = Beat.shared()
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
-        self._orders = Orders(
+        self._arguments = MonitorArguments(
             rank,
             world_size,
             os.getpid(),
@@ -44,7 +44,6 @@ class Watchdog:
             self.beat.descriptor,
             self._stacks.fileno(),
         )
-        self._watcher: subprocess.Popen[bytes] | None = None
         self._c = ctypes.CDLL(None)
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 
@@ -53,37 +52,33 @@ class Watchdog:
         # is called with the number of the signal, which is the exit code of a rank that hangs.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         leave = ctypes.cast(self._c._exit, ctypes.c_void_p)
-        self._before = self._c.signal(END_SIGNAL, leave)
+        self._previous_handler = self._c.signal(END_SIGNAL, leave)
         self._telling = contextlib.ExitStack()
-        self._telling.enter_context(tell(self.beat.part))
-        self._watcher = self._start()
-        return self
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        package = Path(__file__).parents[2]
-        paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return subprocess.Popen(
+        self._telling.enter_context(tell(self.beat.enter_part))
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._monitor = subprocess.Popen(
             # -S: no packages are needed, and looking for them takes time.
-            [sys.executable, "-S", "-m", "dino_ds.health.watcher", self._orders.to_json()],
+            [sys.executable, "-S", "-m", "dino_ds.health.monitor", self._arguments.to_json()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(self.beat.descriptor, self._stacks.fileno()),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # what ends the group of the rank leaves it the time for the last heartbeat
         )
+        return self
 
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        assert self._watcher is not None and self._watcher.stdin is not None
+        assert self._monitor.stdin is not None
         self._telling.close()
-        self.beat.leave()
-        self._watcher.stdin.close()
+        self.beat.left = True
+        self._monitor.stdin.close()
         try:
-            self._watcher.wait(_LAST_LOOK_SECONDS)
+            self._monitor.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._watcher.kill()
+            self._monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._watcher.wait(1.0)  # one that waits in the kernel for a dead disk ends when that answers
+                self._monitor.wait(1.0)  # one that waits in the kernel for a dead disk ends when that answers
         faulthandler.unregister(STACKS_SIGNAL)
-        self._c.signal(END_SIGNAL, self._before)
+        self._c.signal(END_SIGNAL, self._previous_handler)
         self._stacks.close()
-        self.beat.close()
+        os.close(self.beat.descriptor)

@@ -1,4 +1,4 @@
-"""One start of a run's launcher, from its first process to the end of its last one, and what became of it."""
+"""Runs a launcher once, from its first process to the end of its last one, and finds out how it ended."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_ds.errors import PeerError
+from dino_ds.errors import STOPPED, PeerError
 from dino_ds.health.records import last_checkpoint
 from dino_ds.launching.guard import Guard, end_all
 from dino_ds.launching.ranks import End, LocalRanks
 from dino_ds.launching.records import Place, StartRecords, last_checkpoint_step
 
-STOPPED = 75
 LOST = PeerError.exit_code
 _TICK_SECONDS = 0.2
 _AFTER_A_FAILURE_SECONDS = 10.0
@@ -33,14 +32,14 @@ _OTHER_MACHINES_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a start. `message`: one line for people, "" where all is well; `said`: they have read it already.
+    """How a start ended. `message`: one line, "" if all is well; `reported`: a rank has printed it already.
 
     failed_at: time.monotonic() of the first failure; seconds: from there until no process was left.
     """
 
     code: int
     message: str = ""
-    said: bool = False
+    reported: bool = False
     rank: int | None = None
     place: Place | None = None
     failed_at: float = 0.0
@@ -79,9 +78,9 @@ class StopSignals:
 
 
 class LaunchAttempt:
-    """Runs `argv` in a session of its own; `run` returns when nothing of it is left on this machine.
+    """Runs `argv` in a session of its own; `run` returns when none of its processes is left on this machine.
 
-    on_first_step is called when a step is done that no checkpoint held before.
+    on_first_step is called when the run has taken a step that no checkpoint held before.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class LaunchAttempt:
             self._ask_to_stop(self._signals.for_ranks)
 
     def _ask_to_stop(self, number: int) -> None:
-        """Every rank of this machine is told once; DeepSpeed's launcher would tell one after another, and end them."""
+        """Signals every rank of this machine once; DeepSpeed's launcher would do it one by one, and kill them."""
         if self._ranks.alive:
             for rank in self._ranks.alive.keys() - self._told:
                 self._told.add(rank)
@@ -173,12 +172,12 @@ class LaunchAttempt:
             self._on_first_step = None
 
     def _judge(self) -> Outcome:
-        """The true end: by what every rank has said and how it died, whatever the launcher makes of it."""
+        """The run's own end: from the records and exit codes of its ranks, whatever the launcher's exit code is."""
         codes, now = self._codes(), time.monotonic()
         failed_at = self._failed_at or now
 
-        def outcome(code: int, message: str = "", said: bool = False, rank: int | None = None) -> Outcome:
-            return Outcome(code, message, said, rank, self._records.place(rank), failed_at, now - failed_at)
+        def outcome(code: int, message: str = "", reported: bool = False, rank: int | None = None) -> Outcome:
+            return Outcome(code, message, reported, rank, self._records.place(rank), failed_at, now - failed_at)
 
         if self._signals.count > 1:
             return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
@@ -219,7 +218,7 @@ class LaunchAttempt:
         return bool(self._records.beats().keys() - {end.rank for end in self._ranks.ends})
 
     def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
-        """Of a failure that no rank has written down: code, message, said, rank."""
+        """For a failure that no rank has recorded: code, message, reported, rank."""
         for end in self._ranks.ends:
             who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)
             where = f"at step {place.step}" if place and place.working else "while starting"

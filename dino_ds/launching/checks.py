@@ -1,4 +1,4 @@
-"""What would make a launch fail or hang, looked for on every machine first: one line a problem, with its remedy."""
+"""Checks every machine before a launch for what would make it fail or hang: one line per problem, with its remedy."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
-from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
+from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import MARK, Answer, Question
 
 _CONNECT_SECONDS = 15
@@ -57,37 +57,30 @@ def check_machines(
 
     Raises ConfigError if the run folder can't be made here.
     """
-    missing = [Problem(_install(name)) for name in _programs(plan) if shutil.which(name) is None]
-    if missing:
-        return [], missing
+    packages = {"ssh": "openssh-client", "pdsh": "pdsh"} if plan.uses_ssh else {}
+    if missing := [name for name in packages if shutil.which(name) is None]:
+        cure = "or start every machine by itself with --no_ssh"
+        return [], [Problem(f"{name} is not installed: apt-get install {packages[name]}, {cure}") for name in missing]
     with _written_file(run_dir) as token:
         question = Question(files, images, str(token), 0)
-        local = _ask(Host("this machine", _local_slots(plan)), _local_command(), _with_port(plan, question, 0))
+        slots = plan.hosts[plan.node_rank or 0].slots if plan.hosts else tuple(range(plan.ranks))
+        # Another process: one that has looked at the GPUs keeps memory on them.
+        command = [sys.executable, "-m", "dino_ds.launching.probe"]
+        local = _ask(Host("this machine", slots), command, _with_port(plan, question, 0))
         if local.answer is None:
             return [local], [Problem(f"this machine: {local.failure}")]
         replies = _ask_all(plan, question) if plan.uses_ssh else [local]
     problems = [Problem(f"{reply.host.name}: {reply.failure}") for reply in replies if reply.answer is None]
     answers = [reply for reply in replies if reply.answer is not None]
     for reply in answers:
-        problems += _same_code(reply, local) if plan.uses_ssh else []
-        problems += _run_folder_seen(reply, run_dir) + _port(reply, plan)
+        texts = _differences(reply, local) if plan.uses_ssh else []
+        if reply.answer and not reply.answer.sees:
+            texts.append(f"does not see {run_dir} of this machine: put --run_dir on a disk that all machines share")
+        if reply.answer and not reply.answer.port_free:
+            texts.append(f"port {plan.master_port} is in use; pass --master_port with another")
+        problems += [Problem(f"{reply.host.name}: {text}") for text in texts]
     problems += _images_seen(answers, images) + _gpus(answers) + _clocks(answers)
     return replies, problems
-
-
-def _programs(plan: LaunchPlan) -> list[str]:
-    return ["ssh", "pdsh"] if plan.uses_ssh else []
-
-
-def _install(name: str) -> str:
-    package = {"ssh": "openssh-client"}.get(name, name)
-    return f"{name} is not installed: apt-get install {package}, or start every machine by itself with --no_ssh"
-
-
-def _local_slots(plan: LaunchPlan) -> tuple[int, ...]:
-    if plan.hosts:
-        return plan.hosts[plan.node_rank or 0].slots
-    return tuple(range(plan.ranks))
 
 
 @contextmanager
@@ -110,11 +103,6 @@ def _with_port(plan: LaunchPlan, question: Question, node: int) -> Question:
     mine = plan.node_rank if plan.no_ssh else node
     elsewhere = plan.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
     return dataclasses.replace(question, port=plan.master_port if mine == 0 and not elsewhere else 0)
-
-
-def _local_command() -> list[str]:
-    # Another process: one that has looked at the GPUs keeps memory on them.
-    return [sys.executable, "-m", "dino_ds.launching.probe"]
 
 
 def _remote_command(host: Host) -> list[str]:
@@ -152,9 +140,9 @@ def _ask(host: Host, command: list[str], question: Question) -> Reply:
 
 
 def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
-    """From what ssh, the remote shell or Python said."""
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    last = said[-1][:200] if said else f"exit code {done.returncode}"
+    """From the last error line of ssh, the remote shell or Python."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    last = lines[-1][:200] if lines else f"exit code {done.returncode}"
     if done.returncode == 255:
         return f"not reachable by ssh ({last}); `ssh -o BatchMode=yes {host.name} true` must work without a password"
     if done.returncode == 127:
@@ -164,8 +152,8 @@ def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
     return f"can't run this environment ({last}): `dino-ds doctor` on that machine says more"
 
 
-def _same_code(reply: Reply, local: Reply) -> list[Problem]:
-    """Problems of a machine whose software or configs are not those of this one."""
+def _differences(reply: Reply, local: Reply) -> list[str]:
+    """How a machine's software and configs differ from this one's, each with its remedy."""
     there, here = reply.answer, local.answer
     assert there is not None and here is not None
     problems = [
@@ -180,19 +168,7 @@ def _same_code(reply: Reply, local: Reply) -> list[Problem]:
             problems.append(f"does not see {path}: copy it there, at the same path")
         elif crc != here.files[path]:
             problems.append(f"{path} is another file than on this machine: copy it there")
-    return [Problem(f"{reply.host.name}: {text}") for text in problems]
-
-
-def _run_folder_seen(reply: Reply, run_dir: Path) -> list[Problem]:
-    assert reply.answer is not None
-    text = f"{reply.host.name}: does not see {run_dir} of this machine: put --run_dir on a disk that all machines share"
-    return [] if reply.answer.sees else [Problem(text)]
-
-
-def _port(reply: Reply, plan: LaunchPlan) -> list[Problem]:
-    assert reply.answer is not None
-    text = f"{reply.host.name}: port {plan.master_port} is in use; pass --master_port with another"
-    return [] if reply.answer.port_free else [Problem(text)]
+    return problems
 
 
 def _images_seen(replies: Sequence[Reply], images: str | None) -> list[Problem]:
@@ -233,8 +209,7 @@ def _gpus(replies: Sequence[Reply]) -> list[Problem]:
 def _clocks(replies: Sequence[Reply]) -> list[Problem]:
     problems = []
     for reply in replies:
-        assert reply.answer is not None
-        skew = reply.answer.clock - reply.received
+        skew = reply.answer.clock - reply.received if reply.answer else 0.0
         if abs(skew) > _CLOCK_SECONDS:
             side = "ahead of" if skew > 0 else "behind"
             text = f"its clock is {abs(skew):.0f} s {side} this machine's: start chrony or ntpd there"

@@ -1,69 +1,24 @@
-"""What is typed for a launch: the argument list of DeepSpeed's launcher or of torchrun.
+"""Builds the command of a launch: the argument list of DeepSpeed's launcher or of torchrun.
 
-DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell: each word is quoted here so
-that the shell gives back the very word, or it is refused with the character that can't be forwarded.
+DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell. Each word is quoted here so that
+it arrives unchanged, or refused with the character that can't be forwarded.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.hostfile import Host
+from dino_ds.launching.plan import LaunchPlan
 
 # What DeepSpeed's launcher exports to the other machines: names that begin so.
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-
-
-@dataclass(frozen=True)
-class LaunchPlan:
-    """One launch, decided: who runs what where.
-
-    hosts: the machines and their slots in rank order, from `hostfile`; none: `ranks` processes on this machine, or
-    with torchrun on each of `nodes` (least, most) machines. node_rank: with no_ssh, this machine's place in `hosts`.
-    devices: GPUs by number where CUDA_VISIBLE_DEVICES chooses among this machine's.
-    """
-
-    script: Path
-    words: tuple[str, ...]
-    launcher: str
-    ranks: int
-    master_port: int
-    master_addr: str | None = None
-    hosts: tuple[Host, ...] = ()
-    hostfile: Path | None = None
-    include: str | None = None
-    exclude: str | None = None
-    limited: bool = False
-    no_ssh: bool = False
-    node_rank: int | None = None
-    nodes: tuple[int, int] = (1, 1)
-    devices: tuple[int, ...] = ()
-    max_restarts: int = 0
-
-    @property
-    def uses_ssh(self) -> bool:
-        return bool(self.hosts) and not self.no_ssh
-
-    @property
-    def elastic(self) -> bool:
-        """The number of machines may change while it runs: torchrun itself starts the ranks anew then."""
-        return self.nodes[0] < self.nodes[1]
-
-    @property
-    def world_sizes(self) -> tuple[int, ...]:
-        """Ranks in all; several for an elastic run."""
-        if self.hosts:
-            return (sum(len(host.slots) for host in self.hosts),)
-        return tuple(self.ranks * nodes for nodes in range(self.nodes[0], self.nodes[1] + 1))
 
 
 def build_command(plan: LaunchPlan) -> list[str]:
@@ -174,24 +129,3 @@ def _refuse(what: str, value: str, acting: str) -> None:
             f"refusing to forward {what} to other machines: the value {value[:80]!r} contains {acting[0]!r}, "
             "which their shells would act on"
         )
-
-
-def shown(command: list[str]) -> str:
-    """The command as one would type it."""
-    return shlex.join(command)
-
-
-def visible_devices(ranks: int) -> tuple[int, ...]:
-    """The first `ranks` of CUDA_VISIBLE_DEVICES; none where it is not set. Raises ConfigError if they are too few."""
-    text = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    if not text:
-        return ()
-    names = [name.strip() for name in text.split(",")]
-    if not all(name.isdigit() for name in names):
-        raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={text} names GPUs otherwise than by number, which DeepSpeed's launcher can't read: "
-            "add --launcher torchrun"
-        )
-    if len(names) < ranks:
-        raise ConfigError(f"--ranks {ranks}: CUDA_VISIBLE_DEVICES={text} shows {len(names)} GPUs")
-    return tuple(int(name) for name in names[:ranks])

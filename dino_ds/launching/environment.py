@@ -1,4 +1,4 @@
-"""Checks what a launcher tells a rank in its environment, before torch and DeepSpeed wait half an hour for it."""
+"""Checks the variables that a launcher gives a rank, before torch and DeepSpeed wait half an hour for wrong ones."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ def check_ranks(environment: Mapping[str, str]) -> None:
             raise _wrong(f"WORLD_SIZE is {given['WORLD_SIZE']!r}, and RANK is not set")
         return
     if missing := [name for name in _NEEDED if name not in given]:
-        raise _wrong(f"RANK is {given['RANK']!r}, and {' and '.join(missing)} {_are(missing)} not set")
+        are = "are" if len(missing) > 1 else "is"
+        raise _wrong(f"RANK is {given['RANK']!r}, and {' and '.join(missing)} {are} not set")
     ranks = _number("WORLD_SIZE", given, 1)
     _number("RANK", given, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
     _number("LOCAL_RANK", given, 0, ranks - 1)
     _number("MASTER_PORT", given, 1, _LAST_PORT)
     _resolve(given["MASTER_ADDR"])
-
-
-def _are(names: list[str]) -> str:
-    return "are" if len(names) > 1 else "is"
 
 
 def _wrong(problem: str) -> ConfigError:

@@ -1,4 +1,4 @@
-"""Nothing outlives a supervisor, also where it is killed: a small process that waits for its end.
+"""Kills leftover processes if the supervisor dies: a small process that waits for its end.
 
 Run as a script, with nothing but the standard library: python guard.py NAME=VALUE. Every process of the run carries
 that variable in its environment.
@@ -22,7 +22,7 @@ _KERNEL_SECONDS = 30.0
 
 
 class Guard:
-    """Used as a `with` block around the run; `environment` is what its processes must carry."""
+    """A `with` block around the run; every process of the run must be started with `environment`."""
 
     def __init__(self) -> None:
         self._name, self._value = "DINO_DS_SUPERVISOR", f"{os.getpid()}.{time.time_ns()}"
@@ -63,9 +63,9 @@ def marked_processes(mark: str) -> Iterator[int]:
 
 
 def end_all(mark: str, grace_seconds: float) -> None:
-    """Wait so long for the marked processes to end, then end them; returns when there are none.
+    """Wait `grace_seconds` for the marked processes to end, then kill them; returns when there are none.
 
-    One that waits in the kernel for a dead disk can't be ended: after half a minute it is left.
+    A process that waits in the kernel for a dead disk can't be killed: it is left after half a minute.
     """
     kill_at = time.monotonic() + grace_seconds
     while (remaining := list(marked_processes(mark))) and time.monotonic() < kill_at + _KERNEL_SECONDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Any
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import RECIPES
 from dino_ds.errors import ConfigError
-from dino_ds.launching.asked import build_plan
 from dino_ds.launching.checks import Reply, check_machines
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, shown
+from dino_ds.launching.command import build_command, check_forwarded
+from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.launching.supervise import supervise
 from dino_ds.measure.tables import markdown_table
 from dino_ds.options.machine import LaunchOptions
@@ -35,7 +36,7 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     command = build_command(plan)
     if not options.skip_checks:
         _check(plan, train)
-    print(f"command  {shown(command)}", flush=True)
+    print(f"command  {shlex.join(command)}", flush=True)
     if options.dry_run:
         return
     if plan.elastic:

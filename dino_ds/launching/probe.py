@@ -1,4 +1,4 @@
-"""What a machine answers before a launch: `python -m dino_ds.launching.probe` reads a question and prints an answer.
+"""Examines one machine before a launch: `python -m dino_ds.launching.probe` reads a question and prints an answer.
 
 Both are JSON, on stdin and stdout: nothing of the question passes through a remote shell.
 """

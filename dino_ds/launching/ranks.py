@@ -1,4 +1,4 @@
-"""The processes of one start on this machine: which of them are ranks, and how each ended, whoever its parent is."""
+"""Watches the processes of one start on this machine: which of them are ranks, and how each of them ended."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Watched:
         return found is None or found.state in "ZX"
 
     def status(self) -> int | None:
-        """Of a process that has ended and that its parent has not asked about yet."""
+        """The exit status of a process that has ended and whose parent has not waited for it yet."""
         try:
             return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[49])
         except (OSError, ValueError, IndexError):
@@ -64,7 +64,7 @@ class _Watched:
 
 
 class LocalRanks:
-    """What a launcher (or, without one, the rank itself) and its children do; `ends` in the order of time.
+    """The processes of a launcher (or, without one, the rank itself) and its children; `ends` in order of time.
 
     launched: whether `root` is a launcher. Ranks are the topmost processes with RANK in their environment.
     """
@@ -90,11 +90,11 @@ class LocalRanks:
 
     @property
     def over(self) -> bool:
-        """Whether every rank of the run was here and has ended: the launchers have nothing left to wait for."""
+        """Whether all ranks of the run were on this machine and have ended: the launchers wait for nothing."""
         return 0 < self._world_size == len(self._ranks) and not self.alive
 
     def look(self, seconds: float) -> list[End]:
-        """Wait at most so long for an end; those since the last look, killed ones first: they came before."""
+        """Wait at most `seconds` for processes to end; returns the new ends, killed ones first: they came before."""
         if self._expected is None or len(self._ranks) < self._expected:
             self._search()
         descriptors = [w.descriptor for w in self._watched if w.descriptor is not None]
@@ -118,7 +118,7 @@ class LocalRanks:
             os.kill(self.alive[rank], number)
 
     def end_launchers(self) -> None:
-        """Their ends say nothing any more."""
+        """Kill them; how they end no longer matters."""
         for watched in [w for w in self._watched if w.rank is None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the files of a run folder say about one start of it, and not about an earlier one."""
+"""Reads heartbeats and failures of one start from the run folder, ignoring those of earlier starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import append_line
+from dino_ds.health.files import Disk, append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
 
 _WORKING = ("data", "step")

@@ -1,12 +1,13 @@
-"""Runs a launcher to its true end, and starts it again after a failure: nobody need watch.
+"""Supervises a launcher: waits for all its processes, and restarts the run after a failure.
 
-Signals reach every rank at once, nothing outlives it, and the exit code is the training's, whatever DeepSpeed's
-launcher makes of it.
+Signals reach every rank at once, no process is left behind, and the exit code is the training's, not that of
+DeepSpeed's launcher.
 """
 
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,13 +16,12 @@ from functools import partial
 from pathlib import Path
 
 from dino_ds.errors import ConfigError, UserError
-from dino_ds.health.disk import Disk
-from dino_ds.health.files import now
+from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
 from dino_ds.launching.records import append_record, last_checkpoint_step
-from dino_ds.launching.restarts import DEADLY, FINAL, BackOff, Deaths, resumed
+from dino_ds.ports import find_free_port, port_is_free
 
 _CHILD_SUBREAPER = 36
 _LOCK_SECONDS = 120.0
@@ -47,7 +47,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             tell = partial(_record_start, run_dir, restarts, failed_at)
             outcome = LaunchAttempt(words, run_dir, signals, guard, tell).run()
             failed_at = outcome.failed_at
-            if outcome.message and not outcome.said:
+            if outcome.message and not outcome.reported:
                 _say(f"error: {outcome.message}")
             if signals.count or outcome.code in FINAL or max_restarts == 0:
                 return outcome.code
@@ -93,7 +93,7 @@ def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
 
 
 def _name_images(run_dir: Path, done: int) -> str:
-    """What to say of a step that has ended the run again and again; its images go into a file."""
+    """The message about a step that has ended the run again and again; writes its images to a file."""
     what = f"step {done + 1} has ended the run {DEADLY} times in a row"
 
     def name() -> str:
@@ -103,9 +103,9 @@ def _name_images(run_dir: Path, done: int) -> str:
         try:
             return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
         except (UserError, OSError) as error:
-            return f"{what}; its images can't be named ({error})"
+            return f"{what}; its images are not known ({error})"
 
-    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images can't be named: the disk does not answer")
+    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images are not known: the disk does not answer")
 
 
 def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
@@ -113,16 +113,16 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
     False where a signal came.
     """
-    begin, told = time.monotonic(), False
+    begin, announced = time.monotonic(), False
     while not signals.count:
         waited = time.monotonic() - begin
         if waited >= seconds:
             in_use = _in_use(run_dir)
             if not in_use or waited > _LOCK_SECONDS:
                 return True
-            if not told:
+            if not announced:
                 _say(f"waiting: {in_use}")
-                told = True
+                announced = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
 
@@ -153,3 +153,83 @@ def _adopted_orphans() -> Iterator[None]:
 
 def _say(text: str) -> None:
     print(f"dino_ds: {text}", file=sys.stderr, flush=True)
+
+
+RESUME = ("--resume", "auto")
+DEADLY = 3
+"""Deaths in a row at one step after which the step is to blame."""
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
+_FIRST_WAIT_STORAGE = 30.0
+STORAGE = 5
+FINAL = (0, 2, 3, 4, 7, 75)
+"""Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
+
+
+def resumed(argv: Sequence[str]) -> list[str]:
+    """The same command with `--resume auto`, and a free master port where its own is taken."""
+    words = list(argv)
+    script = script_index(words)
+    given = iter(range(script + 1, len(words)))
+    kept = words[: script + 1]
+    for i in given:
+        if words[i] == RESUME[0]:
+            if i + 1 < len(words) and not words[i + 1].startswith("-"):
+                next(given)
+        elif not words[i].startswith(f"{RESUME[0]}="):
+            kept.append(words[i])
+    return with_free_port([*kept, *RESUME])
+
+
+def script_index(words: Sequence[str]) -> int:
+    """Where the launcher's own words end: the place of train.py, or of `train` of `dino-ds train`."""
+    return next((i for i, word in enumerate(words) if Path(word).name in ("train.py", "train")), 0)
+
+
+def with_free_port(words: list[str]) -> list[str]:
+    """Another --master_port if the one given is taken; where other machines must know it, it stays."""
+    end = script_index(words)
+    elsewhere = ("--hostfile", "-H", "--nnodes", "--rdzv_endpoint", "--rdzv-endpoint")
+    if any(word.partition("=")[0] in elsewhere for word in words[:end]):
+        return words
+    changed = list(words)
+    for i, word in enumerate(words[:end]):
+        name, equals, port = word.partition("=")
+        if name not in ("--master_port", "--master-port"):
+            continue
+        place = i if equals else i + 1
+        port = port if equals else words[place]
+        if port.isdigit() and not port_is_free(int(port)):
+            changed[place] = f"{name}={find_free_port()}" if equals else str(find_free_port())
+    return changed
+
+
+class BackOff:
+    """Seconds to wait before a restart: doubling from 1 s (30 s for a full disk) to 5 min, times a random 0.5 to 1.
+
+    It begins anew once the run has saved a later step.
+    """
+
+    def __init__(self, checkpoint: int | None) -> None:
+        self._checkpoint, self._in_vain = checkpoint, 0
+
+    def wait(self, code: int, checkpoint: int | None) -> float:
+        if (checkpoint or 0) > (self._checkpoint or 0):
+            self._in_vain = 0
+        self._checkpoint = checkpoint
+        first = _FIRST_WAIT_STORAGE if code == STORAGE else _FIRST_WAIT
+        longest = min(_LONGEST_WAIT, first * 2**self._in_vain)
+        self._in_vain += 1
+        return longest * random.uniform(0.5, 1.0)
+
+
+class Deaths:
+    """The steps at which a run has died."""
+
+    def __init__(self) -> None:
+        self._steps: list[int | None] = []
+
+    def add(self, step: int | None) -> bool:
+        """Whether this is the third in a row at one step; None: not while working on a step."""
+        self._steps.append(step)
+        last = self._steps[-DEADLY:]
+        return step is not None and last == [step] * DEADLY

@@ -1,4 +1,4 @@
-"""The images of one optimizer step, by name: computed from recipe, seed and position, as the loader does it."""
+"""Names the images of one optimizer step: computed from recipe, seed and position, as the loader does it."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.ranges import named_range
-from dino_ds.training.run import build_prefetcher, build_step
-from dino_ds.training.step import DinoStep
+from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.step import TrainingStep
 
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
@@ -35,7 +35,7 @@ EPOCH_STEPS = 1000
 class Trial:
     """A step and one micro-batch for it: crops (b, c, h, w) by group on the device, keys (b,) for stochastic depth."""
 
-    step: DinoStep
+    step: TrainingStep
     accumulation: int
     crops: dict[str, list[Tensor]]
     keys: Tensor
@@ -90,10 +90,10 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     return Trial(step, config.accumulation, crops, synthetic_keys(recipe, config.micro_batch, step.engine.device))
 
 
-def begin_training(step: DinoStep) -> None:
+def begin_training(step: TrainingStep) -> None:
     """Set the clock to where all weights move with the full learning rate, as in nearly all steps of a run."""
     schedules = step.schedules
-    step.restore(max(schedules.warmup_steps, schedules.freeze_steps + 1))
+    step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
 
 
 def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:

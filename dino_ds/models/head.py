@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dino_ds.models.base import CLS
 from dino_ds.models.weights import init_weights
 
 # Prototypes whose gradient is made at a time: 16 MiB at a bottleneck of 256.
@@ -104,7 +105,12 @@ def _tf32(wanted: bool) -> Iterator[None]:
 
 
 class DinoHead(nn.Module):
-    """Backbone features (b, width) -> logits (b, prototypes): cosines in [-1, 1], before any temperature."""
+    """Backbone features (b, width) -> logits (b, prototypes): cosines in [-1, 1], before any temperature.
+
+    `reads` names the feature of the backbone that is its input.
+    """
+
+    reads = CLS
 
     def __init__(self, width: int, hidden: int, bottleneck: int, prototypes: int, layers: int) -> None:
         super().__init__()

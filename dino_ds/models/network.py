@@ -1,45 +1,63 @@
-"""Backbone and head as one module: what the DeepSpeed engine trains and what the teacher is a copy of."""
+"""Backbone and heads as one module: what the DeepSpeed engine trains and what a teacher is a copy of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.models.head import DinoHead
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.base import Backbone, Crops
 
 
-class DinoNetwork(nn.Module):
-    """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward.
+class Network(nn.Module):
+    """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward pass.
 
-    `freezes_backbone`: that it will be frozen for a while, and wants parameter groups of its own; `started_from` says
-    which weights it was given, for people.
+    heads: by the name that their parameters and their output have; each says by `reads` which feature it takes.
+    features: the backbone's features that are given as they are, such as "cls" or "patches/global".
+    `freezes_backbone`: it will be frozen for a while, and needs parameter groups of its own; `started_from` describes
+    the weights that it was given.
     """
 
-    def __init__(self, backbone: VisionTransformer, head: DinoHead, freezes_backbone: bool = False) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        heads: Mapping[str, nn.Module],
+        features: Sequence[str] = (),
+        freezes_backbone: bool = False,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
-        self.head = head
+        for name, head in heads.items():
+            self.add_module(name, head)
+        self.head_names, self.features = tuple(heads), tuple(features)
+        read = {str(head.reads) for head in heads.values()} | set(features)
+        self._patches = [name.removeprefix("patches/") for name in sorted(read) if name.startswith("patches/")]
         self.freezes_backbone, self.started_from = freezes_backbone, ""
         self._backbone_frozen = False
 
-    def forward(self, views: list[Tensor], drop_keys: Tensor | None = None) -> Tensor:
-        """Views (b, 3, h, w), equal sizes adjacent; drop_keys (b,) int64 or None -> logits (v * b, k), view-major."""
-        features = self.backbone(views, drop_keys)
-        if self._backbone_frozen and torch.is_grad_enabled():
-            features = _ZeroGrad.apply(features)
-        return self.head(features)
+    def heads(self) -> dict[str, nn.Module]:
+        """The heads by name."""
+        return {name: getattr(self, name) for name in self.head_names}
 
-    def checkpoint_activations(self, blocks: int, on_cpu: bool) -> None:
-        """Recompute the first `blocks` blocks in the backward pass; `on_cpu` keeps their inputs in host memory."""
-        self.backbone.checkpoint_blocks = blocks
-        self.backbone.checkpoint_on_cpu = on_cpu
+    def forward(self, crops: Crops, drop_keys: Tensor | None = None) -> dict[str, Tensor]:
+        """Crops by group; drop_keys (b,) int64 or None -> outputs by name: each head's, and `features`.
+
+        Outputs of whole crops are (v * b, ...), crop-major, groups in order.
+        """
+        found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops])
+        if self._backbone_frozen and torch.is_grad_enabled():
+            found = {name: _ZeroGrad.apply(feature) for name, feature in found.items()}
+        outputs = {name: head(found[head.reads]) for name, head in self.heads().items() if head.reads in found}
+        return outputs | {name: found[name] for name in self.features if name in found}
 
     def freeze_prototypes(self, frozen: bool) -> None:
-        self.head.prototypes.frozen = frozen
+        for head in self.heads().values():
+            prototypes = getattr(head, "prototypes", None)
+            if prototypes is not None:
+                prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
         """While frozen its gradients are exactly zero: as of the prototypes, every ZeRO stage gets one for each."""

@@ -8,57 +8,37 @@ Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialisation and position 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import Packing
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.weights import init_weights
 
+_PLAIN = BackboneOptions()
 
-class VisionTransformer(nn.Module):
-    """A ViT: `forward` gives the CLS features of many crops, `tokens` all tokens of one size.
 
-    Args: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size;
-    `drop_path` rate of the last block, growing linearly from 0 at the first; `pos_embed_interpolation` "dino" or
-    "antialias", for other sizes than the native; `stochastic_depth` "per_image", or "batched": see `kept_sequences`.
-    The rest changes speed, not results: `attention` and `attention_backend` as in `Attention`; `packed` False runs one
-    pass a size; `cls_only_last_block` False computes the last block for all tokens.
-    """
+class VisionTransformer(Backbone):
+    """A ViT: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size."""
 
-    def __init__(
-        self,
-        arch: Architecture,
-        image_size: int,
-        drop_path: float = 0.0,
-        pos_embed_interpolation: str = "dino",
-        stochastic_depth: str = "per_image",
-        attention: str = "sdpa",
-        attention_backend: str = "auto",
-        packed: bool = True,
-        cls_only_last_block: bool = True,
-    ) -> None:
-        super().__init__()
-        self.arch, self.packed, self.cls_only_last_block = arch, packed, cls_only_last_block
+    def __init__(self, arch: Architecture, image_size: int, options: BackboneOptions = _PLAIN) -> None:
+        super().__init__(arch)
+        self.arch, self.options = arch, options
         self.grid = image_size // arch.patch_size
-        self.pos_embed_interpolation = pos_embed_interpolation
-        self.drop_path = drop_path
-        self.stochastic_depth = stochastic_depth
         self._matrices: dict[tuple[int, str, torch.device], Tensor] = {}
-        self.checkpoint_blocks = 0
-        self.checkpoint_on_cpu = False
         self.patch_embed = PatchEmbed(arch.in_chans, arch.patch_size, arch.width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
         positions = self.grid**2 + (0 if arch.registers else 1)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
-        self.blocks = nn.ModuleList(Block(arch, attention, attention_backend) for _ in range(arch.depth))
+        attention, kernel = options.attention, options.attention_backend
+        self.blocks = nn.ModuleList(Block(arch, attention, kernel) for _ in range(arch.depth))
         self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
         init_weights(self)
 
@@ -68,34 +48,41 @@ class VisionTransformer(nn.Module):
         if self.reg_token is not None:
             nn.init.normal_(self.reg_token, std=1e-6)
 
-    def forward(self, views: list[Tensor], drop_keys: Tensor | None = None) -> Tensor:
-        """Views (b, c, h, w), equal sizes adjacent -> CLS features (v * b, d), view-major.
+    def segments(self) -> Sequence[nn.Module]:
+        return list(self.blocks)
 
-        drop_keys (b,) int64: one key per image, from which the stochastic-depth decisions of its crops follow;
-        None for no stochastic depth (teacher, evaluation).
-        """
+    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+        """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
+        each = [crop for group in crops.values() for crop in group]
         draws = None
-        if drop_keys is not None and self.drop_path > 0:
-            draws = drop_path_draws(drop_keys, len(views), self.arch.depth)
-        sizes = _adjacent_sizes(views)
-        groups = [views[start:stop] for start, stop in sizes]
-        if self.packed:
-            return self._features(groups, draws, self.cls_only_last_block)
-        images = views[0].shape[0]
-        outputs = []
-        for group, (start, stop) in zip(groups, sizes, strict=True):
-            own = None if draws is None else draws[:, :, start * images : stop * images]
-            outputs.append(self._features([group], own, self.cls_only_last_block))
-        return torch.cat(outputs)
+        if drop_keys is not None and self.options.drop_path > 0:
+            draws = drop_path_draws(drop_keys, len(each), self.arch.depth)
+        sizes = _adjacent_sizes(each)
+        batches = [each[start:stop] for start, stop in sizes]
+        cls_only = self.options.cls_only_last_block and not patches
+        if self.options.packed:
+            outputs = [self._features(batches, draws, cls_only, bool(patches))]
+        else:
+            images = each[0].shape[0]
+            cut = [None if draws is None else draws[:, :, a * images : b * images] for a, b in sizes]
+            outputs = [
+                self._features([batch], own, cls_only, bool(patches)) for batch, own in zip(batches, cut, strict=True)
+            ]
+        found = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return self._by_name(found, crops, patches) if patches else {CLS: found}
 
-    def compile_blocks(self, mode: str = "default", backend: str = "inductor") -> None:
-        """torch.compile every block: one program for all of them, per number of crops and kind of block.
-
-        mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
-        """
-        theirs = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
-        for block in self.blocks:
-            block.compile(dynamic=False, backend=backend, mode=theirs)
+    def _by_name(self, tokens: Tensor, crops: Crops, patches: Sequence[str]) -> dict[str, Tensor]:
+        """All tokens of all crops (tokens, d) -> CLS features and the patch features of the groups `patches`."""
+        found: dict[str, Tensor] = {}
+        cls: list[Tensor] = []
+        for name, group in crops.items():
+            rows = sum(crop.shape[0] for crop in group)
+            n = 1 + self.arch.registers + _patches(group[0], self.arch.patch_size)
+            own, tokens = tokens[: rows * n].view(rows, n, -1), tokens[rows * n :]
+            cls.append(own[:, 0])
+            if name in patches:
+                found[patches_of(name)] = own[:, 1 + self.arch.registers :]
+        return {CLS: torch.cat(cls), **found}
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
@@ -143,7 +130,7 @@ class VisionTransformer(nn.Module):
         drop = self._drop(draws, packing, x.dtype, cls_only)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            x = self._run_block(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
+            x = self.run_segment(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
         if not cls_only and not all_tokens:
             x = x.index_select(0, packing.cls)
         return self.norm(x)
@@ -154,22 +141,11 @@ class VisionTransformer(nn.Module):
         """What each block drops: `draws` as of `drop_path_draws`; `cls_only` that the last one has only CLS rows."""
         if draws is None:
             return None
-        if self.stochastic_depth == "batched":
-            return kept_sequences(draws, self.drop_path, packing)
-        scales = drop_path_scales(draws, self.drop_path).to(dtype).unsqueeze(-1)
+        if self.options.stochastic_depth == "batched":
+            return kept_sequences(draws, self.options.drop_path, packing)
+        scales = drop_path_scales(draws, self.options.drop_path).to(dtype).unsqueeze(-1)
         blocks = [*scales[:, :, packing.sequence_of_token()]]
         return [*blocks[:-1], scales[-1]] if cls_only else blocks
-
-    def _run_block(
-        self, i: int, block: nn.Module, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool
-    ) -> Tensor:
-        if i >= self.checkpoint_blocks or not torch.is_grad_enabled():
-            return block(x, packing, drop, cls_only)
-        # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
-        # Nothing inside draws random numbers, so there is no RNG state to keep.
-        on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=x.is_cuda) if self.checkpoint_on_cpu else nullcontext()
-        with on_cpu:
-            return checkpoint(block, x, packing, drop, cls_only, use_reentrant=False, preserve_rng_state=False)
 
     def _embed(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> tokens with positions (b, n, d)."""
@@ -192,13 +168,17 @@ class VisionTransformer(nn.Module):
 
     def _matrix(self, size: int) -> Tensor:
         """The bicubic matrix for `size` patches a side, made once."""
-        key = (size, self.pos_embed_interpolation, self.pos_embed.device)
+        key = (size, self.options.pos_embed_interpolation, self.pos_embed.device)
         if key not in self._matrices:
             self._matrices[key] = bicubic_matrix(self.grid, *key)
         return self._matrices[key]
 
 
-def _adjacent_sizes(views: list[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of each run of views of one size."""
-    bounds = [i for i, view in enumerate(views) if i == 0 or view.shape[-2:] != views[i - 1].shape[-2:]]
-    return list(zip(bounds, [*bounds[1:], len(views)], strict=True))
+def _adjacent_sizes(crops: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """[start, stop) of each run of crops of one size."""
+    bounds = [i for i, crop in enumerate(crops) if i == 0 or crop.shape[-2:] != crops[i - 1].shape[-2:]]
+    return list(zip(bounds, [*bounds[1:], len(crops)], strict=True))
+
+
+def _patches(crop: Tensor, size: int) -> int:
+    return (crop.shape[-2] // size) * (crop.shape[-1] // size)

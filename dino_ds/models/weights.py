@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 Placer = Callable[[nn.Module], None]
-"""Takes the parameters that a module owns itself as soon as they have their values, and may replace their data."""
+"""Takes the parameters and buffers that a module owns itself once they have their values, and may move them."""
 
 
 def init_weights(part: nn.Module) -> None:
@@ -33,11 +33,15 @@ def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
     for module in part.modules():
         if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
             _fill(module, partial(_init_module, module), place)
+    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
+    assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
 
 
 def _fill(module: nn.Module, draw_own: Callable[[], None], place: Placer) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device="cpu"))
     draw_own()
     place(module)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from dino_ds.config.lengths import UNITS
+from dino_ds.config.fields import UNITS
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"

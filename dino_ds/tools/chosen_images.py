@@ -14,14 +14,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import UnreadableImage, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.named_files import NamedFiles
 from dino_ds.data.own_files import open_files
 from dino_ds.data.sources import Source
 from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import evenly_spaced_indices
 
 _MOST_OF_A_FOLDER = 16
 _FORMS = "numbers or files with commas between, or a folder"

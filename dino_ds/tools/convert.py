@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.checkpoint.files import FileRecord, write_parts, write_tensors
+from dino_ds.checkpoint.files import FileRecord, rank_file, whole_file, write_parts, write_tensors
 from dino_ds.checkpoint.folder import Checkpoints, find_damage
-from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, rank_file, read_manifest, whole_file
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, replacing_folder

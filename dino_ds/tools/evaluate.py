@@ -21,9 +21,9 @@ from dino_ds.data.value_range import ValueRange
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.evals.rehearsal import preflight_eval
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
-from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
@@ -103,7 +103,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | N
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
-    return describe_result(values, seconds, about.get("step"), about.get("images"), **images_of(name, subject, data))
+    return describe_result(values, seconds, about.get("step"), about.get("images"), images_of(name, subject, data))
 
 
 def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:

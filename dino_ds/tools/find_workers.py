@@ -22,7 +22,7 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
 from dino_ds.options.data import FindWorkersOptions
 from dino_ds.tools.stages import WORKER_STAGES, measure_stages
-from dino_ds.training.run import build_prefetcher
+from dino_ds.training.build import build_prefetcher
 
 _MICRO_BATCH = 16
 _ROUNDS = 3

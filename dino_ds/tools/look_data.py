@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
         sheet.save(path, "PNG", optimize=True)
     replace_file(html, build_page(rows, found, _title(recipe)))
     found["sheet"], found["page"] = str(png), str(html)
-    print(json_module.dumps(found) if options.json else report(found))
+    print(json.dumps(found) if options.json else report(found))
 
 
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:

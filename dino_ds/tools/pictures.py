@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.data.sources import Source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.evals.knn import nearest
 from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw

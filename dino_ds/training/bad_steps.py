@@ -9,7 +9,6 @@ import torch
 from dino_ds import distributed
 from dino_ds.errors import NumericError
 from dino_ds.health.files import append_line
-from dino_ds.training.metrics import RunLog
 from dino_ds.training.run import Run
 from dino_ds.training.step import MicroStep
 
@@ -19,8 +18,8 @@ _FILE = "bad_batches.jsonl"
 class BadSteps:
     """Counts bad steps in a row. An fp16 overflow alone is none: it is part of finding the loss scale."""
 
-    def __init__(self, run: Run, log: RunLog) -> None:
-        self._run, self._log = run, log
+    def __init__(self, run: Run) -> None:
+        self._run, self._log = run, run.log
         self._in_a_row = 0
 
     def reset(self) -> None:
@@ -33,7 +32,7 @@ class BadSteps:
         Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows, or the scale can't fall.
         """
         run, step = self._run, self._run.step
-        run.skipped_steps += 1
+        run.state.skipped_steps += 1
         mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
         all_mine = [name for _, names in window for name in names]
         found = distributed.gather_objects((mine, all_mine))
@@ -44,7 +43,7 @@ class BadSteps:
                     f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
                     "lower optimizer.lr, or use a bf16 ds config"
                 )
-            self._log.say(
+            self._log.info(
                 f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
             )
             return
@@ -56,11 +55,11 @@ class BadSteps:
             what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
         what = f"{what}, after step {step.applied_steps}"
         limit = run.recipe.max_bad_steps
-        self._log.say(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)")
+        self._log.info(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)")
         if self._in_a_row >= limit:
             raise NumericError(
-                f"{what}, {limit} times in a row; checkpoints in {run.folder.path} are from before. Look at the images "
-                f"in {run.folder.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
+                f"{what}, {limit} times in a row; checkpoints in {run.path} are from before. Look at the images "
+                f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
 
     def _write_down(self, names: dict[int, list[str]], loss: bool) -> None:
@@ -75,7 +74,7 @@ class BadSteps:
                 "what": "loss" if loss else "gradient",
                 "images": images,
             }
-            append_line(self._run.folder.path / _FILE, json.dumps(record))
+            append_line(self._run.path / _FILE, json.dumps(record))
 
 
 def _shorten(names: list[str], most: int = 4) -> str:

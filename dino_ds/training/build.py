@@ -1,69 +1,121 @@
-"""From a recipe to its network and its schedules: components take plain numbers, this page knows which."""
+"""From a recipe to what a training step is made of: components take plain numbers, this page knows which."""
 
 from __future__ import annotations
 
 import torch
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds import distributed
+from dino_ds.architectures import BackboneOptions
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.sources import Source
+from dino_ds.data.workers import check_shared_memory
+from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
+from dino_ds.engine.engine import Engine
+from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
+from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
-from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer, init_weights_in_pieces
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import HEAD, DinoTerm
 from dino_ds.schedules import Schedules
-from dino_ds.weights.initial import InitialWeights
-from dino_ds.weights.start import find_start
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.step import TrainingStep
+from dino_ds.weights.start import InitialWeights, find_start
 
 
-def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer = lambda module: None) -> DinoNetwork:
-    """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the levers.
+def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
+    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
+    optimizer = recipe.optimizer
+    if config.performance.deterministic:
+        use_deterministic_kernels()
+    network = build_network(recipe, config.performance, Placement(config))
+    if config.performance.compile != "off":
+        # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
+        network.backbone.compile_segments(config.performance.compile)
+    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
+    objective = build_objective(recipe, engine.device)
+    teachers = build_teachers(recipe, config, engine)
+    student = tuple(group.name for group in recipe.crops.groups if group.student)
+    return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), student)
+
+
+def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer = lambda module: None) -> Network:
+    """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
     Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
     not fit.
     """
-    network = _build_meta(recipe, performance)
-    if recipe.model.init_from is not None:
-        place = InitialWeights(network, find_start(recipe.model), recipe.model.init_from, place)
+    network = build_meta(recipe, performance)
+    model = recipe.model
+    if model.init_from is not None:
+        weights = find_start(model, recipe.data.known_range)
+        place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
-    init_weights_in_pieces(network.backbone, place)
-    init_weights_in_pieces(network.head, place)
+    for part in (network.backbone, *network.heads().values()):
+        init_weights_in_pieces(part, place)
     return network
 
 
-def build_zeros(recipe: Recipe, performance: PerformanceOptions, device: torch.device) -> DinoNetwork:
-    """A network as `build_network`'s, FP32, all zeros: for the teacher, which takes its weights from the student."""
-    network = _build_meta(recipe, performance).to_empty(device=device)
+def build_objective(recipe: Recipe, device: torch.device) -> Objective:
+    """The recipe's loss terms, with new running statistics."""
+    objective = recipe.objective
+    seen = sum(group.count for group in recipe.crops.groups if group.teacher)
+    dino = DinoTerm(recipe.head.prototypes, objective.student_temp, objective.center_momentum, seen, device)
+    return Objective({"dino": dino})
+
+
+def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine) -> Teachers:
+    """The EMA teacher of the engine's student, equal to it."""
+    network = build_meta(recipe, config.performance).to_empty(device=device())
     with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.zero_()
-    return network
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.zero_()  # the student's values take their place
+    weights = sum(p.numel() for p in network.parameters())
+    ema = EmaTeacher(
+        network,
+        engine.masters(),
+        DTYPES[config.precision],
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
+        compiled=config.performance.compile,
+        buffers=engine.buffers,
+    )
+    groups = tuple(group.name for group in recipe.crops.groups if group.teacher)
+    return Teachers({"ema": ema}, {"ema": groups})
 
 
-def _build_meta(recipe: Recipe, performance: PerformanceOptions) -> DinoNetwork:
+def build_meta(recipe: Recipe, performance: PerformanceOptions) -> Network:
+    """The network of a recipe, its weights without memory.
+
+    Raises ConfigError for batched stochastic depth in compiled blocks.
+    """
     if performance.compile != "off" and recipe.model.stochastic_depth == "batched":
         raise ConfigError(
             "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
             "and would be compiled anew; remove one of the two"
         )
-    arch = recipe.model.architecture()
     model, head = recipe.model, recipe.head
+    options = BackboneOptions(
+        model.drop_path,
+        model.stochastic_depth,
+        model.pos_embed_interpolation,
+        performance.attention,
+        performance.attention_backend,
+        performance.packed,
+        performance.cls_only_last_block,
+    )
     with torch.device("meta"):
-        backbone = VisionTransformer(
-            arch,
-            recipe.crops.global_size,
-            model.drop_path,
-            model.pos_embed_interpolation,
-            model.stochastic_depth,
-            attention=performance.attention,
-            attention_backend=performance.attention_backend,
-            packed=performance.packed,
-            cls_only_last_block=performance.cls_only_last_block,
-        )
-        whole_head = DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
-        return DinoNetwork(backbone, whole_head, freezes_backbone=model.freeze_backbone.value > 0)
+        backbone = build_backbone(model.architecture(), recipe.crops.global_size, options)
+        dino_head = DinoHead(backbone.spec.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
+    return Network(backbone, {HEAD: dino_head}, freezes_backbone=model.freeze_backbone.value > 0)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
@@ -88,3 +140,34 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
         freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
     )
+
+
+def build_prefetcher(
+    recipe: Recipe, source: Source, micro_batch: int, where: torch.device, start: Position
+) -> DevicePrefetcher:
+    """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
+
+    Raises DataError where shared memory is too small for them.
+    """
+    data, channels, crops = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    with distributed.raise_on_all_ranks():
+        check_shared_memory(recipe.batch_bytes(micro_batch), data.workers)
+    loader = build_loader(
+        source,
+        crops,
+        recipe.seed,
+        data.global_batch,
+        micro_batch,
+        distributed.rank(),
+        distributed.world_size(),
+        data.workers,
+        start,
+        augment=data.augment,
+        max_pixels=data.max_pixels,
+        channels=channels,
+        device=where,
+        value_range=data.known_range,
+        # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+        patience=recipe.hang_seconds / 3 or None,
+    )
+    return DevicePrefetcher(loader, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 
 import torch
@@ -17,51 +18,53 @@ from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
+from dino_ds.training.at_step import AtStep, Moment
 from dino_ds.training.bad_steps import BadSteps
 from dino_ds.training.constant_images import constant_images
-from dino_ds.training.metrics import RunLog
 from dino_ds.training.reports import Reports
 from dino_ds.training.run import Run
+from dino_ds.training.saver import Saver
 from dino_ds.training.step import MicroStep
 from dino_ds.training.stop import StopRequests
 
 
 class Loop:
-    """One run from where it stands to `last_step`; `beat` is told where it is, `stop` asks it to end early."""
+    """One run from where it stands to its last step; `beat` is told where it is, `stop` asks it to end early."""
 
-    def __init__(
-        self, run: Run, log: RunLog, last_step: int, predicted_gib: float, beat: Beat, stop: StopRequests
-    ) -> None:
-        self._run, self._log, self._last_step = run, log, last_step
+    def __init__(self, run: Run, saver: Saver, beat: Beat, stop: StopRequests) -> None:
+        self._run, self._saver, self._log = run, saver, run.log
         self._beat, self._stop = beat, stop
-        self._reports = Reports(run, log, last_step, predicted_gib)
-        self._bad_steps = BadSteps(run, log)
+        self._reports = Reports(run, saver)
+        self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
+        recipe, start = run.recipe, run.step.applied_steps
+        every = recipe.save_every
         self._saves = SaveClock(
-            run.steps_between_saves(),
-            run.step.applied_steps,
+            None if every == "auto" else every.in_steps(recipe.data.global_batch, run.epoch_steps),
+            start,
             run.epoch_steps,
-            run.recipe.expected_hours_between_failures,
+            recipe.expected_hours_between_failures,
         )
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
-        self._window_start = run.position
-        self._saved_step = run.step.applied_steps
+        self._window_start = run.state.position
+        self._saved_step = start
         self._data_timed_out = False
 
-    def run(self) -> None:
+    def run(self, open_images: Callable[[], DevicePrefetcher]) -> None:
         """Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
-        self._stop.ready(lambda: step.flags.set("stop"))
+        self._stop.install(lambda: step.flags.set("stop"))
         if step.applied_steps == 0:
-            self._evaluate()
-            self._draw()
-        with closing(run.build_prefetcher()) as prefetcher:
+            if not self._run_if_due(run.evaluations, last=False):
+                self._end_early()
+            self._run_if_due(run.pictures, last=False)
+        with closing(open_images()) as prefetcher:
             self._clock.read()
             try:
-                while step.applied_steps < self._last_step:
+                while step.applied_steps < run.last_step:
                     self._micro_batch(prefetcher)
             except NumericError:  # of all ranks
-                self._log_save(run.finish_save())
+                self._log.info(*self._saver.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._finish()
@@ -73,17 +76,17 @@ class Loop:
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
-            assert batch is not None  # a spoilt window is never applied
+            assert batch is not None  # a window of NaN is never applied
             self._after_step(out, batch)
 
     def _next(self, prefetcher: DevicePrefetcher) -> Batch | None:
-        """The next micro-batch; None where a stop was asked for and it does not come."""
+        """The next micro-batch; None where a stop was requested and it does not come."""
         self._beat.enter("data", self._run.step.applied_steps)
         if self._data_timed_out:
             return None
         with self._clock.waiting():
             try:
-                batch = prefetcher.next_unless(self._stop.heard)
+                batch = prefetcher.next_unless(self._stop.requested_anywhere)
             except DataTimeout:
                 self._data_timed_out = True
                 return None
@@ -121,135 +124,112 @@ class Loop:
         self._bad_steps.reset()
         self._clock.step()
         self._poll_stop_requests()
-        self._log_save(run.look_at_save())
-        self._settle_interval()
+        self._log.info(*self._saver.poll())
+        self._settle_save_interval()
         self._log.progress(done)
-        last = done == self._last_step
+        last = done == run.last_step
         if last or done % run.recipe.log_every == 0:
             self._reports.write(out)
         elif done == 1:
-            self._reports.collect_bad_images()  # rubbish is noticed at once
+            self._reports.collect_bad_images()  # report unreadable images after the first step
         stop = run.step.flags.count("stop") > 0 and not last
-        evaluate = run.watch is not None and (last or run.watch.due(done)) and not stop
+        evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:
-            stop = not self._evaluate() and not last
+            stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
             self._log.picture("crops", run.crops.picture(batch.crops), done)
         if not stop:
-            self._draw(last)
+            self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:
             self._save(wait=last or stop)
         if stop:
             self._end_early()
 
     def _after_skip(self) -> None:
-        run = self._run
-        window, self._window = self._window, []
-        stops = distributed.gather_objects(bool(self._stop.why) or self._data_timed_out)
-        gave_up = distributed.gather_objects(self._data_timed_out)
-        self._begin_window(again=any(gave_up))
-        if any(gave_up):
+        run, window = self._run, self._window
+        answers = distributed.gather_objects((bool(self._stop.why), self._data_timed_out))
+        timed_out = any(late for _, late in answers)
+        self._begin_window(again=timed_out)
+        if timed_out:
             run.step.engine.restore_scaler_state()
         else:
             self._bad_steps.report([(out, names) for out, names, _ in window])
-        if any(stops):
-            run.folder.check_there()
+        if timed_out or any(asked for asked, _ in answers):
+            self._saver.check_folder()
             if run.step.applied_steps > self._saved_step:
                 self._save(wait=True)
             else:
-                self._log_save(run.finish_save(must=True))
+                self._log.info(*self._saver.finish(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
         """A window ends. again: its images were not used, the next run begins with them."""
-        self._beat.first_step_done()
+        self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
         if again:
-            self._run.position = self._window_start
-        self._window_start = self._run.position
+            self._run.state.position = self._window_start
+        self._window_start = self._run.state.position
 
     def _poll_stop_requests(self) -> None:
-        """What this rank's watcher has seen: RUN/stop, or the end of the launcher."""
+        """What this rank's monitor process has seen: RUN/stop, or the end of the launcher."""
         flags = self._run.step.flags
-        if self._beat.wished and not flags.own("stop"):
+        if self._beat.stop_reason and not flags.own("stop"):
             flags.set("stop")
 
-    def _save(self, wait: bool) -> None:
-        self._beat.enter("save", self._run.step.applied_steps)
-        self._run.folder.check_there()
-        with self._clock.paused():
-            self._reports.collect_bad_images()
-            self._log_save(self._run.save(wait))
-        self._saved_step = self._run.step.applied_steps
-
-    def _settle_interval(self) -> None:
-        cost = self._run.save_cost()
-        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
-            self._log.say(f"saves    {line}")
-
-    def _log_save(self, lines: str | None) -> None:
-        if lines is not None:
-            self._log.say(lines)
-
-    def _end_early(self) -> None:
-        """Raises SystemExit(75)."""
-        done, said = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
-        self._beat.enter("end", done)
-        self._run.folder.check_there()
-        self._stop.finish()
-        _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(said) if why)
-        if by.startswith("SIG") and said.count(by) < len(said):
-            by = f"{by} (rank {rank})"
-        saved = f"saved step {done}" if done and self._saved_step == done else "nothing to save"
-        self._log.say(f"stopped  by {by} at step {done}; {saved}. To continue: the same command with --resume")
-        self._forget_stop_file()
-        raise SystemExit(STOPPED)
-
-    def _forget_stop_file(self) -> None:
-        """It was obeyed: the next start of this run goes on."""
-        if distributed.rank() == 0:
-            (self._run.folder.path / "stop").unlink(missing_ok=True)
-
-    def _evaluate(self) -> bool:
-        """False where a stop was asked for before the end."""
+    def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
+        """False where a stop was requested before its end."""
         run, done = self._run, self._run.step.applied_steps
-        if run.watch is None:
+        if what is None or not what.due(done, last):
             return True
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             images = done * run.recipe.data.global_batch
-            found = run.watch.evaluate(run.step.teacher, done, images, run.step.engine.device, self._stop_heard)
-            if found is not None:
-                self._reports.evaluated(found)
-        if found is None and done == 0:
-            self._end_early()
-        return found is not None
+            teacher, device = run.step.teachers.exported, run.step.engine.device
+            return what.run(Moment(teacher, device, done, images, run.path, run.log, self._stop_requested))
 
-    def _draw(self, last: bool = False) -> None:
-        """Rank 0 alone: its teacher is whole."""
-        run, done = self._run, self._run.step.applied_steps
-        if not run.album.due(done, last):
-            return
-        self._beat.enter("evaluate", done)
-        with self._clock.paused():
-            if distributed.rank() == 0:
-                failure = run.album.draw(run.step.teacher, done, run.step.engine.device, self._log.picture)
-                if failure:
-                    self._log.say(f"warning  {failure}")
-            distributed.barrier()
-
-    def _stop_heard(self) -> bool:
-        """Asked again and again by what takes long: the watcher sees that it goes on."""
+    def _stop_requested(self) -> bool:
+        """Asked again and again by what takes long: the monitor process sees that it makes progress."""
         self._beat.tick()
-        return self._stop.heard()
+        return self._stop.requested_anywhere()
+
+    def _save(self, wait: bool) -> None:
+        self._beat.enter("save", self._run.step.applied_steps)
+        self._saver.check_folder()
+        with self._clock.paused():
+            self._reports.collect_bad_images()
+            self._log.info(*self._saver.save(wait))
+        self._saved_step = self._run.step.applied_steps
+
+    def _settle_save_interval(self) -> None:
+        cost = self._saver.cost
+        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
+            self._log.info(f"saves    {line}")
+
+    def _end_early(self) -> None:
+        """Raises SystemExit(75)."""
+        done, reasons = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
+        self._beat.enter("end", done)
+        self._saver.check_folder()
+        self._stop.finish()
+        _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(reasons) if why)
+        if by.startswith("SIG") and reasons.count(by) < len(reasons):
+            by = f"{by} (rank {rank})"
+        saved = f"saved step {done}" if done and self._saved_step == done else "nothing to save"
+        self._log.info(f"stopped  by {by} at step {done}; {saved}. To continue: the same command with --resume")
+        self._remove_stop_file()
+        raise SystemExit(STOPPED)
+
+    def _remove_stop_file(self) -> None:
+        """It was obeyed: the next start of this run continues."""
+        if distributed.rank() == 0:
+            (self._run.path / "stop").unlink(missing_ok=True)
 
     def _finish(self) -> None:
-        run, path = self._run, self._run.folder.path
-        self._forget_stop_file()
-        self._log.say(f"done     step {run.step.applied_steps}; the run is in {path}")
-        self._log.say(f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it")
-        self._log.say(f"report   dino-ds report {path}: curves, evaluations and pictures on one page")
-        if run.watch and run.watch.latest is not None:
-            self._log.say(f"k-NN     {run.watch.knn_summary()}")
-            if warning := run.watch.warning():
-                self._log.say(f"warning  {warning}")
+        run, path = self._run, self._run.path
+        self._remove_stop_file()
+        self._log.info(
+            f"done     step {run.step.applied_steps}; the run is in {path}",
+            f"teacher  {path / 'teacher.safetensors'}; {path / 'teacher.json'} says how timm loads it",
+            f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
+            *(run.evaluations.summary() if run.evaluations else []),
+        )

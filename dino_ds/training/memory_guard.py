@@ -31,13 +31,13 @@ _PARTS = {
 
 
 class MemoryGuard:
-    """Of one rank; `settle` tells it what the run is, once that is known."""
+    """Of one rank; `expect` tells it what the run is, once that is known."""
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
         self._run: tuple[Recipe, DsConfig, float] | None = None
 
-    def settle(self, recipe: Recipe, config: DsConfig, predicted_gib: float) -> None:
+    def expect(self, recipe: Recipe, config: DsConfig, predicted_gib: float) -> None:
         self._run = recipe, config, predicted_gib
 
     @contextmanager

@@ -110,12 +110,12 @@ class RunLog:
             disable=not sys.stderr.isatty(),
         )
 
-    def say(self, text: str) -> None:
-        """A line for people: console and, with the time, log.txt."""
-        if self._text is None:
-            return
-        tqdm.write(text, file=sys.stderr)
-        self._append(self._text, stamped(text))
+    def info(self, *lines: str) -> None:
+        """Lines for people: console and, with the time, log.txt."""
+        for line in lines:
+            if self._text is not None:
+                tqdm.write(line, file=sys.stderr)
+                self._append(self._text, stamped(line))
 
     def write(self, record: dict[str, Any]) -> None:
         """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""
@@ -151,7 +151,7 @@ class RunLog:
             self._warn("TensorBoard's files", error)
 
     def _warn(self, what: str, error: OSError) -> None:
-        line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training goes on"
+        line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training continues"
         tqdm.write(line, file=sys.stderr)
 
     def progress(self, step: int, note: str | None = None) -> None:

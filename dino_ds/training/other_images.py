@@ -11,9 +11,9 @@ from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.image_set import ImageSet
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.sources import Source, UnreadableImage
 from dino_ds.errors import CheckpointError, DataError
-from dino_ds.evals.features import evenly_spaced_indices
 from dino_ds.schedules import Schedules
 from dino_ds.training.build import build_schedules
 

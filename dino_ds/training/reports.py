@@ -11,27 +11,27 @@ from dino_ds.data.bad_images import allowed_bad_images
 from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
-from dino_ds.evals.results import RESULTS, write_results
-from dino_ds.evals.watch import Results
 from dino_ds.health.collapse import CollapseAlarm
 from dino_ds.training.constant_images import MOST_NAMES, ConstantImages
-from dino_ds.training.metrics import Clock, Meter, RunLog
+from dino_ds.training.metrics import Clock, Meter
 from dino_ds.training.run import Run
+from dino_ds.training.saver import Saver
 from dino_ds.training.step import MicroStep
-from dino_ds.training.throughput import HostReader, ThroughputWatch
+from dino_ds.training.throughput import HostReader, ThroughputMonitor
 
 
 class Reports:
     """`clock` is fed by the loop; every rank calls everything."""
 
-    def __init__(self, run: Run, log: RunLog, last_step: int, predicted_gib: float) -> None:
-        self._run, self._log, self._last_step, self._predicted_gib = run, log, last_step, predicted_gib
-        self._meter = Meter(("loss", "teacher_entropy", "constant_images"), run.step.engine.device)
+    def __init__(self, run: Run, saver: Saver) -> None:
+        self._run, self._saver, self._log = run, saver, run.log
+        self._meter = Meter(("loss", *run.step.objective.scalars, "constant_images"), run.step.engine.device)
         self.clock = Clock(run.recipe.data.global_batch)
-        self._throughput = ThroughputWatch(HostReader())
+        self._throughput = ThroughputMonitor(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
-        self._collapse = CollapseAlarm(run.recipe.head.prototypes, run.step.schedules.warmup_steps)
+        warmup = run.step.schedules.warmup_steps
+        self._collapse = [(e, CollapseAlarm(e.prototypes, warmup)) for e in run.step.objective.entropies]
         self._constant = ConstantImages()
         self._constant_names: set[str] = set()
         self._bad_images: set[str] = set()
@@ -44,12 +44,12 @@ class Reports:
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
         """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
-        self._meter.add(micro.loss, micro.teacher_entropy, constant.float().mean())
+        self._meter.add(micro.loss, *micro.scalars.values(), constant.float().mean())
         self._constant.add(constant, names)
 
     def write(self, out: MicroStep) -> None:
         """The line of metrics of a step, and the alarms that follow from it."""
-        run, knobs = self._run, out.knobs
+        run, schedule = self._run, out.schedule
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -57,36 +57,40 @@ class Reports:
         rolling, warning = self._throughput.look(**speed, gpu=gpu)
         self.collect_bad_images()
         self._name_constant_images(means["constant_images"])
-        kl = means["loss"] - means["teacher_entropy"]
+        objective = run.step.objective
+        kls = {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         record = {
             "step": run.step.applied_steps,
             "images": run.step.applied_steps * run.recipe.data.global_batch,
-            "epoch": run.position.epoch,
+            "epoch": run.state.position.epoch,
             "loss": means["loss"],
-            "teacher_entropy": means["teacher_entropy"],
-            "kl": kl,
-            "lr": knobs.lr,
-            "weight_decay": knobs.weight_decay,
-            "teacher_momentum": knobs.teacher_momentum,
-            "teacher_temp": knobs.teacher_temp,
+            **{name: means[name] for name in objective.scalars},
+            **kls,
+            "lr": schedule.lr,
+            "weight_decay": schedule.weight_decay,
+            "teacher_momentum": schedule.teacher_momentum,
+            "teacher_temp": schedule.teacher_temp,
             "grad_norm": run.step.engine.grad_norm,
             "loss_scale": run.step.engine.loss_scale,
-            "skipped_steps": run.skipped_steps,
-            "bad_images": len(run.bad_images),
+            "skipped_steps": run.state.skipped_steps,
+            "bad_images": len(run.state.bad_images),
             "constant_images": means["constant_images"],
             **speed,
             **rolling,
             **hardware,
-            **run.save_figures(),
+            **self._saver.metrics(),
             "memory_gib": memory_gib(),
-            "memory_predicted_gib": self._predicted_gib,
+            "memory_predicted_gib": run.predicted_gib,
         }
-        alarm = self._collapse.look(run.step.applied_steps, means["teacher_entropy"], kl, means["constant_images"])
-        self._log.write({**record, "collapsed": int(self._collapse.on)})
+        alarms = [
+            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], means["constant_images"])
+            for entropy, alarm in self._collapse
+        ]
+        self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._say(record)
-        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", alarm):
+        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", *alarms):
             if line:
-                self._log.say(line)
+                self._log.info(line)
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
         """What rank 0's GPU says, and as metrics; energy since the last reading, evaluations and saves with it."""
@@ -99,40 +103,25 @@ class Reports:
         images = steps * self._run.recipe.data.global_batch // distributed.world_size()
         return gpu, gpu.metrics(before, images)
 
-    def evaluated(self, results: Results) -> None:
-        """What the evaluation has found: metrics, lines, and RUN/evaluations.json."""
-        run, watch = self._run, self._run.watch
-        assert watch is not None
-        if results:
-            self._log.write({"step": run.step.applied_steps, **watch.metrics(results)})
-        for line in watch.lines(results):
-            self._log.say(line)
-        if distributed.rank() == 0:
-            try:
-                write_results(run.folder.path / RESULTS, results)
-            except (OSError, ValueError) as error:
-                self._log.say(f"warning  {RESULTS} can't be written: {error}; training goes on")
-
     def collect_bad_images(self) -> None:
         """Ranks tell each other which images they could not read; each is named and counted once."""
-        run, mine = self._run, sorted(self._bad_images - self._run.bad_images)
+        run, mine = self._run, sorted(self._bad_images - self._run.state.bad_images)
         found = distributed.gather_objects((mine, self._notes))
         self._notes = []
         for rank, (_, notes) in enumerate(found):
             for note in notes:
-                self._log.say(f"note     rank {rank}: {note}")
+                self._log.info(f"note     rank {rank}: {note}")
         for name in sorted({name for names, _ in found for name in names}):
-            run.bad_images.add(name)
-            self._log.say(f"unreadable image skipped: {name}")
+            run.state.bad_images.add(name)
+            self._log.info(f"unreadable image skipped: {name}")
         self._bad_images.clear()
         drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
-        limit = allowed_bad_images(fraction, drawn, len(run.source))
-        if len(run.bad_images) > limit:
-            if lines := run.finish_save():
-                self._log.say(lines)
+        limit = allowed_bad_images(fraction, drawn, run.images)
+        if len(run.state.bad_images) > limit:
+            self._log.info(*self._saver.finish())
             raise DataError(
-                f"{len(run.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} allows "
-                f"{limit}; their names are in {run.folder.path / 'log.txt'}: fix or remove them, or raise the fraction"
+                f"{len(run.state.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
+                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or raise the fraction"
             )
 
     def _name_constant_images(self, fraction: float) -> None:
@@ -145,19 +134,22 @@ class Reports:
         room = max(0, MOST_NAMES - len(self._constant_names))
         self._constant_names.update(new)
         for name in new[:room]:
-            self._log.say(f"warning  image of one colour: {name}")
+            self._log.info(f"warning  image of one colour: {name}")
         if new[room:] and room:
-            self._log.say("warning  and more images of one colour: metrics.jsonl has their part as constant_images")
+            self._log.info("warning  and more images of one colour: metrics.jsonl has their part as constant_images")
 
     def _say(self, record: dict[str, Any]) -> None:
-        watch, rate = self._run.watch, record["images_per_second"]
-        short = f"loss {record['loss']:.3f} = entropy {record['teacher_entropy']:.3f} + KL {record['kl']:.3f}"
+        run, rate = self._run, record["images_per_second"]
+        short = f"loss {record['loss']:.3f}"
+        for entropy in run.step.objective.entropies:
+            own = "" if entropy.loss == "loss" else f", {entropy.loss} {record[entropy.loss]:.3f}"
+            short += f"{own} = entropy {record[entropy.scalar]:.3f} + KL {record[entropy.kl]:.3f}"
         speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
-        knn = f", k-NN {watch.latest:.1f} %" if watch and watch.latest is not None else ""
+        knn = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
         self._log.progress(record["step"], f"{short}, {speed}{knn}")
         if not self._log.shows_bar:
-            left = (self._last_step - record["step"]) * self._run.recipe.data.global_batch / rate
-            self._log.say(f"step {record['step']}/{self._last_step}  {short}, {speed}, {_duration(left)} left{knn}")
+            left = (run.last_step - record["step"]) * run.recipe.data.global_batch / rate
+            self._log.info(f"step {record['step']}/{run.last_step}  {short}, {speed}, {_duration(left)} left{knn}")
 
 
 def _duration(seconds: float) -> str:

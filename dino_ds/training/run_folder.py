@@ -20,7 +20,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.durable import is_gone, replace_file, why_not_writable
+from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
 from dino_ds.training.other_images import IMAGES
@@ -121,15 +121,6 @@ class RunFolder:
                 raise ConfigError(
                     f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
                     "put --run_dir on a disk that all machines share"
-                )
-
-    def check_there(self) -> None:
-        """Raises CheckpointError, on all ranks, where the folder was removed or renamed while the run was at work."""
-        with distributed.raise_on_all_ranks():
-            if distributed.rank() == 0 and is_gone(self.path / "config.yaml"):
-                raise CheckpointError(
-                    f"{self.path} is gone, removed or renamed while the run was at work: training ends, and nothing "
-                    "more is saved. If it was renamed, give --run_dir its new path, and --resume"
                 )
 
     def _write_files(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask a run to stop at its next step: signals, and what its watcher has seen (RUN/stop, a launcher's end)."""
+"""Requests to stop a run at its next step: signals, and what the monitor process sees (RUN/stop, a launcher's end)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORWARDED_SECONDS = 2.0
 class StopRequests:
     """The first signal asks for a stop, a second one ends the process at once; used as a `with` block.
 
-    Before `ready` there is nothing to save, and the first one ends the process. `nothing_to_save` (who has asked) and
+    Before `install` there is nothing to save, and the first one ends the process. `nothing_to_save` (who has asked) and
     `at_once` (exit code, message) are called before such ends. All of this is done in a thread that the handler in C
     wakes: it works while the main thread waits in a collective.
     """
@@ -32,7 +32,7 @@ class StopRequests:
         self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
         self._signal = ""
         self._first_at = 0.0
-        self._ready: Callable[[], None] | None = None
+        self._ask: Callable[[], None] | None = None
         self._over = False
         self._name = f"dino_ds stop {next(_numbers)}"
 
@@ -53,9 +53,9 @@ class StopRequests:
         self._thread.join()
         os.close(self._read)
 
-    def ready(self, ask: Callable[[], None]) -> None:
-        """From now on there is something to save: the first wish calls `ask`, from any thread."""
-        self._ready = ask
+    def install(self, ask: Callable[[], None]) -> None:
+        """From now on there is something to save: the first request calls `ask`, from any thread."""
+        self._ask = ask
 
     def finish(self) -> None:
         """Everything is saved: what comes now, such as a launcher's SIGTERM to rank after rank, changes nothing."""
@@ -64,10 +64,10 @@ class StopRequests:
     @property
     def why(self) -> str:
         """Who has asked this rank: "SIGTERM", "the stop file", "the end of the launcher", or "" for nobody."""
-        return self._signal or self._beat.wished
+        return self._signal or self._beat.stop_reason
 
-    def heard(self) -> bool:
-        """Whether any rank was asked, for work in which ranks do not vote; it asks rank 0's store, 0.1 ms."""
+    def requested_anywhere(self) -> bool:
+        """Whether any rank was asked, for work between steps; it asks rank 0's store, 0.1 ms."""
         if self.why:
             set_store_flag(self._name)
         return bool(self.why) or store_flag_is_set(self._name)
@@ -82,8 +82,8 @@ class StopRequests:
         now = time.monotonic()
         if not self._signal:
             self._signal, self._first_at = name, now
-            if self._ready is not None:
-                self._ready()
+            if self._ask is not None:
+                self._ask()
                 # For ranks that wait for data: this one's main thread may wait for them, and so never vote.
                 with suppress(RuntimeError):
                     set_store_flag(self._name)

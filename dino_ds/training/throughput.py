@@ -41,7 +41,7 @@ class _State:
     gpu: GpuReading | None
 
 
-class ThroughputWatch:
+class ThroughputMonitor:
     """`look` after each window. The baseline is the best mean of `ROLLING` windows; the first `WARMUP` do not count.
 
     A run is slow after `LONG` windows in a row under 80 % of the baseline, until the mean is back at 90 %.

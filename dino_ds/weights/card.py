@@ -31,6 +31,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
     arch, about = model.vit.arch, model.about
+    resizing = model.vit.options.pos_embed_interpolation
     mean, std = (list(values) for values in channel_statistics(arch.in_chans))
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return "\n".join(
@@ -50,9 +51,9 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
             f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
-            f"other sizes were resized as {model.vit.pos_embed_interpolation!r} in training; other libraries have "
+            f"other sizes were resized as {resizing!r} in training; other libraries have "
             "their own way, so features at other sizes may differ a little.",
-            *_deep(model),
+            *_range_lines(model),
             "",
             *_table(about),
             f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
@@ -69,7 +70,7 @@ def _name(model: Backbone) -> str:
     return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
 
 
-def _deep(model: Backbone) -> list[str]:
+def _range_lines(model: Backbone) -> list[str]:
     if model.value_range is None:
         return []
     text = range_text(model.value_range).replace(",", " is black and ")
@@ -87,7 +88,7 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
     results = [
         {
             "task": {"type": "image-feature-extraction", "name": f"{evaluation} of frozen features"},
-            "dataset": dict.fromkeys(("type", "name"), _data_of(kept, about)),
+            "dataset": dict.fromkeys(("type", "name"), str(kept.get("data") or about.get("data", "images"))),
             "metrics": [
                 {"type": metric, "name": metric, "value": float(f"{value:.6g}")} for metric, value in known.items()
             ],
@@ -99,30 +100,16 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
 
 
 def _table(about: dict[str, Any]) -> list[str]:
-    rows = [
-        f"| {evaluation}{_not_the_run_s(evaluation, kept)} | {metric} | {value:.4g} | {_or_dash(kept.get('step'))} | "
-        f"{_or_dash(kept.get('train_images'))} / {_or_dash(kept.get('test_images'))} |"
-        for evaluation, kept in about.get("evaluations", {}).items()
-        for metric, value in _known(kept).items()
-    ]
+    rows = []
+    for evaluation, kept in about.get("evaluations", {}).items():
+        data = kept.get("data") or evaluation
+        name = evaluation if data == evaluation else f"{evaluation} of {data}".replace("|", "/")
+        step, train, test = ("–" if kept.get(k) is None else kept[k] for k in ("step", "train_images", "test_images"))
+        rows += [f"| {name} | {metric} | {x:.4g} | {step} | {train} / {test} |" for metric, x in _known(kept).items()]
     header = "| evaluation | metric | value | step | images, training / test |"
     return ["## Results", "", header, "|---|---|---:|---:|---:|", *rows, ""] if rows else []
-
-
-def _data_of(kept: dict[str, Any], about: dict[str, Any]) -> str:
-    """The images that an evaluation is of: its own, or those of the run."""
-    return str(kept.get("data") or about.get("data", "images"))
-
-
-def _not_the_run_s(evaluation: str, kept: dict[str, Any]) -> str:
-    data = kept.get("data") or evaluation
-    return "" if data == evaluation else f" of {data}".replace("|", "/")
 
 
 def _known(kept: dict[str, Any]) -> dict[str, float]:
     found = kept["results"].items()
     return {metric: value for metric, value in found if isinstance(value, (int, float)) and math.isfinite(value)}
-
-
-def _or_dash(value: object) -> str:
-    return "–" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Writes a backbone in the forms that other programs read; each form is read back and compared in the tests."""
+"""Exports a backbone to the formats of other programs: safetensors, timm, Hugging Face, DINO, ONNX, TorchScript."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import safetensors.torch
 import torch
@@ -36,10 +37,10 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     about = {
         "timm_arguments": _timm(model)[1],
         "architecture": dataclasses.asdict(model.vit.arch),
-        "pos_embed_interpolation": model.vit.pos_embed_interpolation,
+        "pos_embed_interpolation": model.vit.options.pos_embed_interpolation,
         **model.about,
     }
-    with _whole(out) as file:
+    with _written(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
         replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
@@ -72,10 +73,8 @@ def export_timm(model: Backbone, out: Path) -> str:
             "classifier": "head",
         },
     }
-    with _whole_folder(out) as folder:
-        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, "timm", out.name))
+    card = model_card(model, "timm", out.name)
+    _write_folder(out, _tensors(model), card, {"config.json": config})
     return f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
 
 
@@ -101,19 +100,16 @@ def export_hf(model: Backbone, out: Path) -> str:
         "image_mean": list(mean),
         "image_std": list(std),
     }
-    with _whole_folder(out) as folder:
-        tensors = to_huggingface(_tensors(model), arch)
-        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1) + "\n")
-        (folder / "README.md").write_text(model_card(model, "transformers", out.name))
+    card = model_card(model, "transformers", out.name)
+    jsons = {"config.json": config, "preprocessor_config.json": processor}
+    _write_folder(out, to_huggingface(_tensors(model), arch), card, jsons)
     return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
 def export_dino(model: Backbone, out: Path) -> str:
     """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE."""
     network = to_reference(_tensors(model), model.head)
-    with _whole(out) as file:
+    with _written(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
     return f"eval_knn.py --pretrained_weights {out} ({'with' if model.head else 'without'} a head)"
 
@@ -141,7 +137,7 @@ def export_onnx(model: Backbone, out: Path) -> str:
             verbose=False,
         )
     assert program is not None
-    with _whole(out) as file:
+    with _written(out) as file:
         program.save(str(file), external_data=False)
     return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}})"
 
@@ -150,7 +146,7 @@ def export_torchscript(model: Backbone, out: Path) -> str:
     """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size."""
     with _quiet(), torch.no_grad():
         traced = torch.jit.trace(PlainBackbone(model.vit), _example(model))
-    with _whole(out) as file:
+    with _written(out) as file:
         torch.jit.save(traced, str(file))
     return f"torch.jit.load({out.name!r})(images)"
 
@@ -177,13 +173,13 @@ def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None else like
-    said = model.about.get("timm_name")
-    name, arguments = arch.timm_model(said if _is_timm_s(said) else usual)
+    stated = model.about.get("timm_name")
+    name, arguments = arch.timm_model(stated if _is_timm_name(stated) else usual)
     return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
 
 
-def _is_timm_s(name: object) -> TypeGuard[str]:
-    """Whether timm itself has a model of this name: a run folder's JSON may say anything, such as a place on a hub."""
+def _is_timm_name(name: object) -> TypeGuard[str]:
+    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
     import timm
 
     return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
@@ -196,26 +192,21 @@ def _example(model: Backbone) -> Tensor:
     return torch.zeros(2, model.vit.arch.in_chans, (grid + 1) * size, (grid + 2) * size, device=device)
 
 
-@contextlib.contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """A file beside `out` that takes its place when it is written. Raises ConfigError where that can't be."""
-    with _said(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as file:
-            yield file
+def _write_folder(out: Path, tensors: dict[str, Tensor], card: str, jsons: dict[str, dict[str, Any]]) -> None:
+    with _written(out, replacing_folder) as folder:
+        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        for name, content in jsons.items():
+            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "README.md").write_text(card)
 
 
 @contextlib.contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """As `_whole`, for a new folder."""
-    with _said(out), replacing_folder(out) as folder:
-        yield folder
-
-
-@contextlib.contextmanager
-def _said(out: Path) -> Iterator[None]:
+def _written(out: Path, write: Callable[[Path], AbstractContextManager[Path]] = replacing) -> Iterator[Path]:
+    """A path beside `out` that takes its place when it is written. Raises ConfigError if it can't be written."""
     try:
-        yield
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with write(out) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{out} can't be written: {reason}; fix --out") from error
@@ -223,9 +214,9 @@ def _said(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Exporters warn about what is meant as it is; they need torch's own linear function.
+    """Silences the exporters' warnings and gives them torch's own linear function.
 
-    In a process that has trained under ZeRO 3 DeepSpeed leaves another one behind, which no exporter can write down.
+    DeepSpeed leaves another one behind in a process that has trained under ZeRO 3, which no exporter can trace.
     """
     before, linear = logging.root.manager.disable, F.linear
     logging.disable(logging.WARNING)

@@ -1,10 +1,10 @@
-"""Makes weights that were read fit a network: which architecture they are of, and which tensors can be taken."""
+"""Matches weights with networks: their architecture, as far as files and shapes tell it, and which tensors fit."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,16 +13,17 @@ from dino_ds.architectures import ARCHITECTURES, Architecture
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.read import Weights
 from dino_ds.weights.reference import few
 
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
-    """The architecture that the tensors are of, and the pixels of its native image.
+    """The architecture of the tensors, and the side of its native image in pixels.
 
-    `heads` can't be seen in them: None takes those of the backbone we know of that width and depth.
-    Raises CheckpointError where tensors of a ViT are missing, for heads that can't be, and where there is none to know.
+    They do not show the number of heads: None takes that of the known backbone of this width and depth. Raises
+    CheckpointError where tensors of a ViT are missing, and for impossible or unknown heads.
     """
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
@@ -34,7 +35,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
     except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
     if positions < 1 or math.isqrt(positions) ** 2 != positions:
-        raise CheckpointError(f"its position embedding has {positions} places for patches: no square")
+        raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
     arch = Architecture(
         patch,
         width,
@@ -76,7 +77,8 @@ def take_weights(network: VisionTransformer, tensors: dict[str, Tensor]) -> None
     """
     own = dict(network.named_parameters())
     shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    fitting = fit_tensors(tensors, shapes, network.pos_embed_interpolation, "the weights lack", "the weights are")
+    resizing = network.options.pos_embed_interpolation
+    fitting = fit_tensors(tensors, shapes, resizing, "the weights lack", "the weights are")
     for name, parameter in own.items():
         parameter.copy_(fitting[name].to(parameter.dtype))
 
@@ -86,8 +88,8 @@ def fit_tensors(
 ) -> dict[str, Tensor]:
     """`tensors`, one of each name and shape of `shapes`; a position embedding of another size is resized.
 
-    Raises CheckpointError, which begins with `lack` where a tensor is not there, with `are` where there is one that
-    `shapes` has no name for, and where shapes are others.
+    Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
+    shapes.
     """
     missing, surplus = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
@@ -120,3 +122,62 @@ def fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor
         return theirs
     patches = resize_positions(theirs[:, special[0] :], sides[1], sides[1], interpolation)
     return torch.cat((theirs[:, : special[0]].float(), patches), dim=1)
+
+
+@dataclass(frozen=True)
+class Description:
+    """Architecture, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
+    gives the number of attention heads; `notes`: what was assumed."""
+
+    arch: Architecture
+    image_size: int
+    interpolation: str
+    heads_stated: bool = True
+    notes: list[str] = field(default_factory=list)
+
+
+def describe(weights: Weights, heads: int | None = None) -> Description:
+    """The network of `weights`; `heads`: its attention heads where no file states them.
+
+    Without either they are those of the known backbone of this width and depth, and a note says so. Raises
+    CheckpointError where there is none, and where the tensors contradict a file.
+    """
+    if weights.kind == "dino_ds":
+        return _described_by_us(weights)
+    about = weights.about
+    stated = about.get("num_attention_heads")
+    arch, size = architecture_of(weights.backbone, stated or heads)
+    notes = []
+    if not stated and heads is None:
+        notes = [f"no file says its attention heads: taken for {arch.heads}, usual for this width and depth"]
+    eps = about.get("layer_norm_eps", arch.norm_eps)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"config.json: layer_norm_eps {str(eps)[:20]} is not a number above 0 and below 1")
+    interpolation = "antialias" if arch.registers or weights.kind == "timm" else "dino"
+    return Description(replace(arch, norm_eps=eps), size, interpolation, bool(stated), notes)
+
+
+def _described_by_us(weights: Weights) -> Description:
+    """The network that our JSON describes, if the tensors agree: it is built before they are copied into it."""
+    about = weights.about
+    try:
+        arch = Architecture(**about["architecture"])
+        size, resizing = int(about["timm_arguments"]["img_size"]), about["pos_embed_interpolation"]
+        seen, seen_size = architecture_of(weights.backbone, arch.heads)
+        agree = _visible(arch) == _visible(seen) and size == seen_size and resizing in ("dino", "antialias")
+        agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0 and 0 < arch.norm_eps < 1
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
+    if not agree:
+        raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or fix it")
+    return Description(arch, size, resizing)
+
+
+def _visible(arch: Architecture) -> tuple[object, ...]:
+    """The part of an architecture that the shapes of its tensors show."""
+    return (arch.patch_size, arch.width, arch.depth, arch.in_chans, *kind_of(arch))
+
+
+def kind_of(arch: Architecture) -> tuple[bool, int, bool, int]:
+    """What no key of a recipe changes: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
+    return arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)

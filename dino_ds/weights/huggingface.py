@@ -1,4 +1,4 @@
-"""Our backbones as Hugging Face's: ViT, Dinov2 (LayerScale) and Dinov2WithRegisters; names of their files, both ways.
+"""Converts backbones to and from Hugging Face's ViT, Dinov2 (LayerScale) and Dinov2WithRegisters.
 
 The names are those on disk, which transformers 4 uses and transformers 5 converts when it loads.
 """
@@ -42,7 +42,7 @@ _OUTSIDE = {
 
 
 def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
-    """Their config.json. Raises ConfigError for an architecture that they have no model for."""
+    """Their config.json. Raises ConfigError for an architecture that transformers has no model of."""
     if arch.registers and arch.layer_scale is None:
         raise ConfigError("Hugging Face has no ViT with registers and without LayerScale: export to timm or onnx")
     common = {
@@ -116,9 +116,16 @@ def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str,
     return out
 
 
-def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors under our names; pooler, classifier and mask token are left out, what is unknown stays as it is."""
-    theirs = {re.sub(r"^(vit|dinov2|dinov2_with_registers)\.", "", name): t for name, t in theirs.items()}
+def from_huggingface(theirs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Their tensors under our names, unknown names unchanged, and a note on what is left out: pooler, classifier and
+    mask token."""
+    dropped = re.compile(r"(^|\.)(pooler\.|classifier\.|embeddings\.mask_token$)")
+    notes = unused([name for name in theirs if dropped.search(name)])
+    theirs = {
+        re.sub(r"^(vit|dinov2|dinov2_with_registers)\.", "", name): tensor
+        for name, tensor in theirs.items()
+        if not dropped.search(name)
+    }
     swiglu = any(".mlp.weights_in." in name for name in theirs)
     vit = any(".layernorm_before." in name for name in theirs)
     names = {v: k for k, v in (_VIT if vit else _SWIGLU if swiglu else _DINOV2).items()}
@@ -127,27 +134,19 @@ def from_huggingface(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in theirs.items():
         match = re.fullmatch(r"encoder\.layer\.(\d+)\.(.+)", name)
         if match is None:
-            if name != "embeddings.mask_token" and not name.startswith(("pooler.", "classifier.")):
-                out[_rename(name, outside)] = tensor
+            out[_rename(name, outside)] = tensor
             continue
         prefix, rest = f"blocks.{match[1]}.", match[2]
         if rest.startswith("attention.attention.query."):
             kind = rest.rpartition(".")[2]
-            others = [
-                f"encoder.layer.{match[1]}.attention.attention.{part}.{kind}" for part in ("query", "key", "value")
-            ]
+            place = f"encoder.layer.{match[1]}.attention.attention"
+            others = [f"{place}.{part}.{kind}" for part in ("query", "key", "value")]
             if missing := [other for other in others if other not in theirs]:
                 raise CheckpointError(f"it lacks {missing[0]}")
             out[f"{prefix}attn.qkv.{kind}"] = torch.cat([theirs[other] for other in others])
         elif not rest.startswith("attention.attention."):
             out[prefix + _rename(rest, names)] = tensor
-    return out
-
-
-def left_out(theirs: dict[str, Tensor]) -> list[str]:
-    """What `from_huggingface` leaves out, in words."""
-    dropped = re.compile(r"(^|\.)(pooler\.|classifier\.|embeddings\.mask_token$)")
-    return unused([name for name in theirs if dropped.search(name)])
+    return out, notes
 
 
 def _names_of(arch: Architecture) -> dict[str, str]:
@@ -157,7 +156,7 @@ def _names_of(arch: Architecture) -> dict[str, str]:
 
 
 def _rename(name: str, names: dict[str, str]) -> str:
-    """By the longest beginning that `names` knows; else `name`."""
+    """`name` with its longest known prefix replaced."""
     for old in sorted(names, key=len, reverse=True):
         if name == old or name.startswith(f"{old}."):
             return names[old] + name[len(old) :]

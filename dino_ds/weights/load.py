@@ -6,7 +6,6 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,21 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dino_ds.architectures import BackboneOptions
 from dino_ds.data.images import UnreadableImage, to_rgb
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.value_range import ValueRange, prepared
+from dino_ds.data.value_range import prepared
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.base import Backbone as AnyBackbone
+from dino_ds.models.base import patches_of
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.describe import describe
-from dino_ds.weights.fit import take_weights
-from dino_ds.weights.read import find_weights
+from dino_ds.weights.find import find_weights
+from dino_ds.weights.fit import describe, take_weights
+from dino_ds.weights.read import range_of
 
 
 class Backbone(nn.Module):
-    """A frozen Vision Transformer. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
+    """A frozen backbone. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
     `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
@@ -37,7 +39,7 @@ class Backbone(nn.Module):
 
     def __init__(
         self,
-        vit: VisionTransformer,
+        network: AnyBackbone,
         image_size: int,
         source: str,
         about: dict[str, Any],
@@ -45,10 +47,10 @@ class Backbone(nn.Module):
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.vit = vit.eval().requires_grad_(False)
-        self.image_size, self.patch_size, self.width = image_size, vit.arch.patch_size, vit.arch.width
+        self.network = network.eval().requires_grad_(False)
+        self.image_size, self.patch_size, self.width = image_size, network.spec.stride, network.spec.width
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
-        self.value_range = _range_of(about)
+        self.value_range = range_of(about)
         self._crop = EvalCrop(image_size)
 
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
@@ -64,7 +66,7 @@ class Backbone(nn.Module):
             raise ConfigError(f"{error}{known}") from None
         if isinstance(ready, Image.Image):
             return self._crop(to_rgb(ready))
-        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and self.vit.arch.in_chans == 3
+        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and self.network.spec.in_chans == 3
         return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -74,14 +76,14 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
         """CLS features after the final norm, (b, width)."""
-        return self.vit([self._checked(images)])
+        return self.network.features(self._checked(images))
 
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width)."""
-        rows, columns = self._grid(self._checked(images))
-        tokens = self.vit.tokens(images)[:, -rows * columns :]
-        return tokens.unflatten(1, (rows, columns))
+        grid = self._grid(self._checked(images))
+        features: dict[str, Tensor] = self.network({"images": [images]}, patches=("images",))
+        return features[patches_of("images")].unflatten(1, grid)
 
     @torch.no_grad()
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
@@ -102,12 +104,19 @@ class Backbone(nn.Module):
         weights = self.vit.last_attention(images, cls_only=True)[:, :, 0, -rows * columns :]
         return weights.unflatten(2, (rows, columns))
 
+    @property
+    def vit(self) -> VisionTransformer:
+        """The network, if it is a Vision Transformer. Raises ConfigError for another one."""
+        if not isinstance(self.network, VisionTransformer):
+            raise ConfigError(f"{type(self.network).__name__} is not a Vision Transformer: this is for those alone")
+        return self.network
+
     def _grid(self, images: Tensor) -> tuple[int, int]:
         return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
 
     def _checked(self, images: Tensor) -> Tensor:
-        """Raises ConfigError for what is no batch of images that the network can cut into patches."""
-        channels, size = self.vit.arch.in_chans, self.patch_size
+        """`images`. Raises ConfigError unless they are a batch of images that can be cut into patches."""
+        channels, size = self.network.spec.in_chans, self.patch_size
         if images.ndim != 4 or images.shape[1] != channels or images.shape[-2] % size or images.shape[-1] % size:
             raise ConfigError(
                 f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w) with h and w multiples of "
@@ -121,32 +130,19 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
 
     Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: attention
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
-    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for what is no such
-    thing, and where heads must be named.
+    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for anything else, and
+    where heads must be named.
     """
     weights = find_weights(path)
     try:
         found = describe(weights, heads)
         if heads not in (None, found.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        vit = VisionTransformer(found.arch, found.image_size, pos_embed_interpolation=found.interpolation)
+        vit = VisionTransformer(
+            found.arch, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
+        )
         take_weights(vit, weights.backbone)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
     return Backbone(vit, found.image_size, str(path), weights.about, weights.head, notes).to(device)
-
-
-def _range_of(about: dict[str, Any]) -> ValueRange | None:
-    """Raises CheckpointError for what is no range."""
-    if "value_range" not in about:
-        return None
-    try:
-        low, high = (float(value) for value in about["value_range"])
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has a value_range that is no range: {str(about['value_range'])[:80]}"
-        ) from None
-    return low, high

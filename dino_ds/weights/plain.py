@@ -1,4 +1,4 @@
-"""The backbone as exporters want it: whole images of one size in, plain (b, n, d) tokens, shapes that may change."""
+"""A plain version of the backbone for exporters: no packing, shapes that may vary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dino_ds.models.vit import VisionTransformer
 class PlainBackbone(nn.Module):
     """Images (b, c, h, w) -> CLS features (b, d), with the weights of `vit`; h and w multiples of the patch size.
 
-    Equal to `vit([images])`; without packing, and with the position embedding resized by two matrix products whose
+    Equal to `vit.features`; without packing, and with the position embedding resized by two matrix products whose
     entries are arithmetic of the image's size: a traced or exported program works at any size.
     """
 
@@ -76,7 +76,7 @@ def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
     grid = vit.grid
     there = torch.arange(grid, device=device, dtype=torch.float32)
     wanted = torch.arange(size, device=device, dtype=torch.float32)
-    if vit.pos_embed_interpolation == "dino":
+    if vit.options.pos_embed_interpolation == "dino":
         centers = (wanted + 0.5) * (grid / (size + 0.1)) - 0.5
         # Pixels beyond each edge count for the edge.
         padded = torch.arange(-3, grid + 3, device=device, dtype=torch.float32)

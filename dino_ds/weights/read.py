@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import re
-import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,19 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.architectures import ARCHITECTURES
-from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
-from dino_ds.errors import CheckpointError
-from dino_ds.names import MODEL_FORMS, did_you_mean
-from dino_ds.weights.hub import hub_or_cache, on_a_hub
-from dino_ds.weights.huggingface import from_huggingface, left_out
+from dino_ds.data.value_range import ValueRange
+from dino_ds.errors import CheckpointError, one_line
+from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
-from dino_ds.weights.torch_file import read_torch
 
 _BACKBONE = re.compile(
     r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
 )
-_HEAD = "teacher.head."
+_STARTS = (b"PK\x03\x04", b"\x80")
+"""A zip archive, or a bare pickle as torch wrote them before 1.6."""
+_HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
+"""Width and attention heads of facebookresearch/dino's networks, by the last word of its --arch."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Of a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
@@ -37,10 +37,8 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors under our (timm's) names; `kind` says whose file it was; `about`: the JSON beside it, as teacher.json.
-
-    `notes`: what was not taken and why, for people.
-    """
+    """Tensors under our (timm's) names; `kind`: whose file it was; `about`: the JSON beside it, as teacher.json;
+    `notes`: what was not taken and why."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -49,82 +47,10 @@ class Weights:
     notes: list[str] = field(default_factory=list)
 
 
-def find_weights(place: str | Path) -> Weights:
-    """Of a run folder (its teacher), a file, a Hugging Face folder, or a timm name, which may have to be downloaded.
-
-    A run's head lies in its checkpoints. Raises CheckpointError for what is no such thing.
-    """
-    path = Path(place)
-    if not path.exists() and _is_timm_name(str(place)):
-        return _from_timm(str(place))
-    if not path.exists():
-        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}"
-        raise CheckpointError(f"{place} does not exist; {near}")
-    teacher = path / "teacher.safetensors"
-    if (path / "config.yaml").is_file() and not teacher.is_file():
-        raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
-    if not teacher.is_file():
-        return read_weights(path)
-    weights = read_weights(teacher)
-    head, notes = _head_of_run(path, weights.about.get("step"))
-    return Weights(weights.kind, weights.backbone, head, weights.about, [*weights.notes, *notes])
-
-
-def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]:
-    """The teacher's head, from the checkpoint that the teacher was written with; else why there is none."""
-    if not isinstance(step, int) or not 0 <= step < 10**12:
-        return {}, []
-    folder = run / "checkpoints" / step_name(step)
-    try:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder.relative_to(run)} is not there")
-        manifest = read_manifest(folder)
-        check_present(folder, manifest)
-        whole = SavedCheckpoint(folder, manifest).whole()
-        head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
-        _check_numbers(folder, head)
-    except (CheckpointError, OSError) as error:
-        return {}, [f"its head can't be had ({error})"]
-    return head, []
-
-
-def _is_timm_name(name: str) -> bool:
-    base, _, tag = name.partition(".")
-    if base in ARCHITECTURES:
-        return True
-    if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
-        return False
-    import timm
-
-    return bool(timm.is_model(base))
-
-
-def _from_timm(name: str) -> Weights:
-    import timm
-
-    with hub_or_cache() as why:
-        try:
-            model = timm.create_model(name, pretrained=True, num_classes=0)
-        except Exception as error:  # whatever timm and the hub's client raise
-            reason = why or textwrap.shorten(str(error), 160, placeholder=" ...")
-            raise CheckpointError(
-                f"the weights of {name} are not in the cache, and can't be had ({reason}); give a file of weights"
-            ) from None
-    tensors = dict(model.state_dict())
-    try:
-        network = split_network(tensors, "teacher")
-        backbone = _checked(network.backbone)
-    except CheckpointError as error:
-        raise CheckpointError(f"timm's {name}: {error}") from None
-    heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
-    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads, "layer_norm_eps": eps}
-    return Weights("timm", backbone, {}, about, network.notes)
-
-
 def read_weights(path: Path, network: str = "teacher") -> Weights:
     """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
 
-    Pickles are read as data only (`weights_only`). Raises CheckpointError for what is no ViT's weights.
+    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a ViT's weights.
     """
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
@@ -132,7 +58,8 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
-            weights = Weights("huggingface", _checked(from_huggingface(tensors)), {}, about, left_out(tensors))
+            backbone, notes = from_huggingface(tensors)
+            weights = Weights("huggingface", checked(backbone), {}, about, notes)
         else:
             found = split_network(tensors, network)
             kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
@@ -140,15 +67,15 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
                 kind, about = "timm", _from_timm_config(about)
             elif "architecture" in about:
                 kind = "dino_ds"
-            weights = Weights(kind, _checked(found.backbone), found.head, about, found.notes)
+            weights = Weights(kind, checked(found.backbone), found.head, about, found.notes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    _check_numbers(path, weights.backbone | weights.head)
+    check_numbers(path, weights.backbone | weights.head)
     return weights
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json of a timm folder (its own or `dino-ds export --format timm`) says of the network."""
+    """The network that config.json of a timm folder (timm's own or `dino-ds export --format timm`) describes."""
     name, arguments = config["architecture"], config.get("model_args")
     heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if heads is None and name in ARCHITECTURES:
@@ -180,7 +107,7 @@ def _read_folder(folder: Path) -> Content:
 def _read_file(path: Path, network: str) -> Content:
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
-    return (_read_safetensors(path), {}) if path.suffix == ".safetensors" else read_torch(path, network)
+    return (_read_safetensors(path), {}) if path.suffix == ".safetensors" else _read_torch(path, network)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -188,6 +115,72 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+class _Settings:
+    """Stands in for the objects that training scripts save beside their tensors: attributes, and no code."""
+
+    def __init__(self, *values: object) -> None:
+        pass
+
+
+_STAND_INS = (
+    "argparse.Namespace",
+    *(f"{m}.{c}Path" for m in ("pathlib", "pathlib._local") for c in ("Posix", "Windows")),
+)
+
+
+def _read_torch(path: Path, network: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of `network` (teacher or student) in a file, and what its `args` say of their architecture.
+
+    Raises CheckpointError for what is not a torch file, and for one that holds more than data.
+    """
+    try:
+        with path.open("rb") as file:
+            is_torch = file.read(4).startswith(_STARTS)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
+    if not is_torch:
+        raise CheckpointError(f"{path} is not a file of weights: neither .safetensors nor torch's (.pth, .pt)")
+    content = whole = _load_torch(path)
+    for key in (network, "model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
+        keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} holds no weights of a {network}: it is {keys}")
+    tensors = {str(name): tensor for name, tensor in content.items()}
+    return tensors, _architecture_in(whole.get("args"), tensors)
+
+
+def _load_torch(path: Path) -> Any:
+    try:
+        with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
+        reason = f"an object of {found[1]}" if found else _plain(error)
+        raise CheckpointError(
+            f"{path} is refused: it holds more than tensors and plain values ({reason}); "
+            "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"
+        ) from None
+    except Exception as error:  # torch raises whatever its reader meets
+        reason = f"{type(error).__name__}: {_plain(error)}"
+        raise CheckpointError(f"{path} is not a readable torch file, or not a whole one ({reason})") from None
+
+
+def _plain(error: Exception) -> str:
+    """Without the colours of a terminal and torch's long preface."""
+    return one_line(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2])
+
+
+def _architecture_in(args: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The attention heads of the --arch of DINO's training, if the tensors are as wide as that network's."""
+    values = args if isinstance(args, dict) else vars(args) if isinstance(args, _Settings) else {}
+    name = values.get("arch")
+    width, heads = _HEADS.get(re.split("[_-]", name)[-1] if isinstance(name, str) else "", (0, 0))
+    widths = {t.shape[-1] for name, t in tensors.items() if name.endswith("cls_token") and t.ndim}
+    return {"num_attention_heads": heads} if widths == {width} else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -205,7 +198,7 @@ def _check_huggingface(config: dict[str, Any]) -> None:
         raise CheckpointError(f"its MLP has {activation}, and dino_ds's has gelu")
 
 
-def _checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
+def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
     """A backbone that has nothing that ours lacks, and positions in our form. Raises CheckpointError."""
     unknown = sorted(name for name in backbone if not _BACKBONE.fullmatch(name))
     if unknown:
@@ -226,8 +219,23 @@ def _checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
     return backbone
 
 
-def _check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises CheckpointError for NaN, infinity, and what is no floating-point number."""
+def range_of(about: dict[str, Any]) -> ValueRange | None:
+    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
+
+
+def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raises CheckpointError for NaN, infinity and integers."""
     wrong = [name for name, t in tensors.items() if not t.is_floating_point() or not torch.isfinite(t.float()).all()]
     if wrong:
         raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

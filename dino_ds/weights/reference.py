@@ -72,7 +72,7 @@ def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _head(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Ours or the reference's names; a head of one layer is no sequence there."""
+    """From our or the reference's names; the reference's head of one layer is not a sequence."""
     out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in theirs.items() if name[:4] == "mlp."}
     for name in _PROTOTYPES:
         tensor = theirs.get(name if name.startswith("prototypes") else f"last_layer.{name}")

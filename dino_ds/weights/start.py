@@ -1,16 +1,23 @@
-"""The weights that a run starts from: whether they are of the recipe's network, and which recipe builds theirs."""
+"""Starts a run from existing weights: checks that they fit the recipe's network, and loads them while it is built."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
 from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
+from dino_ds.data.value_range import ValueRange, range_text
 from dino_ds.errors import CheckpointError
-from dino_ds.weights.describe import Description, describe, kind_of
-from dino_ds.weights.read import Weights, find_weights
+from dino_ds.models.network import Network
+from dino_ds.models.weights import Placer
+from dino_ds.weights.find import find_weights
+from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
+from dino_ds.weights.read import Weights, range_of
 
 _NUMBERS = {
     "patch_size": "patches of {} pixels",
@@ -21,10 +28,12 @@ _NUMBERS = {
 }
 
 
-def find_start(model: ModelSection) -> Weights:
-    """The weights of `model.init_from`; its notes say what of their network is not stated, or otherwise here.
+def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
+    """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
 
-    Raises CheckpointError, which gives the flags that fit, where they are of another architecture than `model`.
+    value_range: of this run's images deeper than 8 bits.
+
+    Raises CheckpointError, with the flags that would fit, if their architecture is not that of `model`.
     """
     assert model.init_from is not None
     weights, ours = find_weights(model.init_from), model.architecture()
@@ -39,15 +48,20 @@ def find_start(model: ModelSection) -> Weights:
         raise CheckpointError(
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
-    return replace(weights, notes=[*weights.notes, *_notes(found, model)])
+    notes = [*weights.notes, *_notes(found, model)]
+    theirs = range_of(weights.about)
+    if weights.kind == "dino_ds" and theirs != value_range:
+        old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, value_range))
+        notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
+    return replace(weights, notes=notes)
 
 
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
-    It takes the place of the recipe's numbers, but for the attention heads of weights that do not state theirs. A run
-    that is there already and began from the same weights says it: their file may be gone.
-    Raises CheckpointError where dino_ds builds no such network, ConfigError where the recipe does not fit it.
+    It replaces the recipe's numbers, but for attention heads that the weights do not state. A run that exists already
+    and began from the same weights knows it: their file may be gone. Raises CheckpointError for a network that dino_ds
+    does not build, ConfigError where the recipe does not fit it.
     """
     model = recipe.model
     assert model.init_from is not None
@@ -70,7 +84,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
 
 
 def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
-    """The fewest changes of recipe values that make `model` build `arch`; None where no backbone is of its kind."""
+    """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
     found = []
     for name, known in ARCHITECTURES.items():
         wanted = {} if name == model.backbone else {"model.backbone": name}
@@ -84,7 +98,7 @@ def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
 
 
 def _differences(theirs: Architecture, ours: Architecture) -> list[str]:
-    """What their network has and ours has not, such as "4 blocks, not 2"."""
+    """How their network differs from ours, such as "4 blocks, not 2"."""
     found = [
         f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
         for key, text in _NUMBERS.items()
@@ -123,3 +137,58 @@ def _notes(found: Description, model: ModelSection) -> list[str]:
             f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
         )
     return notes
+
+
+class InitialWeights:
+    """A `Placer` that copies the tensors of `weights` over the initial ones, then hands the module on to `place`.
+
+    The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
+    head of other shapes is left out, and ours stays as initialised.
+    """
+
+    def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
+        self._prefix = {module: name for name, module in network.named_modules()}
+        self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
+        self._resized: list[str] = []
+        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        self._head = {f"head.{name}": t for name, t in weights.head.items()}
+        self._head_note = self._fit_head(own)
+        backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
+        self._backbone = self._fit_backbone(backbone, own, interpolation)
+        self._tensors = self._backbone | self._head
+
+    def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
+        wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
+        if not self._head:
+            return "it has no head: our own starts anew"
+        found = {name: tuple(t.shape) for name, t in self._head.items()}
+        if found == wanted:
+            return f"the head too ({len(wanted)} tensors)"
+        other = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        self._head = {}
+        return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): our own starts anew"
+
+    def _fit_backbone(
+        self, theirs: dict[str, Tensor], own: dict[str, tuple[int, ...]], interpolation: str
+    ) -> dict[str, Tensor]:
+        shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        start = f"model.init_from {self._source}"
+        fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
+        place = "backbone.pos_embed"
+        if fitting[place].shape != theirs[place].shape:
+            self._resized.append(f"position embedding resized to {shapes[place][1]} places")
+        return fitting
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        prefix = self._prefix[module]
+        for name, parameter in module.named_parameters(recurse=False):
+            tensor = self._tensors.get(f"{prefix}.{name}")
+            if tensor is not None:
+                parameter.copy_(tensor.to(parameter.dtype))
+        self._place(module)
+
+    def __str__(self) -> str:
+        """What was taken and what not."""
+        what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
+        return "; ".join([what, *self._resized, self._head_note, *self._notes])

@@ -38,6 +38,8 @@ from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 
+pytestmark = pytest.mark.slow
+
 COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 
 
@@ -273,8 +275,8 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
 
 def test_inference(capsys, tmp_path, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
-    compile_blocks = VisionTransformer.compile_blocks  # without the minute that inductor takes
-    monkeypatch.setattr(VisionTransformer, "compile_blocks", lambda vit: compile_blocks(vit, backend="eager"))
+    compile_segments = VisionTransformer.compile_segments  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compile_segments(vit, backend="eager"))
     model = _backbone()
     export_safetensors(model, tmp_path / "teacher.safetensors")
     given = {

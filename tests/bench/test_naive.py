@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dino_ds.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
-from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseLoss, PlainEngine
+from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseTerm, PlainEngine
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
 from dino_ds.models.head import Prototypes
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
+from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
+from tests.reference import copied
 
 pytestmark = pytest.mark.numerical
 
@@ -32,12 +34,13 @@ def test_the_pairwise_loss_is_ours():
     """To 1e-6 relative, gradients too: sums in another order."""
     torch.manual_seed(0)
     logits, teacher = torch.rand(5 * 4, 64) * 2 - 1, torch.rand(2 * 4, 64) * 2 - 1
-    results = []
-    for kind in (PairwiseLoss, DinoLoss):
+    results, schedule = [], SimpleNamespace(teacher_temp=0.04)
+    for kind in (PairwiseTerm, DinoTerm):
         loss = kind(64, 0.1, 0.9)
         loss.center.value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
         given = logits.clone().requires_grad_()
-        value = loss(given, teacher, 0.04).loss
+        targets = loss.targets({"ema": {HEAD: teacher}}, schedule)
+        value = loss.loss({HEAD: given}, targets, schedule).loss
         results.append((value.detach(), torch.autograd.grad(value, given)[0], loss.center.pending()))
     for plain, ours in zip(*results, strict=True):
         torch.testing.assert_close(plain, ours, rtol=1e-6, atol=1e-7)
@@ -59,14 +62,14 @@ def test_normalised_prototypes_are_ours():
 def test_the_loop_over_the_teacher_is_one_pass():
     student = build_network(tiny_recipe(), PerformanceOptions())
     masters = [WholeMasters(list(student.named_parameters()))]
-    teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, Teacher)]
+    teachers = [kind(copy.deepcopy(student), masters) for kind in (LoopTeacher, EmaTeacher)]
     with torch.no_grad():
         for parameter in student.parameters():
             parameter.add_(torch.randn_like(parameter))
     states = []
     for teacher in teachers:
-        teacher.update(0.9)
-        states.append(teacher.state_dict())
+        teacher.move(0.9)
+        states.append(teacher.state())
     for name in states[0]:
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-7)
 
@@ -76,11 +79,11 @@ def _losses_and_teacher(step):
     step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
     changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
     trial = build_ladder_step(step, tiny_recipe(**changes), 4)
-    start = trial.step.teacher.state_dict()
+    start = copied(trial.step.teachers["ema"].state())
     losses = [float(trial.run()) for _ in range(4)]
-    teacher = trial.step.teacher.state_dict()
+    teacher = copied(trial.step.teachers["ema"].state())
     assert max(float((teacher[name] - start[name]).abs().max()) for name in start) > 3e-4, "the weights move"
-    return torch.tensor(losses), teacher, trial.step.objective.center.value
+    return torch.tensor(losses), teacher, trial.step.objective.statistics["center"].value
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_the_plain_engine_clips_the_global_norm():
             torch.nn.utils.get_total_norm([p.grad for g in optimizer.param_groups for p in g["params"]])
         )
     )
-    out = engine([torch.randn(2, 3, 32, 32)] * 2, None)
+    out = engine({"global": [torch.randn(2, 3, 32, 32)] * 2}, None)[HEAD]
     engine.backward(out.square().sum())
     engine.step()
     assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from dino_ds import distributed
+from dino_ds.checkpoint import files as checkpoint_writing
 from dino_ds.checkpoint import saving as checkpoint_saving
-from dino_ds.checkpoint import writing as checkpoint_writing
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.errors import StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of
@@ -103,7 +103,7 @@ def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
     run = SmallRun(tmp_path).train(1).save()
     gate.set()
     run.save(wait=True).save(wait=True).save()
-    assert len(run.said) == 1 and run.saving._flight is None
+    assert len(run.said) == 1 and run.saving._pending is None
 
 
 def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
@@ -203,7 +203,7 @@ class TestFullDisk:
         run.train().save().train().save().train()
         with pytest.raises(StorageError, match=r"step 4: .* MB needed, .* MB free in .*3 saves in a row have failed"):
             run.save()
-        assert "training goes on (1 failed in a row, 3 stop the run)" in run.said[1]
+        assert "training continues (1 failed in a row, 3 stop the run)" in run.said[1]
         assert folders(tmp_path) == ["latest", "step_00000001"] and is_that_of(run.choose().saved, 1)
 
     def test_a_good_save_in_between_begins_the_count_anew(self, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import yaml
 
 from dino_ds.architectures import ARCHITECTURES
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.lengths import Length
+from dino_ds.config.fields import Length
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe, recipe_names, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError

@@ -45,7 +45,7 @@ def _sent_and_predicted(stage: int, precision: str, accumulation: int, sections:
     harness.run_windows(step, 0, 2)  # ZeRO 3 learns the order of the parameters in the first
     with _Collectives() as counted:
         harness.run_windows(step, 2, 1)
-    sizes = parameter_sizes(step.teacher.network.backbone.arch, 32, HEAD)
+    sizes = parameter_sizes(step.teachers["ema"].network.backbone.arch, 32, HEAD)
     predicted: Counter[str] = Counter()
     for traffic in step_traffic(sizes, HEAD.prototypes, config, torch.distributed.get_world_size()):
         predicted[traffic.operation] += traffic.payload

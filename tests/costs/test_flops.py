@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes, step_flops
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.objectives.dino import HEAD as HEAD_NAME
 from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.reference import by_group, dino_network
 
 HEAD = HeadSizes(prototypes=64, hidden=48, bottleneck=16, layers=3)
 ARCHS = {
@@ -47,16 +48,19 @@ def _count_flops():
 @pytest.mark.parametrize("cls_only", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.slow
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
-    backbone = VisionTransformer(arch, 32, attention="naive", packed=packed, cls_only_last_block=cls_only)
-    network = DinoNetwork(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
+    backbone = VisionTransformer(
+        arch, 32, BackboneOptions(attention="naive", packed=packed, cls_only_last_block=cls_only)
+    )
+    network = dino_network(backbone, DinoHead(arch.width, HEAD.hidden, HEAD.bottleneck, HEAD.prototypes, HEAD.layers))
     groups = dino_groups(32, (0.4, 1), 16, (0.1, 0.4), 3)
-    crops = [torch.randn(2, arch.in_chans, size, size) for size in crop_sizes(groups)]
+    crops = by_group([torch.randn(2, arch.in_chans, size, size) for size in crop_sizes(groups)])
     with _count_flops() as counted:
         with torch.no_grad():
-            network(crops[:2])
-        network(crops).sum().backward()
+            network({"global": crops["global"]})
+        network(crops)[HEAD_NAME].sum().backward()
     assert counted.get_total_flops() == 2 * sum(step_flops(arch, HEAD, groups, cls_only).values())
 
 

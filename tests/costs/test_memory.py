@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.memory import (
@@ -25,11 +25,12 @@ from dino_ds.costs.parameters import parameter_sizes
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
 from tests.engine import harness
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.reference import by_group, dino_network
+from tests.sample import sampled
 
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
@@ -38,7 +39,7 @@ HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers
 def test_parameters_are_counted_one_by_one(name):
     arch, head = ARCHITECTURES[name], HeadSizes(500, 64, 32, 3)
     with torch.device("meta"):
-        network = DinoNetwork(VisionTransformer(arch, 224), DinoHead(arch.width, 64, 32, 500, 3))
+        network = dino_network(VisionTransformer(arch, 224), DinoHead(arch.width, 64, 32, 500, 3))
     assert parameter_sizes(arch, 224, head) == {name: p.numel() for name, p in network.named_parameters()}
 
 
@@ -55,7 +56,7 @@ def _saved_bytes(network, views) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        network(views)
+        network(by_group(views))
     return sum(found.values())
 
 
@@ -69,7 +70,7 @@ def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
 
     def saved(depth: int, cls_only: bool) -> int:
         arch = Architecture(8, 64, depth, 4, **kind)
-        network = VisionTransformer(arch, 64, attention=attention, cls_only_last_block=cls_only)
+        network = VisionTransformer(arch, 64, BackboneOptions(attention=attention, cls_only_last_block=cls_only))
         return _saved_bytes(network.to(dtype), views)
 
     arch = Architecture(8, 64, 2, 4, **kind)
@@ -96,7 +97,7 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int) -> tuple[i
     step = harness.build_step(config)
     harness.run_windows(step, 0, 2)
     held = sum(storage.nbytes() for pointer, storage in _storages().items() if pointer not in before)
-    arch = step.teacher.network.backbone.arch
+    arch = step.teachers["ema"].network.backbone.arch
     sizes, ranks = parameter_sizes(arch, 32, HEAD), torch.distributed.get_world_size()
     predicted = sum(state_bytes(sizes, config, ranks, on_gpu=False).values())
     if stage == 3:
@@ -104,10 +105,12 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int) -> tuple[i
     return held, predicted
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+ENGINES = [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)]
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulation"),
-    [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)],
+    ("ranks", "stage", "precision", "accumulation"),
+    sampled([(ranks, *engine) for engine in ENGINES for ranks in (2, 1)], lambda cell: (cell[0], cell[1:3])),
 )
 def test_state_is_what_the_engine_holds(stage, precision, accumulation, ranks):
     """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
@@ -141,6 +144,7 @@ def _peak_bytes(run) -> int:
         ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64),
     ],
 )
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_predicted(sections, prototypes):
     """Within 5 %, whatever moment it is at."""
     init_distributed()

@@ -10,15 +10,17 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.evals import knn, retrieval
 from dino_ds.evals.features import raw_pixels
 from dino_ds.pictures import maps
-from dino_ds.training.build import _build_meta
+from dino_ds.training.build import build_meta
 from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, fake_cuda
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_backbone_s_outputs(dtype: torch.dtype):
     with fake_cuda() as gpu:
-        network = gpu.module(_build_meta(Recipe(), PerformanceOptions()))
+        network = gpu.module(build_meta(Recipe(), PerformanceOptions()))
         backbone = Backbone(network.backbone, 224, "here", {})
         images, large = (torch.empty(8, 3, side, side, device=CUDA) for side in (224, 384))
         with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32), gpu.part("features"):

@@ -10,12 +10,14 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.objective.dino import DinoLoss
-from dino_ds.teacher import Teacher
-from dino_ds.training.build import _build_meta
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.build import build_meta, build_objective, build_schedules
 from dino_ds.training.metrics import Meter
-from dino_ds.training.step import VOTES
+from dino_ds.training.step import FLAGS
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+
+pytestmark = pytest.mark.slow
 
 IMAGES = 64
 
@@ -23,36 +25,43 @@ IMAGES = 64
 def step(
     gpu: FakeCuda, model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int = 0
 ) -> None:
-    """What `DinoStep.micro_batch` does, by parts; DeepSpeed's own is counted in test_engine.py."""
+    """What `TrainingStep.micro_batch` does, by parts; DeepSpeed's own is counted in test_engine.py."""
     recipe = Recipe.model_validate({"model": {"backbone": "vit_small_patch16_224", "drop_path": 0.0} | model})
-    student = gpu.module(_build_meta(recipe, performance), dtype).train()
-    student.checkpoint_activations(checkpoint, False)
+    student = gpu.module(build_meta(recipe, performance), dtype).train()
+    student.backbone.checkpoint_segments(checkpoint)
     with gpu.part("start"):
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
-        network = gpu.module(_build_meta(recipe, performance))
-        teacher = Teacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(performance.teacher_copy))
-        objective = DinoLoss(recipe.head.prototypes, 0.1, 0.9, CUDA)
-        flags, meter = RankFlags(VOTES, CUDA), Meter(("loss", "entropy"), CUDA)
+        network = gpu.module(build_meta(recipe, performance))
+        ema = EmaTeacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(performance.teacher_copy))
+        teachers = Teachers({"ema": ema}, {"ema": ("global",)})
+        objective = build_objective(recipe, torch.device(CUDA))
+        flags, meter = RankFlags(FLAGS, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix
+        schedule = build_schedules(recipe, 10).at(0)
     gpu.problems.clear()
-    views = [torch.empty(IMAGES, 3, side, side, device=CUDA) for side in [224] * 2 + [96] * 8]
+    crops = {
+        group.name: [torch.empty(IMAGES, 3, group.size, group.size, device=CUDA) for _ in range(group.count)]
+        for group in recipe.crops.groups
+    }
     with gpu.part("student"):
-        drops = student.backbone.drop_path > 0
+        drops = student.backbone.options.drop_path > 0
         keys = sample_keys(0, 0, torch.empty(IMAGES, dtype=torch.long, device=CUDA)) if drops else None
     with gpu.part("teacher"):
-        teacher_logits = teacher(views[:2])
-    with gpu.part("student"):
-        student_logits = student(views, keys)
+        outputs = teachers(crops)
     with gpu.part("loss"):
-        loss, entropy = objective(student_logits, teacher_logits, 0.04)
+        targets = objective.targets(outputs, schedule)
+    with gpu.part("student"):
+        student_outputs = student(crops, keys)
+    with gpu.part("loss"):
+        loss, scalars = objective.loss(student_outputs, targets, schedule)
     with gpu.part("backward"):
         gpu.backward(loss)
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in student.parameters())
     with gpu.part("ema"):
-        total = torch.cat((objective.center.pending(), flags.tensor_to_sum()))
-        objective.center.commit(total[: recipe.head.prototypes + 1])
-        teacher.update(0.996)
-        meter.add(loss.detach(), entropy)
+        total = torch.cat((*objective.pending(), flags.tensor_to_sum()))
+        objective.commit(total[: recipe.head.prototypes + 1])
+        teachers.update(schedule)
+        meter.add(loss.detach(), *scalars.values())
 
 
 COPY = PerformanceOptions(teacher_copy=True)  # as on a GPU where nothing is stated
@@ -88,7 +97,7 @@ VARLEN, NAIVE = (
 
 
 @pytest.mark.parametrize(
-    "model, levers, dtype, checkpoint, launches",
+    "model, performance, dtype, checkpoint, launches",
     [
         ({"drop_path": 0.1}, COPY, torch.float16, 0, 608),
         ({}, PerformanceOptions(), torch.float32, 0, 496),

@@ -163,6 +163,7 @@ def test_global_batches_do_not_depend_on_ranks_and_micro_batches(world, micro):
 
 
 @BOTH
+@pytest.mark.slow
 def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
     alone = by_sample(batches(4, augment=augment))
     assert_same_crops(alone, by_sample(batches(4, workers=2, augment=augment)))
@@ -171,6 +172,7 @@ def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
     assert_same_crops(alone, by_sample(batches(32, 1, augment=augment)))
 
 
+@pytest.mark.slow
 def test_the_worker_augments_as_multicrop_does():
     """To the last bit: MultiCrop is what is compared with the reference."""
     source = Noise()
@@ -331,6 +333,7 @@ def _workers_of_this_process():
     return [p for p in psutil.Process().children(recursive=True) if p.parent().pid != os.getpid()]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_and_started_again_once():
     """torch would hang or print a traceback. No image is lost or seen twice; the second death is an error.
 
@@ -367,6 +370,7 @@ class Stuck(Noise):
         return super().load(index)
 
 
+@pytest.mark.slow
 def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     """Who waits may also give up before."""
     import psutil
@@ -426,6 +430,7 @@ def test_torchs_generator_is_not_moved():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     """SIGINT and SIGTERM reach every process; the parent still gets the batch that it waits for, without a traceback.
 
@@ -474,6 +479,7 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     assert out.returncode == 0
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_run_is_killed(tmp_path):
     """A rank that dies without a farewell leaves no process behind."""
     code = textwrap.dedent(

@@ -16,7 +16,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
 
-DOCS = Path(__file__).parent.parent.parent / "docs/sources.md"
+DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
 GOOD = "def __len__(self): return 3\n    def load(self, i): pass\n    def name(self, i): return str(i)\n"
 
 

@@ -56,6 +56,7 @@ def drawn(count, seed):
     return [view for i in range(count) for view in multicrop.draw(100, 80, seed + i)]
 
 
+@pytest.mark.slow
 def test_kernels_give_what_torch_s_operators_give(interpreted):
     views = drawn(4, seed=5)
     for drawn_values in zip(
@@ -117,6 +118,7 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
     find_kernels.cache_clear()
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
     """For an A100 by the compiler that a GPU machine uses; nothing is spilled to memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -9,27 +9,30 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import Architecture, BackboneOptions
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objective.dino import DinoLoss
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import DinoTerm
 from dino_ds.schedules import Schedules
-from dino_ds.teacher import Teacher
-from dino_ds.training.step import DinoStep
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.step import TrainingStep
+from tests.reference import copied, dino_network
 
 PROTOTYPES = 40
 
 
-def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> DinoNetwork:
+def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> Network:
     """Width 32, two blocks, patch 8, 32-pixel native crops; the same weights at every call."""
     torch.manual_seed(3)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=drop_path)
-    return DinoNetwork(backbone, DinoHead(32, 48, 16, prototypes, 3))
+    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, BackboneOptions(drop_path=drop_path))
+    return dino_network(backbone, DinoHead(32, 48, 16, prototypes, 3))
 
 
 def tiny_schedules(freeze_steps: int = 0, **changes: Any) -> Schedules:
@@ -77,21 +80,23 @@ def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> dict[st
 
 
 def build_step(
-    config: DsConfig, network: DinoNetwork | None = None, schedules: Schedules | None = None, eps: float = 1e-8
-) -> DinoStep:
+    config: DsConfig, network: Network | None = None, schedules: Schedules | None = None, eps: float = 1e-8
+) -> TrainingStep:
     """As `Run` does it; levers of the network itself are the network's."""
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
     engine = Engine(network, config, betas=(0.9, 0.999), eps=eps)
-    teacher = Teacher(
+    teacher = EmaTeacher(
         copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
     )
-    objective = DinoLoss(prototypes, student_temp=0.1, center_momentum=0.9)
-    return DinoStep(engine, teacher, objective, schedules or tiny_schedules())
+    objective = Objective({"dino": DinoTerm(prototypes, student_temp=0.1, center_momentum=0.9)})
+    return TrainingStep(
+        engine, Teachers({"ema": teacher}, {"ema": ("global",)}), objective, schedules or tiny_schedules()
+    )
 
 
-def run_windows(step: DinoStep, first: int, count: int, global_batch: int = 8) -> list[float]:
+def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 8) -> list[float]:
     """Train on windows [first, first + count) of the same global batches, whatever ranks and micro-batches are.
 
     Returns the loss of each window, averaged over micro-batches and ranks.
@@ -118,6 +123,6 @@ def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
-def fp32_student(engine: Engine, like: DinoNetwork) -> dict[str, Tensor]:
+def fp32_student(engine: Engine, like: Network) -> dict[str, Tensor]:
     """The student's FP32 master weights, whole, by name: a teacher with momentum 0. `like` is overwritten."""
-    return Teacher(like, engine.masters()).state_dict()
+    return copied(EmaTeacher(like, engine.masters()).state())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dino_ds.engine.engine import Progress
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
+from tests.reference import copied, dino_network
+from tests.sample import sampled
 
 _CASES = [(0, "fp32")] + [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
 
@@ -53,8 +56,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("stage", "precision"), _CASES)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "stage", "precision"), sampled([(w, *c) for c in _CASES for w in (2, 1)]))
 def test_the_host_reads_the_device_once_a_step(stage: int, precision: str, world: int):
     """Whether the step is applied decides EMA, center and schedules. Nothing else is read, and nothing in between."""
     for counts in run_on_ranks(_reads_of_a_window, stage, precision, world=world):
@@ -65,27 +67,27 @@ def _teacher(stage: int, copy: bool) -> tuple[dict[str, torch.Tensor], list[floa
     section = {"dino_ds": {"teacher_copy": True}} if copy else {}
     step = build_step(ds_config(stage, "bf16", 8, **section))
     losses = run_windows(step, 0, 3)
-    state = step.teacher.state_dict()
-    step.teacher.load_state_dict({name: value * 1.01 for name, value in state.items()})
+    state = copied(step.teachers["ema"].state())
+    step.teachers["ema"].load_state({name: value * 1.01 for name, value in state.items()})
     return state, [*losses, *run_windows(step, 3, 1)]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_teacher_with_its_matrices_in_bf16_is_the_same_to_the_bit(stage: int):
     """Also after its weights were loaded."""
-    for plain, copied in zip(
+    for plain, cast in zip(
         run_on_ranks(_teacher, stage, False, world=2), run_on_ranks(_teacher, stage, True, world=2), strict=True
     ):
-        assert plain[1] == copied[1]
-        assert all(torch.equal(plain[0][name], copied[0][name]) for name in plain[0])
+        assert plain[1] == cast[1]
+        assert all(torch.equal(plain[0][name], cast[0][name]) for name in plain[0])
 
 
 def _copy_follows() -> None:
     step = build_step(ds_config(1, "bf16", 8, dino_ds={"teacher_copy": True}))
-    running = step.teacher._running
-    assert running is not step.teacher.network
+    running = step.teachers["ema"]._running
+    assert running is not step.teachers["ema"].network
     assert running.backbone.blocks[0].mlp.fc1.weight.dtype == torch.bfloat16
-    assert running.head.prototypes.weight.data_ptr() == step.teacher.network.head.prototypes.weight.data_ptr()
+    assert running.head.prototypes.weight.data_ptr() == step.teachers["ema"].network.head.prototypes.weight.data_ptr()
     before = running.backbone.blocks[0].mlp.fc1.weight.clone()
     run_windows(step, 0, 4)
     assert not torch.equal(before, running.backbone.blocks[0].mlp.fc1.weight)
@@ -98,38 +100,34 @@ def test_the_copy_is_what_runs_and_follows():
 def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
-    from dino_ds.architectures import Architecture
+    from dino_ds.architectures import Architecture, BackboneOptions
     from dino_ds.models.head import DinoHead
-    from dino_ds.models.network import DinoNetwork
     from dino_ds.models.vit import VisionTransformer
     from tests.engine.harness import PROTOTYPES
 
     torch.manual_seed(3)
     compiled = performance.pop("compile", False)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, drop_path=0.2, **performance)
-    network = DinoNetwork(backbone, DinoHead(32, 48, 16, PROTOTYPES, 3))
+    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, BackboneOptions(drop_path=0.2, **performance))
+    network = dino_network(backbone, DinoHead(32, 48, 16, PROTOTYPES, 3))
     if compiled:
         torch._dynamo.reset()
         # Not inductor: its C++ takes a minute to build, and the question here is what the engine sees.
-        backbone.compile_blocks(backend="aot_eager")
+        backbone.compile_segments(backend="aot_eager")
     return run_windows(build_step(ds_config(stage, "fp32", 8, accumulation=2), network), 0, 4)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize(
-    "lever",
-    [
-        {"compile": True},
-        {"packed": False},
-        {"cls_only_last_block": False},
-        {"attention": "naive"},
-        {"attention_backend": "math"},
-    ],
-    ids=lambda lever: next(iter(lever)),
-)
-def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: dict[str, Any]):
+LEVERS = {
+    "compile": True, "packed": False, "cls_only_last_block": False, "attention": "naive", "attention_backend": "math"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "lever"), sampled(itertools.product((0, 2), LEVERS)))
+def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: str):
     """FP32 sums in another order: 1e-6 relative in the first step, Adam makes it grow to 1e-5 in four."""
-    (plain,), (other,) = run_on_ranks(_losses, stage, world=1), run_on_ranks(_losses, stage, world=1, **lever)
+    (plain,), (other,) = (
+        run_on_ranks(_losses, stage, world=1),
+        run_on_ranks(_losses, stage, world=1, **{lever: LEVERS[lever]}),
+    )
     assert other[0] == pytest.approx(plain[0], rel=1e-6)
     assert other == pytest.approx(plain, rel=1e-5)
 
@@ -161,8 +159,10 @@ def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32")])
-@pytest.mark.parametrize("world", [1, 2])
+NORMS = [(world, *cell) for cell in ((1, "bf16"), (2, "fp16"), (3, "fp32")) for world in (2, 1)]
+
+
+@pytest.mark.parametrize(("world", "stage", "precision"), sampled(NORMS))
 def test_the_norm_of_one_pass_is_deepspeed_s(stage: int, precision: str, world: int):
     """Both sum in FP64."""
     results = run_on_ranks(_norms, stage, precision, False, world=world)

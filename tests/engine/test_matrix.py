@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from tests.engine.harness import (
     tiny_schedules,
 )
 from tests.ranks import run_on_ranks
+from tests.reference import copied
+from tests.sample import sampled
 
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
@@ -32,7 +35,7 @@ def _train(stage, precision, accumulation=1, **sections):
     config = ds_config(stage, precision, BATCH, accumulation, **sections)
     step = build_step(config, schedules=tiny_schedules(2), eps=1e-2)  # so large that Adam doesn't magnify roundings
     ema = fp32_student(step.engine, tiny_network())
-    assert max_difference(ema, step.teacher.state_dict()) == 0.0
+    assert max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
     losses, norms = [], []
     for window in range(WINDOWS):
         momentum = step.knobs.teacher_momentum
@@ -40,8 +43,8 @@ def _train(stage, precision, accumulation=1, **sections):
         norms.append(step.engine.grad_norm)
         masters = fp32_student(step.engine, tiny_network())
         ema = {name: ema[name].lerp(masters[name], 1 - momentum) for name in ema}
-    teacher = step.teacher.state_dict()
-    return losses, teacher, max_difference(ema, teacher), norms, step.objective.center.value
+    teacher = copied(step.teachers["ema"].state())
+    return losses, teacher, max_difference(ema, teacher), norms, step.objective.statistics["center"].value
 
 
 def _one_process(precision, accumulation=1):
@@ -72,19 +75,18 @@ def test_two_ranks_equal_one_process(stage, precision, references):
     assert torch.equal(first[4], second[4])
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
-        {"data_types": {"grad_accum_dtype": "fp32"}},
-        {"zero": {"round_robin_gradients": True}},
-    ],
-    ids=["offload", "fp32-accumulation", "round-robin"],
-)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_teacher_follows_the_masters_of_every_layout(stage, sections, references):
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+LAYOUTS = {
+    "offload": {"zero": OFFLOAD},
+    "fp32-accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "round-robin": {"zero": {"round_robin_gradients": True}},
+}
+
+
+@pytest.mark.parametrize(("layout", "stage"), sampled(itertools.product(LAYOUTS, (1, 2))))
+def test_teacher_follows_the_masters_of_every_layout(stage, layout, references):
     """DeepSpeed keeps the masters in another place or order with each of these; the EMA must find them."""
-    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(sections)):
+    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(LAYOUTS[layout])):
         assert ema_error < 1e-7
         assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
         assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-4
@@ -93,8 +95,8 @@ def test_teacher_follows_the_masters_of_every_layout(stage, sections, references
 @pytest.mark.parametrize(
     "zero",
     [
-        {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
-        {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu"}},
+        OFFLOAD,
+        OFFLOAD | {"offload_param": {"device": "cpu"}},
         {"sub_group_size": 500, "stage3_param_persistence_threshold": 10},
     ],
     ids=["offload", "offload-all", "sub-groups"],
@@ -210,16 +212,16 @@ def _precisions():
         step = build_step(ds_config(1, precision, BATCH))
         module = step.engine._engine.module
         dtypes = {p.dtype for p in module.parameters()}
-        teacher = {p.dtype for p in step.teacher.network.parameters()}
+        teacher = {p.dtype for p in step.teachers["ema"].network.parameters()}
         forwards = []
 
         def note(_module, _inputs, out, seen=forwards):
             seen.append(out.dtype)
 
-        step.teacher.network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
+        step.teachers["ema"].network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
         indices = torch.arange(BATCH)
         loss = step.micro_batch(crops(indices), None).loss
-        assert loss.dtype == torch.float32 and step.objective.center.value.dtype == torch.float32
+        assert loss.dtype == torch.float32 and step.objective.statistics["center"].value.dtype == torch.float32
         found[precision] = (dtypes == {DTYPES[precision]}, teacher == {torch.float32}, forwards[0])
     return found
 

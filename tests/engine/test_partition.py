@@ -21,12 +21,12 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.training.build import build_network
-from dino_ds.training.run import build_step
+from dino_ds.training.build import build_network, build_step
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
+from tests.reference import copied, dino_network
+from tests.sample import sampled
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
@@ -63,7 +63,8 @@ def _config(recipe: Recipe, stage: int, precision: str, **sections) -> DsConfig:
 
 def _teacher_at_the_start(recipe: Recipe, stage: int, precision: str, **sections) -> dict[str, torch.Tensor]:
     """The teacher, which is made of the FP32 masters."""
-    return build_step(recipe, _config(recipe, stage, precision, **sections), 10).teacher.state_dict()
+    step = build_step(recipe, _config(recipe, stage, precision, **sections), 10)
+    return copied(step.teachers["ema"].state())
 
 
 @pytest.mark.parametrize("backbone", ["vit_small_patch16_224", "vit_giant_patch14_reg4_dinov2"])
@@ -75,14 +76,13 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
     torch.manual_seed(recipe.seed)
     arch, head = recipe.model.architecture(), recipe.head
     backbone = VisionTransformer(arch, recipe.crops.global_size)
-    whole = DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
+    whole = dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
     assert torch.equal(after, torch.rand(1))
     for (name, ours), (_, theirs) in zip(pieces.named_parameters(), whole.named_parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "ranks"), sampled(itertools.product(("fp32", "bf16"), (2, 1))))
 def test_masters_are_those_of_zero_0_to_the_last_bit(precision, ranks):
     """In bf16 rounded to it: DeepSpeed makes its masters of the weights in the engine's precision."""
     recipe = _twin(model__depth="3")
@@ -183,6 +183,8 @@ def test_no_rank_holds_the_whole_student_in_a_step():
         assert LIVE / 4 < most < 2 * LIVE < weights / 4
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_real_7b_is_built_in_partitions():
     """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.data.images import UnreadableImage
-from dino_ds.evals.features import evenly_spaced_indices, extract_features, generators_kept, raw_pixels
+from dino_ds.data.images import UnreadableImage, evenly_spaced_indices
+from dino_ds.evals.features import Reading, extract_features, generators_kept, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -148,10 +148,18 @@ class _OneBroken(_Colours):
 
 def test_unreadable_images_are_left_out():
     features, labels, bad = extract_features(
-        lambda images: images.mean(dim=(2, 3)), _OneBroken(6), range(6), _to_tensor, torch.device("cpu"), workers=0
+        lambda images: images.mean(dim=(2, 3)),
+        _OneBroken(6),
+        range(6),
+        torch.device("cpu"),
+        Reading(_to_tensor, workers=0),
     )
     assert features[:, 0].tolist() == [0, 1, 2, 3, 5] and labels.tolist() == [0, 1, 2, 0, 2]
     assert bad == ["4 (broken)"]
+
+
+def _mean_colours(images):
+    return images.mean(dim=(2, 3))
 
 
 def _to_tensor(image):
@@ -160,9 +168,8 @@ def _to_tensor(image):
 
 def _extract():
     source = _Colours(11)
-    features, labels, _ = extract_features(
-        lambda images: images.mean(dim=(2, 3)), source, range(11), _to_tensor, torch.device("cpu"), workers=0
-    )
+    reading = Reading(_to_tensor, workers=0)
+    features, labels, _ = extract_features(_mean_colours, source, range(11), torch.device("cpu"), reading)
     return list(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
 
 

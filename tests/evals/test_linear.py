@@ -8,9 +8,9 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.evals import linear as linear_module
+from dino_ds.evals.features import GaveUp
 from dino_ds.evals.linear import fit_linear, fit_ridge
-from dino_ds.evals.protocols.patch_probe import fit_patch_probe
-from dino_ds.evals.subject import GaveUp
+from dino_ds.evals.protocols.voc import fit_patch_probe
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical

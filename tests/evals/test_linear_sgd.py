@@ -14,8 +14,9 @@ from torch import nn
 import dino_ds.evals.linear_sgd as module
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import STD, RandomCrop, to_tensor
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.features import GaveUp
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
-from dino_ds.evals.subject import EvalContext, GaveUp, Settings
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone, _images
 

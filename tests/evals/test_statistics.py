@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_ds.evals.retrieval import average_precision, class_retrieval, rank_database
-from dino_ds.evals.statistics import TwoViews, alignment, feature_statistics, label_purity
+from dino_ds.evals.knn import average_precision, class_retrieval, rank_database
+from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical
@@ -50,6 +50,7 @@ def test_alignment():
     assert alignment(x, -x) == pytest.approx(4, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_uniformity_of_many_is_that_of_a_sample():
     """4096 of 6000 evenly spread features, sorted: their pairs' mean is that of all to 1 %."""
     features = torch.randn(6000, 4, generator=torch.Generator().manual_seed(2))
@@ -81,15 +82,15 @@ def test_label_purity_of_equal_features():
     assert label_purity(torch.ones(30, 3), torch.arange(30), 5) == 0
 
 
-def test_two_views_of_an_image_are_two_crops():
+def test_an_image_gives_two_random_crops():
     pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
     images = [Image.fromarray(image) for image in pixels]
-    views = TwoViews(16, seed=1)
-    first = views(images[0])
+    crops = TwoCrops(16, seed=1)
+    first = crops(images[0])
     assert first.shape == (2, 3, 16, 16) and not torch.equal(first[0], first[1])
-    assert torch.equal(first, views(images[0])) and not torch.equal(first, TwoViews(16, seed=2)(images[0]))
-    views._crop = lambda image, seed: torch.tensor([seed % 2**32])
-    assert len({int(seed) for image in images for seed in views(image)}) == 4  # each image has crops of its own
+    assert torch.equal(first, crops(images[0])) and not torch.equal(first, TwoCrops(16, seed=2)(images[0]))
+    crops._crop = lambda image, seed: torch.tensor([seed % 2**32])
+    assert len({int(seed) for image in images for seed in crops(image)}) == 4  # each image has crops of its own
 
 
 def _reference_ap(ranks, number):

@@ -9,7 +9,8 @@ from PIL import Image
 
 from dino_ds.data.images import UnreadableImage
 from dino_ds.errors import DataError
-from dino_ds.evals.subject import EvalContext, GaveUp, Settings
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.features import GaveUp
 from tests.ranks import run_on_ranks
 from tests.weights.test_weights import _backbone
 

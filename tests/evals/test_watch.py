@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from dino_ds.config import recipe
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals import album as album_module
-from dino_ds.evals import watch as watch_module
-from dino_ds.evals.album import PeriodicPictures
-from dino_ds.evals.subject import Settings
+from dino_ds.evals import pictures as pictures_module
+from dino_ds.evals import runner as runner_module
+from dino_ds.evals.context import Settings
+from dino_ds.evals.pictures import PeriodicPictures
+from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.evals.watch import EvalRunner
+from dino_ds.training.at_step import Moment
 from tests.evals.protocols.tiny import clips
 from tests.training.harness import image_folder
 
@@ -48,8 +50,8 @@ class _Live:
 
 @pytest.fixture(autouse=True)
 def live(monkeypatch):
-    monkeypatch.setattr(watch_module, "LiveTeacher", _Live)
-    monkeypatch.setattr(album_module, "LiveTeacher", _Live)
+    monkeypatch.setattr(runner_module, "LiveTeacher", _Live)
+    monkeypatch.setattr(pictures_module, "LiveTeacher", _Live)
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +63,15 @@ def sources(tmp_path_factory):
 
 def _watch(sources, names=("knn", "linear"), k=K, limit=None, **changes):
     settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
-    return EvalRunner(names, 2, *sources, Settings(**settings), 32)
+    return EvalRunner(names, 2, sources, Settings(**settings), 32)
 
 
 def _evaluate(watch, step, give_up=lambda: False):
-    return watch.evaluate(None, step, 8 * step, CPU, give_up)
+    return watch.evaluate(_moment(step, give_up))
+
+
+def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
+    return Moment(None, CPU, step, 8 * step, run_dir, log, give_up)
 
 
 def test_names_of_the_recipe_are_those_of_the_table():
@@ -147,7 +153,7 @@ def test_the_recipe_says_how(sources, tmp_path):
     assert watch._settings == Settings(
         ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, benchmark_root=Path("/bench")
     )
-    assert [step for step in range(5) if watch.due(step)] == [0, 2, 4]
+    assert [step for step in range(5) if watch.due(step, last=False)] == [0, 2, 4]
     assert EvalRunner.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
 
 
@@ -169,11 +175,11 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
     train, test = sources
     for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
-            EvalRunner(("davis",), 2, train, test, Settings(benchmark_root=root), 32)
+            EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32)
 
 
 def test_the_papers_probe_is_rehearsed_too(sources):
-    assert _watch(sources, ("linear-sgd",)).due(2)
+    assert _watch(sources, ("linear-sgd",)).due(2, last=False)
     with pytest.raises(DataError, match=r"eval\.evals linear-sgd: there are no test images"):
         _watch((sources[0], None), ("linear-sgd",))
 
@@ -181,7 +187,7 @@ def test_the_papers_probe_is_rehearsed_too(sources):
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
-    watch = EvalRunner(("davis",), 2, *sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
+    watch = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
     assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
@@ -193,13 +199,15 @@ def test_statistics_need_no_labels(tmp_path):
     assert watch.metrics(found)["eval/rankme"] > 1
 
 
+@pytest.mark.slow
 def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path):
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)
     (root / "005.png").write_bytes(b"")
-    album, shown = PeriodicPictures(source, 2, tmp_path / "pictures", 32), []
+    album, shown = PeriodicPictures(source, 2, 32), []
+    log = SimpleNamespace(picture=lambda name, image, step: shown.append((name, step, image)))
     for step in (0, 2):
-        assert album.draw(None, step, CPU, lambda name, image, step: shown.append((name, step, image))) is None
+        assert album.run(_moment(step, run_dir=tmp_path, log=log))
         (root / "000.png").write_bytes(b"")  # read once
     assert album._images.shape == (3, 3, 128, 128)  # enlarged to 16 patches a side
     names = [(name, step) for name, step, _ in shown]
@@ -213,11 +221,14 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
 def test_a_picture_that_can_not_be_drawn_costs_a_line(sources, tmp_path):
     """Here: a file where the folder should be."""
     (tmp_path / "pictures").write_text("")
-    line = PeriodicPictures(sources[0], 2, tmp_path / "pictures", 32).draw(None, 2, CPU, lambda *_: None)
-    assert line.startswith("no pictures of step 2: ") and line.endswith("training goes on")
+    lines = []
+    log = SimpleNamespace(picture=lambda *_: None, info=lines.append)
+    assert PeriodicPictures(sources[0], 2, 32).run(_moment(2, run_dir=tmp_path, log=log))
+    (line,) = lines
+    assert line.startswith("warning  no pictures of step 2: ") and line.endswith("training continues")
 
 
-def test_when_pictures_are_due(sources, tmp_path):
-    album, never = PeriodicPictures(sources[0], 2, tmp_path, 32), PeriodicPictures(sources[0], 0, tmp_path, 32)
-    assert [step for step in range(5) if album.due(step)] == [0, 2, 4] and album.due(3, last=True)
-    assert not never.due(0) and not never.due(3, last=True)
+def test_when_pictures_are_due(sources):
+    album, never = (PeriodicPictures(sources[0], every, 32) for every in (2, 0))
+    assert [step for step in range(5) if album.due(step, last=False)] == [0, 2, 4] and album.due(3, last=True)
+    assert not never.due(0, last=False) and not never.due(3, last=True)

@@ -37,11 +37,11 @@ def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
 
 
 def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> None:
-    from dino_ds.training.step import DinoStep
+    from dino_ds.training.step import TrainingStep
 
-    original, done = DinoStep.micro_batch, []
+    original, done = TrainingStep.micro_batch, []
 
-    def micro_batch(self: DinoStep, *args: Any) -> Any:
+    def micro_batch(self: TrainingStep, *args: Any) -> Any:
         if self.applied_steps + 1 >= step and len(done) < times:
             done.append(True)
             mark()
@@ -49,7 +49,7 @@ def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> 
         return original(self, *args)
 
     if rank in on:
-        DinoStep.micro_batch = micro_batch
+        TrainingStep.micro_batch = micro_batch
 
 
 def at_once(on: tuple[int, ...], do: Act) -> Fault:
@@ -69,7 +69,7 @@ def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times
 
 
 def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
-    from dino_ds.checkpoint import writing as checkpoint_writing
+    from dino_ds.checkpoint import files as checkpoint_writing
 
     original, done = checkpoint_writing.write_tensors, []
 
@@ -112,16 +112,16 @@ def loss_times(factor: float, step: int, on: tuple[int, ...], times: int = 10**9
 
 
 def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank: int) -> None:
-    from dino_ds.objective.dino import DinoLoss
-    from dino_ds.training.step import DinoStep
+    from dino_ds.objectives.dino import DinoTerm
+    from dino_ds.training.step import TrainingStep
 
-    original, steps, seen, done = DinoLoss.__call__, DinoStep.micro_batch, [0], []
+    original, steps, seen, done = DinoTerm.loss, TrainingStep.micro_batch, [0], []
 
-    def micro_batch(self: DinoStep, *args: Any) -> Any:
+    def micro_batch(self: TrainingStep, *args: Any) -> Any:
         seen[0] = self.applied_steps + 1
         return steps(self, *args)
 
-    def call(self: DinoLoss, *args: Any) -> Any:
+    def call(self: DinoTerm, *args: Any) -> Any:
         out = original(self, *args)
         if seen[0] < step or len(done) >= times:
             return out
@@ -130,7 +130,7 @@ def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank:
         return out._replace(loss=out.loss * factor)
 
     if rank in on:
-        DinoStep.micro_batch, DinoLoss.__call__ = micro_batch, call
+        TrainingStep.micro_batch, DinoTerm.loss = micro_batch, call
 
 
 def at_call(method: str, number: int, on: tuple[int, ...], do: Act) -> Fault:
@@ -165,16 +165,16 @@ def _both(faults: tuple[Fault, ...], rank: int) -> None:
 
 def slow_start(rank: int) -> None:
     """Says when the ranks have joined, and then waits."""
-    from dino_ds.training import run
+    from dino_ds import train
 
-    original = run.build_step
+    original = train.build_step
 
     def build_step(*args: Any) -> Any:
         print("early", flush=True)
         time.sleep(1)
         return original(*args)
 
-    run.build_step = build_step
+    train.build_step = build_step
 
 
 def other_images(rank: int) -> None:
@@ -284,11 +284,11 @@ def freeze_loader() -> None:
         os.kill(process.pid, signal.SIGSTOP)
 
 
-def kill_watcher() -> None:
+def kill_monitor() -> None:
     import psutil
 
     for process in psutil.Process().children():
-        if any("watcher" in word for word in process.cmdline()):
+        if any("dino_ds.health.monitor" in word for word in process.cmdline()):
             process.kill()
 
 
@@ -298,3 +298,7 @@ def _loaders() -> list[Any]:
 
     servers = [p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline())]
     return [worker for server in servers for worker in server.children()]
+
+
+SLOW = at_step(1, (0, 1), act(sleep, 0.4), times=1000)
+"""Steps of 0.4 s: a signal comes before the last."""

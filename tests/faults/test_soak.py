@@ -29,7 +29,7 @@ STEPS_BETWEEN_SAVES = 10
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import restarts
+from dino_ds.launching import supervise
 from dino_ds.launching.supervise import supervise
 restarts._FIRST_WAIT = 0.1
 sys.exit(supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
@@ -87,8 +87,8 @@ class Target:
     def launchers(self) -> list[psutil.Process]:
         return [process for process, rank in self._processes() if rank is None]
 
-    def watchers(self) -> list[psutil.Process]:
-        return [process for process, _ in self._processes() if "dino_ds.health.watcher" in process.cmdline()]
+    def monitors(self) -> list[psutil.Process]:
+        return [process for process, _ in self._processes() if "dino_ds.health.monitor" in process.cmdline()]
 
     def _processes(self) -> list[tuple[psutil.Process, str | None]]:
         """Those of the run, parents first, and RANK of their environment."""
@@ -150,7 +150,7 @@ FAULTS: dict[str, Callable[[Target, random.Random], None]] = {
     "kill a launcher": lambda target, dice: dice.choice(target.launchers()).kill(),
     "stop a launcher": lambda target, dice: dice.choice(target.launchers()).terminate(),
     "kill the supervisor": _kill_supervisor,
-    "kill a watcher": lambda target, dice: dice.choice(target.watchers()).kill(),
+    "kill a monitor": lambda target, dice: dice.choice(target.monitors()).kill(),
 }
 
 

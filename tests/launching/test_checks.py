@@ -15,9 +15,9 @@ import dino_ds.launching.checks as checks
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
-from dino_ds.launching.command import LaunchPlan
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _check_batches
+from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import Answer, _count_images
 from dino_ds.ports import find_free_port, port_is_free
 from tests.launching.cluster import REPOSITORY, dino_ds, ssh_cluster

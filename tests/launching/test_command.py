@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.asked import build_plan
-from dino_ds.launching.command import LaunchPlan, build_command, check_forwarded, quote_for_pdsh
+from dino_ds.launching.command import build_command, check_forwarded, quote_for_pdsh
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import run
+from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.options.machine import LaunchOptions
 from dino_ds.options.run import TrainOptions
 

@@ -63,7 +63,7 @@ def test_every_other_line_is_named(line, tmp_path):
     [
         (b"w1 slots=1\nw1 slots=2\n", ":2: w1 is named twice"),
         (b"# none\n\n", "names no machine"),
-        (b"\xff\xfe", "is no UTF-8 text"),
+        (b"\xff\xfe", "is not UTF-8 text"),
         (b"w1 slots=1\n" * 100_001, "bytes, 262144 are allowed"),
         (None, "No such file"),
     ],

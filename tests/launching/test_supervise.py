@@ -27,11 +27,13 @@ from dino_ds.launching.suspect_images import write_step_images
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
+pytestmark = pytest.mark.slow
+
 FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import restarts
+from dino_ds.launching import supervise
 from dino_ds.launching.supervise import supervise
 restarts._FIRST_WAIT = restarts._FIRST_WAIT_STORAGE = 0.02
 sys.exit(supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))

@@ -20,6 +20,7 @@ from dino_ds.measure.trial import build_trial, free_memory, resolve
 from dino_ds.ranges import PARTS, listen
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +32,20 @@ def _trial(stage=0, batch=4, **sections):
     return build_trial(*resolve(tiny_recipe(), tiny_ds(stage, **sections), "test.json", batch))
 
 
+@pytest.mark.slow
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
     assert [tuple(view.shape) for view in all_crops(trial.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     knobs = trial.step.knobs
     assert not knobs.prototypes_frozen and not knobs.unfreeze_prototypes
     assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
-    before = trial.step.teacher.state_dict()
+    before = copied(trial.step.teachers["ema"].state())
     first = trial.run()
     assert math.isfinite(float(first))
     assert trial.step.applied_steps == 10001
-    assert any(not torch.equal(before[name], value) for name, value in trial.step.teacher.state_dict().items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in copied(trial.step.teachers["ema"].state()).items()
+    )
 
 
 def test_the_batch_is_of_a_step_and_accumulation_divides_it():
@@ -75,6 +79,7 @@ class _Precisions(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("stage", "low"), [(0, {}), (1, {"bf16": {"enabled": True}}), (3, {"bf16": {"enabled": True}})]
 )
+@pytest.mark.slow
 def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
     """Teacher and student forward, and two products of the backward pass."""
     before = torch.backends.cuda.matmul.fp32_precision
@@ -87,10 +92,11 @@ def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.slow
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
     trial.run()
-    kept = [weakref.ref(p) for p in (*trial.step.teacher.network.parameters(), trial.crops["global"][0])]
+    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.crops["global"][0])]
     del trial
     free_memory()
     assert not [ref for ref in kept if ref() is not None]
@@ -139,6 +145,7 @@ def fail():
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 def test_a_child_tells_its_own_peak_memory():
     """However large this process is: 300 MiB of work are seen as that, to 20 MiB of allocator and threads."""
     ballast = torch.ones(2**28)
@@ -155,6 +162,7 @@ def sum_of_ranks(fail_on):
     return float(distributed.sum_across_ranks(torch.ones(1)))
 
 
+@pytest.mark.slow
 def test_children_are_one_process_group_and_end_together():
     results = run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=-1)
     assert [result.value for result in results] == [2.0, 2.0]
@@ -166,12 +174,14 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_most_likely_one_without_memory():
     with pytest.raises(ChildFailed, match="smaller --batch") as caught:
         run_in_child("tests.measure.test_trial:be_killed")
     assert caught.value.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_failing_child_says_why():
     with pytest.raises(ChildFailed, match="on purpose"):
         run_in_child("tests.measure.test_trial:fail")

@@ -11,17 +11,19 @@ import torch._inductor
 from torch._dynamo.utils import counters
 
 import dino_ds.models.attention as attention
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys
 from dino_ds.models.packing import Packing
 from dino_ds.models.vit import VisionTransformer
+from tests.reference import by_group
 
 _ARCH = Architecture(8, 32, 4, 2)
 
 
 def _model(arch=_ARCH, **options):
     torch.manual_seed(0)
-    return VisionTransformer(arch, 32, **options)
+    return VisionTransformer(arch, 32, BackboneOptions(**options))
 
 
 def _views(images=5):
@@ -30,7 +32,7 @@ def _views(images=5):
 
 
 def _outputs_and_gradients(model, keys=None):
-    out = model(_views(), keys)
+    out = model(by_group(_views()), keys)[CLS]
     (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
     return [out.detach(), *(p.grad for p in model.parameters())]
 
@@ -86,8 +88,8 @@ def test_varlen_hands_over_the_right_sequences(monkeypatch, cls_only):
         return out
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop)
-    ours = _model(attention="varlen", cls_only_last_block=cls_only)(_views())
-    torch.testing.assert_close(ours, _model()(_views()), rtol=1e-5, atol=1e-5)
+    ours = _model(attention="varlen", cls_only_last_block=cls_only)(by_group(_views()))[CLS]
+    torch.testing.assert_close(ours, _model()(by_group(_views()))[CLS], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -102,7 +104,7 @@ def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only):
     results = []
     for kind, dtype in ((implementation, torch.bfloat16), ("naive", torch.float32)):
         model = _model(arch, attention=kind, cls_only_last_block=cls_only).cuda().to(dtype)
-        features = model([view.cuda().to(dtype) for view in _views()]).float()
+        features = model(by_group([view.cuda().to(dtype) for view in _views()]))[CLS].float()
         (features * torch.linspace(-1, 1, features.numel(), device="cuda").view_as(features)).sum().backward()
         results.append((features.detach(), [block.attn.qkv.weight.grad.float() for block in model.blocks]))
     (ours, gradients), (exact, expected) = results
@@ -151,7 +153,8 @@ class TestBatchedStochasticDepth:
         assert not torch.equal(kept[1][0].sequences, kept[1][1].sequences)
 
     def test_is_not_used_in_evaluation(self):
-        torch.testing.assert_close(_model(drop_path=0.6, stochastic_depth="batched")(_views()), _model()(_views()))
+        batched, crops = _model(drop_path=0.6, stochastic_depth="batched"), by_group(_views())
+        torch.testing.assert_close(batched(crops)[CLS], _model()(crops)[CLS])
 
 
 @pytest.mark.parametrize(
@@ -161,11 +164,12 @@ class TestBatchedStochasticDepth:
 def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
-    _model().compile_blocks(mode)
+    _model().compile_segments(mode)
     assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
     assert theirs is None or torch._inductor.list_mode_options(theirs)
 
 
+@pytest.mark.slow
 def test_twelve_blocks_compile_to_four_programs():
     """Student and teacher, each with a last block of its own; two sizes, growing drop path. No graph breaks."""
     arch = dataclasses.replace(_ARCH, depth=12)
@@ -174,10 +178,10 @@ def test_twelve_blocks_compile_to_four_programs():
     student, teacher = _model(arch, drop_path=0.3), _model(arch, drop_path=0.3)
     expected = _outputs_and_gradients(_model(arch, drop_path=0.3), sample_keys(0, 0, torch.arange(5)))
     for model in (student, teacher):
-        model.compile_blocks(backend="aot_eager")
+        model.compile_segments(backend="aot_eager")
     for _ in range(3):
         with torch.no_grad():
-            teacher(_views()[:2])
+            teacher({"global": _views()[:2]})
         student.zero_grad()
         ours = _outputs_and_gradients(student, sample_keys(0, 0, torch.arange(5)))
     assert counters["stats"]["unique_graphs"] <= 4, counters["stats"]

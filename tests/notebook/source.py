@@ -95,8 +95,8 @@ Image(figure_png(figure, dpi=75, palette=True))
 # %% [markdown]
 # ## Going on with a head of your own
 #
-# `model.vit` is an ordinary `torch.nn.Module`: `model.vit([images])` gives features with gradients once they are asked
-# for. First the head alone on frozen features, then both.
+# `model.vit` is an ordinary `torch.nn.Module`: `model.vit.features(images)` gives features with gradients once they
+# are asked for. First the head alone on frozen features, then both.
 
 # %%
 torch.manual_seed(0)
@@ -122,7 +122,7 @@ def fit(parameters, compute, epochs, rate):
 print("head alone:", fit(head.parameters(), lambda rows: bank[rows], epochs=30, rate=1e-2))
 model.vit.requires_grad_(True)
 both = [*head.parameters(), *model.vit.parameters()]
-print("both:      ", fit(both, lambda rows: model.vit([pixels[rows]]), epochs=5, rate=3e-4))
+print("both:      ", fit(both, lambda rows: model.vit.features(pixels[rows]), epochs=5, rate=3e-4))
 
 # %% [markdown]
 # More: `dino-ds eval RUN`, `dino-ds pictures RUN`, `dino-ds export RUN --format hf`, `dino-ds report RUN`.

@@ -16,7 +16,7 @@ def _saved_bytes(stage: int) -> int:
     trial = build_trial(*resolve(tiny_recipe(), tiny_ds(stage), "test.json", 2))
     trial.run()
     step = trial.step
-    shared = sum(p.nbytes for p in step.teacher.network.parameters()) + step.objective.center.value.nbytes
+    shared = sum(tensor.nbytes for tensor in step.state().values())
     return sum(tensor.nbytes for tensor in step.engine.state().tensors.values()) + shared // 2
 
 

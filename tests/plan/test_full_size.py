@@ -12,8 +12,9 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, recipe_sizes, saved_bytes, state_bytes
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.models.vit import VisionTransformer
+from tests.reference import dino_network
 
 IMAGES = 4
 RECIPES = ("vitl16", "vith14", "vitg14", "vit7b16")
@@ -29,14 +30,15 @@ def _config(recipe: Recipe, checkpointing: bool = False) -> DsConfig:
     return resolve_ds_config(ds, "test.json", IMAGES, 1, parameters=count_parameters(recipe))
 
 
-def _network(recipe: Recipe) -> DinoNetwork:
+def _network(recipe: Recipe) -> Network:
     arch, head = recipe.model.architecture(), recipe.head
     with torch.device("meta"):
         backbone = VisionTransformer(arch, recipe.crops.global_size)
-        return DinoNetwork(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
+        return dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_state_is_exact(name):
     """Weights in bf16, FP32 masters, what AdamW makes of them in a step, the FP32 teacher."""
     recipe = _recipe(name)
@@ -61,6 +63,7 @@ def test_state_is_exact(name):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_activations_are_what_autograd_saves(name, checkpointing):
     """Within 1 %: on a CPU the norms keep their statistics in bf16, and small index tensors are kept."""
     recipe = _recipe(name)

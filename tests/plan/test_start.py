@@ -46,9 +46,10 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
     words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
-    start, memory = train._settle(options, files["recipe"], (files["ds"], files["ds_path"], files["ds_overrides"]))
+    recipe = files.pop("recipe")
+    start, memory = train._choose_ds_config(recipe, train._Request(options, **files))
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
-    again = fit(files["recipe"], start.ds, start.path, 1, RTX3090.card_gib)
+    again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
     assert memory.gib < again.memory.gib  # without the margins
 

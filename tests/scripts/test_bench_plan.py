@@ -20,6 +20,7 @@ SHAPE = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set of glibc's heap")
+@pytest.mark.slow
 def test_a_process_grows_by_what_is_predicted():
     """Within 10 %; all sizes, stages and ranks are measured by scripts.bench_plan."""
     ds = {"gradient_clipping": 3.0, "zero_optimization": {"stage": 3}}

@@ -32,6 +32,7 @@ def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
             assert cell["largest"] >= cells[backbone, "3", box]["largest"]
 
 
+@pytest.mark.slow
 def test_the_sweep_is_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweeping, "BACKBONES", ("vit_small_patch16_224", "vit_7b_patch16_reg4"))
     sweeping.main(str(tmp_path / "new"), gpus=8)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.architectures import BackboneOptions
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer
@@ -47,7 +48,7 @@ def _write(path, form, frames, fps=10.0):
 def _two_heads():
     plain = _backbone()
     arch = dataclasses.replace(plain.vit.arch, heads=2)
-    vit = VisionTransformer(arch, plain.image_size, pos_embed_interpolation="antialias")
+    vit = VisionTransformer(arch, plain.image_size, BackboneOptions(pos_embed_interpolation="antialias"))
     vit.load_state_dict(plain.vit.state_dict())
     return Backbone(vit, plain.image_size, "a test", {**plain.about, "architecture": dataclasses.asdict(arch)})
 

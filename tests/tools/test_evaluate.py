@@ -16,8 +16,8 @@ from PIL import Image
 from dino_ds.cli import main
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals import suite
+from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.subject import Labelled, Settings
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
 from dino_ds.ports import find_free_port

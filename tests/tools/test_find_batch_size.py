@@ -38,6 +38,7 @@ def test_the_fastest_divides_the_global_batch():
     assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
 
 
+@pytest.mark.slow
 def test_the_real_step_is_measured(capsys):
     run(
         FindBatchSizeOptions(memory_gib=20.0, **FLAGS),

@@ -49,6 +49,7 @@ def loader_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("augment", ["device", "worker"])
+@pytest.mark.slow
 def test_every_number_is_measured_and_no_process_is_left(folder, capsys, augment):
     recipe = load_recipe(None, {"data.root": str(folder), "data.augment": augment, **SMALL})
     found = find(capsys, recipe)
@@ -69,6 +70,7 @@ def test_every_number_is_measured_and_no_process_is_left(folder, capsys, augment
     assert alive == []
 
 
+@pytest.mark.slow
 def test_the_place_of_augmentation_moves_its_cost(folder, capsys):
     """Blur and colours cost more than cropping: they are found in the stage where the recipe puts them."""
     crops = {}
@@ -78,6 +80,7 @@ def test_the_place_of_augmentation_moves_its_cost(folder, capsys):
     assert crops["worker"] > 1.5 * crops["device"]
 
 
+@pytest.mark.slow
 def test_text_has_the_numbers_and_the_advice(folder, capsys):
     recipe = load_recipe(None, {"data.root": str(folder), **SMALL})
     text = find(capsys, recipe, step=1e9, as_json=False)
@@ -87,11 +90,13 @@ def test_text_has_the_numbers_and_the_advice(folder, capsys):
     assert "and would not wait" in find(capsys, recipe, step=1e-3, as_json=False)
 
 
+@pytest.mark.slow
 def test_a_source_without_files_has_one_stage_for_its_loading(capsys):
     found = find(capsys, load_recipe("quickstart", {}))
     assert list(found["stages"]) == ["load", "crops", "hand over", "device"]
 
 
+@pytest.mark.slow
 def test_fewer_images_than_a_batch(tmp_path, capsys):
     Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
     found = find(capsys, load_recipe(None, {"data.root": str(tmp_path), **SMALL}))
@@ -199,6 +204,7 @@ def _interrupt(job):
     raise AssertionError("it goes on after twelve Ctrl-C")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_its_processes(folder, tmp_path):
     """The traceback that Python prints still refers to the loader; its processes must end all the same."""
     script = tmp_path / "job.py"

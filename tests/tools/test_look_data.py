@@ -120,6 +120,7 @@ def test_a_sample_is_named_and_has_its_size(folder, tmp_path, capsys):
     assert "5 of them, drawn at random" in text and "(among those looked at)" in text
 
 
+@pytest.mark.slow
 def test_enlarged_crops_are_those_with_fewer_pixels(tmp_path, capsys):
     """Images of 40 x 40 and crops of 0.4 to 1 of them: none has 41 x 41 pixels, all have 25 x 25, and half 33 x 33."""
     for number in range(300):
@@ -245,7 +246,7 @@ def test_impossible_numbers_of_images(folder, tmp_path, images):
 
 
 @pytest.mark.parametrize(
-    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is no folder one may write to")]
+    "out,words", [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is not a writable folder")]
 )
 def test_impossible_places(folder, tmp_path, out, words):
     with pytest.raises(ConfigError, match=re.escape(words)):

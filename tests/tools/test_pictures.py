@@ -63,6 +63,7 @@ def _run(place, **changes):
     run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
 
+@pytest.mark.slow
 def test_one_picture_of_each_kind(place, tmp_path, capsys):
     _run(place, out=str(tmp_path))
     written = json.loads(capsys.readouterr().out)["pictures"]
@@ -175,7 +176,7 @@ def test_bad_input_is_one_line(place):
 
 def test_a_folder_that_cant_be_written(place, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file is no folder one may write to; name another folder with --out"):
+    with pytest.raises(ConfigError, match="file is not a writable folder; name another folder with --out"):
         _run(place, model="nowhere.pth", only="pca", out=str(tmp_path / "file/out"))  # before the weights are read
 
 

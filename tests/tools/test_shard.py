@@ -28,6 +28,8 @@ from dino_ds.tools import shard, unshard
 from tests.data.deep import png16
 from tests.data.test_shards import pack, png
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):

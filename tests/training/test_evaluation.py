@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dino_ds
 from dino_ds.data.sources import build_source
+from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.subject import EvalContext, Settings
 from dino_ds.evals.suite import evaluate
-from dino_ds.teacher import Teacher
+from dino_ds.teachers.base import Teacher
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 

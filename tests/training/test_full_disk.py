@@ -89,7 +89,7 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
     fill(disk, 12)
     for step in range(200):
         log.write({"step": step, "loss": 1.5})
-        log.say(f"step {step}")
+        log.info(f"step {step}")
     os.unlink(disk / "FILLER")
     log.write({"step": 200, "loss": 2.5})
     log.close()
@@ -99,7 +99,7 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
         line.split()[1:3] == ["step", str(i)] for i, line in enumerate((disk / "log.txt").read_text().splitlines())
     )
     printed = capsys.readouterr().err
-    assert "Traceback" not in printed and printed.count("training goes on") == 3
+    assert "Traceback" not in printed and printed.count("training continues") == 3
 
 
 def test_lock_and_heartbeats_without_room(disk):

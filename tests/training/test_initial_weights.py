@@ -72,7 +72,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     copytree(trained / "run", run)
     rmtree(run / "checkpoints/step_00000002")
     alone = load(run)
-    assert not alone.head and alone.notes == ["its head can't be had (checkpoints/step_00000002 is not there)"]
+    assert not alone.head and alone.notes == ["its head is not available (checkpoints/step_00000002 is not there)"]
 
 
 @pytest.mark.parametrize("of", ["a run", "a file of DINO's"])
@@ -95,7 +95,7 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
     args = (trained / "images", tmp_path / "run")
     assert run_on_ranks(train_tiny, *args, max_steps=1, changes=changes, world=1) == [None]
     log = (tmp_path / "run/log.txt").read_text()
-    assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): the head starts anew" in log
+    assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): our own starts anew" in log
 
 
 def test_resume_does_not_read_the_file_again(trained, tmp_path):

@@ -47,9 +47,9 @@ def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16") -> s
     recipe, path = load_recipe("vits16", {}), f"ds_configs/{ds}.json"
     beat = Beat()
     guard = MemoryGuard(beat)
-    guard.settle(recipe, resolve_ds_config(load_ds_config(path, {}), path, 512, 4), 12.345)
+    guard.expect(recipe, resolve_ds_config(load_ds_config(path, {}), path, 512, 4), 12.345)
     beat.enter(where[0], 7)
-    beat.part(where[1])
+    beat.enter_part(where[1])
     with pytest.raises(OutOfMemory) as raised, guard.explain():
         raise error
     assert raised.value.exit_code == 7

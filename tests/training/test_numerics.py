@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm
-from dino_ds.training.step import DinoStep
+from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
+from tests.reference import copied
+from tests.sample import sampled
 from tests.training.harness import image_folder, losses_of, train_tiny
 
 GOOD_STEPS = 2
@@ -26,14 +28,14 @@ CELLS += [(f"zero{s}_fp16.json", "overflow") for s in (1, 2, 3)]
 def _dynamic_state(step):
     """Everything that a skipped step must leave alone, on this rank."""
     state = {f"engine.{name}": tensor for name, tensor in step.engine.state().tensors.items()}
-    state.update({f"teacher.{name}": tensor for name, tensor in step.teacher.state_dict().items()})
-    return {"center": step.objective.center.value, **state, "clock": torch.tensor(step.applied_steps)}
+    state.update({f"teacher.{name}": tensor for name, tensor in copied(step.teachers["ema"].state()).items()})
+    return {"center": step.objective.statistics["center"].value, **state, "clock": torch.tensor(step.applied_steps)}
 
 
 def _train_with_bad_numbers(root, run, ds, kind):
     """After two good steps rank 1's images are NaN, or all gradients overflow; what the run says, and whether anything
     has moved since."""
-    original, before, bad = DinoStep.micro_batch, {}, []
+    original, before, bad = TrainingStep.micro_batch, {}, []
 
     def micro_batch(step, crops, *others):
         if step.applied_steps < GOOD_STEPS:
@@ -52,16 +54,16 @@ def _train_with_bad_numbers(root, run, ds, kind):
                 step.engine.backward = backward
         return original(step, crops, *others)
 
-    DinoStep.micro_batch = micro_batch
+    TrainingStep.micro_batch = micro_batch
     try:
         message = train_tiny(root, run, ds, ds_changes=SCALE if "fp16" in ds else {})
     finally:
-        DinoStep.micro_batch = original
+        TrainingStep.micro_batch = original
     after = _dynamic_state(bad[-1])
     return message, len(bad), [name for name in before if not torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize(("ds", "kind"), CELLS)
+@pytest.mark.parametrize(("ds", "kind"), sampled(CELLS, lambda cell: (cell[0][:5], (cell[0][6:], cell[1]))))
 def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for message, bad, moved in run_on_ranks(_train_with_bad_numbers, root, run, ds, kind):

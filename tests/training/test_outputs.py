@@ -69,7 +69,7 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
     prefix = "teacher.backbone."
     ours.load_state_dict({k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})
     images = torch.randn(2, 3, 32, 32)
-    torch.testing.assert_close(model.eval()(images), ours.eval()([images]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.eval()(images), ours.eval().features(images), rtol=1e-4, atol=1e-5)
 
 
 def test_configs_and_environment_are_written(run):

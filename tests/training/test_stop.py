@@ -17,7 +17,8 @@ from dino_ds.data.loader import DataTimeout
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
-from dino_ds.training.step import DinoStep
+from dino_ds.teachers.base import Teacher
+from dino_ds.training.step import TrainingStep
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import (
@@ -87,8 +88,7 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
 
 def _slow_evaluation(rank):
     """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
-    from dino_ds.evals.subject import EvalContext
-    from dino_ds.teacher import Teacher
+    from dino_ds.evals.context import EvalContext
 
     EvalContext.gather = functools.partialmethod(EvalContext.gather, batch=1)
     original, asked, steps = Teacher.features, [], _steps_of_this_process()
@@ -106,14 +106,14 @@ def _slow_evaluation(rank):
 
 
 def _steps_of_this_process():
-    """A list that holds the DinoStep that has trained last."""
-    original, steps = DinoStep.micro_batch, []
+    """A list that holds the TrainingStep that has trained last."""
+    original, steps = TrainingStep.micro_batch, []
 
     def micro_batch(step, *values):
         steps[:] = [step]
         return original(step, *values)
 
-    DinoStep.micro_batch = micro_batch
+    TrainingStep.micro_batch = micro_batch
     return steps
 
 
@@ -129,7 +129,7 @@ def test_an_evaluation_is_not_waited_for(images, tmp_path):
 
 def _asked_to_stop_in_a_fit(root, run, changes):
     """Rank 1, as a classifier's fit begins after step 2."""
-    original, micro_batch = linear.minimise, DinoStep.micro_batch
+    original, micro_batch = linear.minimise, TrainingStep.micro_batch
     steps = _steps_of_this_process()
 
     def minimise(*values):
@@ -143,7 +143,7 @@ def _asked_to_stop_in_a_fit(root, run, changes):
     try:
         return train_tiny(root, run, changes=changes)
     finally:
-        linear.minimise, DinoStep.micro_batch = original, micro_batch
+        linear.minimise, TrainingStep.micro_batch = original, micro_batch
 
 
 def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
@@ -179,7 +179,7 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
 
 def _give_up_waiting(root, run, changes, ds_changes):
     """After step 5 rank 1's next images do not come, and it is asked to stop."""
-    original, micro_batch, rank = DevicePrefetcher.next_unless, DinoStep.micro_batch, int(os.environ["RANK"])
+    original, micro_batch, rank = DevicePrefetcher.next_unless, TrainingStep.micro_batch, int(os.environ["RANK"])
     steps = _steps_of_this_process()
 
     def next_unless(prefetcher, give_up):
@@ -194,7 +194,7 @@ def _give_up_waiting(root, run, changes, ds_changes):
     try:
         return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
     finally:
-        DevicePrefetcher.next_unless, DinoStep.micro_batch = original, micro_batch
+        DevicePrefetcher.next_unless, TrainingStep.micro_batch = original, micro_batch
 
 
 def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):

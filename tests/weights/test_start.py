@@ -17,7 +17,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.errors import CheckpointError
-from dino_ds.models.network import DinoNetwork
+from dino_ds.models.network import Network
 from dino_ds.training.build import build_network
 from dino_ds.weights.start import as_source, flags_for
 from tests.training.harness import TINY
@@ -38,9 +38,9 @@ def _from_source(source, **changes: str) -> Recipe:
     return as_source(load_recipe(None, {**given, "model.init_from": str(source), **changes}), None)
 
 
-def _features(network: DinoNetwork) -> torch.Tensor:
+def _features(network: Network) -> torch.Tensor:
     with torch.no_grad():
-        return network.backbone.eval()([IMAGES])
+        return network.backbone.eval().features(IMAGES)
 
 
 def _huggingface(folder, kind: str, **changes):
@@ -122,7 +122,7 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
     said = build_network(_recipe(tmp_path / "a.pth", **changes), PerformanceOptions()).started_from
-    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; there is no head in it" in said
+    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; it has no head" in said
     assert "1 tensors not used (mask_token)" in said and "no file says its attention heads: 2 as the model" in said
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 

@@ -10,7 +10,7 @@ import timm
 import torch
 
 from dino_ds.errors import CheckpointError
-from dino_ds.weights.hub import hub_or_cache
+from dino_ds.weights.find import hub_or_cache
 from dino_ds.weights.load import load
 from tests.weights.test_formats_in import _images, _random, _same
 

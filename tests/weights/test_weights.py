@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 import dino_ds
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.architectures import ARCHITECTURES, BackboneOptions
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
@@ -38,7 +38,7 @@ def _backbone(name: str = KINDS[0], interpolation: str = "antialias", size: int 
     arch = dataclasses.replace(ARCHITECTURES[name], patch_size=PATCH, width=64, depth=2, heads=1)
     if arch.swiglu:
         arch = dataclasses.replace(arch, mlp_ratio=2.75 * 2)  # 176 = (int(64 * 4 * 2 / 3) + 7) // 8 * 8, as DINOv2
-    vit = VisionTransformer(arch, size, pos_embed_interpolation=interpolation)
+    vit = VisionTransformer(arch, size, BackboneOptions(pos_embed_interpolation=interpolation))
     for parameter in vit.parameters():
         nn.init.normal_(parameter, std=0.2)
     about = {
@@ -183,6 +183,7 @@ def test_channels_other_than_rgb_have_their_own_statistics(tmp_path):
     torch.testing.assert_close(features, model.features(model.preprocess(image)[None]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_runs_at_any_batch_and_size(tmp_path):
     """onnxruntime against ours, in both ways to resize positions: 1e-4."""
     pytest.importorskip("onnxscript")
@@ -248,7 +249,7 @@ def test_dinov2_s_own_network_takes_ours(tmp_path, name):
 
 
 def _with_dino_positions(model: Backbone) -> Backbone:
-    model.vit.pos_embed_interpolation = "dino"
+    model.vit.options = dataclasses.replace(model.vit.options, pos_embed_interpolation="dino")
     return model
 
 
@@ -270,7 +271,9 @@ def test_the_ratio_of_an_mlp_gives_its_width_again():
 def test_a_position_embedding_of_another_size_is_resized_as_the_network_does(way):
     """A network made for that size then computes what the first one computes there."""
     small = _backbone(interpolation=way)
-    large = Backbone(VisionTransformer(small.vit.arch, 48, pos_embed_interpolation=way), 48, "a test", {})
+    large = Backbone(
+        VisionTransformer(small.vit.arch, 48, BackboneOptions(pos_embed_interpolation=way)), 48, "a test", {}
+    )
     take_weights(large.vit, dict(small.vit.state_dict()))
     torch.testing.assert_close(large.features(_images(48, 48)), small.features(_images(48, 48)), rtol=0, atol=0)
 
@@ -323,7 +326,7 @@ class TestBadInput:
         ("name", "content", "said"),
         [
             ("a.safetensors", "hello", "not a readable"),
-            ("a.pth", "hello", "no file of weights"),
+            ("a.pth", "hello", "not a file of weights"),
             ("b.pth", "PK\x03\x04 and no more", "not a readable"),
         ],
     )

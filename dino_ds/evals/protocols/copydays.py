@@ -17,10 +17,9 @@ from dino_ds import distributed
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.places import Benchmark
-from dino_ds.evals.protocols.work import Files, describe_files
-from dino_ds.evals.retrieval import average_precision, rank_database
-from dino_ds.evals.subject import EvalContext
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.knn import average_precision, rank_database
+from dino_ds.evals.protocols.work import Benchmark, Files, describe_files
 
 _BENCHMARK = Benchmark(
     "Copydays",
@@ -37,23 +36,23 @@ _GROUP = 4
 _GEM_POWER = 4
 
 
-def copydays(subject: EvalContext) -> dict[str, float]:
+def copydays(context: EvalContext) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
     with distributed.raise_on_all_ranks():
-        folder = _BENCHMARK.find(subject.settings.benchmark_root)
+        folder = _BENCHMARK.find(context.settings.benchmark_root)
         blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
         extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
         originals = [path.name for path in blocks["original"]]
         wanted = {block: originals_of([path.name for path in paths], originals) for block, paths in blocks.items()}
-    subject.begin()
-    database = _describe(subject, blocks["original"], "original")
+    context.begin()
+    database = _describe(context, blocks["original"], "original")
     if "distractors" in extra:
-        database = torch.cat((database, _describe(subject, extra["distractors"], "distractors")))
-    whiten = Whitening(_describe(subject, extra["whitening"], "whitening")) if "whitening" in extra else _as_they_are
+        database = torch.cat((database, _describe(context, extra["distractors"], "distractors")))
+    whiten = Whitening(_describe(context, extra["whitening"], "whitening")) if "whitening" in extra else _as_they_are
     database = whiten(database)
     results = {}
     for block in list(blocks)[1:]:
-        queries = whiten(_describe(subject, blocks[block], block))
+        queries = whiten(_describe(context, blocks[block], block))
         results[f"copydays_{block.replace('/', '_')}_map"] = copy_map(queries, database, wanted[block])
     for kind in ("jpegqual", "crops"):
         values = [value for name, value in results.items() if name.startswith(f"copydays_{kind}_")]
@@ -115,16 +114,16 @@ def _as_they_are(features: Tensor) -> Tensor:
     return features
 
 
-def _describe(subject: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
-    backbone = subject.backbone
-    side = max(1, (subject.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
+def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
+    backbone = context.backbone
+    side = max(1, (context.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
 
     def describe(images: Tensor) -> Tensor:
         tokens = backbone.last_tokens(images, 1)[0]
         rows = images.shape[-1] // backbone.patch_size
         return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
 
-    return describe_files(subject, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")
+    return describe_files(context, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")
 
 
 def _copies(folder: Path) -> list[str]:

@@ -1,10 +1,13 @@
 """Video object segmentation: the masks of a clip's first frame are carried on by the likeness of patches (DAVIS 2017).
 
-Source: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
+Sources: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
+The metrics, region (J) and boundary (F): `metrics.py` and `evaluation.py` of davisvideochallenge/davis2017-evaluation
+(Perazzi et al. 2016, Pont-Tuset et al. 2017).
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +21,8 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.mask_metrics import boundary_similarity, region_similarity
-from dino_ds.evals.protocols.places import Benchmark
-from dino_ds.evals.protocols.work import read_image, read_label_map, share
-from dino_ds.evals.subject import EvalContext
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.protocols.work import Benchmark, read_image, read_label_map, share
 
 _BENCHMARK = Benchmark(
     "DAVIS 2017",
@@ -33,16 +34,20 @@ _BENCHMARK = Benchmark(
 _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
+_TOLERANCE = 0.008
+"""How far a boundary may be off, as a part of the image's diagonal."""
+_MASKS = 16
+"""Masks dilated at once."""
 
 
-def davis(subject: EvalContext) -> dict[str, float]:
+def davis(context: EvalContext) -> dict[str, float]:
     """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
     with distributed.raise_on_all_ranks():
-        folder = _BENCHMARK.find(subject.settings.benchmark_root)
+        folder = _BENCHMARK.find(context.settings.benchmark_root)
         clips = [_read_clip(folder, name) for name in _BENCHMARK.names(folder / _BENCHMARK.marks[0])]
         _BENCHMARK.check(path for clip in clips for path in (*clip.frames, *clip.masks))
-    subject.begin()
-    judged = share(subject, clips, lambda clip: _judge(subject, clip), "davis: clips")
+    context.begin()
+    judged = share(context, clips, lambda clip: _judge(context, clip), "davis: clips")
     of_objects = np.array([row for rows in judged for row in rows])
     names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")
     means = dict(zip(names, (100 * of_objects.mean(axis=0)).tolist(), strict=True))
@@ -136,22 +141,62 @@ def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[tuple[float
     return rows  # type: ignore[return-value]
 
 
-def _judge(subject: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
+def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """Intersection over union of boolean masks (n, h, w), FP64 (n,); 1 where both are empty."""
+    inside = (found & wanted).sum(dim=(1, 2)).double()
+    union = (found | wanted).sum(dim=(1, 2)).double()
+    return torch.where(union > 0, inside / union.clamp_min(1), 1.0)
+
+
+def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
+    radius = math.ceil(_TOLERANCE * math.hypot(*found.shape[1:]))
+    pairs = zip(found.split(_MASKS), wanted.split(_MASKS), strict=True)
+    return torch.cat([_boundary_similarity(boundaries(a), boundaries(b), radius) for a, b in pairs])
+
+
+def boundaries(masks: Tensor) -> Tensor:
+    """Pixels that differ from one of those to the right, below, and right below: half a pixel off, 1 pixel wide."""
+    padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
+    right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
+    return (masks ^ right) | (masks ^ below) | (masks ^ both)
+
+
+def dilate(masks: Tensor, radius: int) -> Tensor:
+    """Every pixel within `radius` pixels of one of the mask, Euclidean."""
+    offsets = torch.arange(-radius, radius + 1, device=masks.device)
+    disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
+    near = F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)
+    return near[:, 0] > 0.5
+
+
+def _boundary_similarity(found: Tensor, wanted: Tensor, radius: int) -> Tensor:
+    hits = (found & dilate(wanted, radius)).sum(dim=(1, 2)).double()
+    recalled = (wanted & dilate(found, radius)).sum(dim=(1, 2)).double()
+    of_found, of_wanted = (boundary.sum(dim=(1, 2)).double() for boundary in (found, wanted))
+    # Nothing found is precise, nothing wanted is recalled.
+    precision = torch.where(of_found > 0, hits / of_found.clamp_min(1), 1.0)
+    recall = torch.where(of_wanted > 0, recalled / of_wanted.clamp_min(1), 1.0)
+    both = precision + recall
+    return torch.where(both > 0, 2 * precision * recall / both.clamp_min(1e-12), 0.0)
+
+
+def _judge(context: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
     """Of each object of a clip; neither its first frame nor its last one counts."""
     first = read_image(clip.frames[0])
     wanted = [_read_mask(path, first.size) for path in clip.masks]
     objects = int(wanted[0].max())
     if objects == 0:
-        raise DataError(f"{clip.masks[0]} has no object: DAVIS's maps of objects hold their numbers; fetch it anew")
-    found = _carry(subject, clip, first, wanted[0], objects)
-    pair = [torch.from_numpy(np.stack(masks)).to(subject.device) for masks in (found, wanted[1:-1])]
+        raise DataError(f"{clip.masks[0]} has no object: DAVIS's maps of objects hold their numbers; download it again")
+    found = _carry(context, clip, first, wanted[0], objects)
+    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (found, wanted[1:-1])]
     return judge_masks(pair[0], pair[1], objects)
 
 
-def _carry(subject: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
+def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
     """Found labels (height, width) of all frames but the first and the last."""
-    model, device = subject.backbone, subject.device
-    height, width = frame_sides(*first.size, subject.settings.size or _SIZE, model.patch_size)
+    model, device = context.backbone, context.device
+    height, width = frame_sides(*first.size, context.settings.size or _SIZE, model.patch_size)
 
     def patches(image: Image.Image) -> Tensor:
         if image.size != first.size:
@@ -174,7 +219,7 @@ def _read_clip(folder: Path, name: str) -> Clip:
     place = folder / "JPEGImages/480p" / name
     frames = sorted(place.glob("*.jpg"))
     if len(frames) < 3:
-        raise DataError(f"DAVIS 2017: {place} has {len(frames)} frames, 3 are the fewest: fetch them anew")
+        raise DataError(f"DAVIS 2017: {place} has {len(frames)} frames, at least 3 are needed: download them again")
     return Clip(frames, [folder / "Annotations/480p" / name / f"{frame.stem}.png" for frame in frames])
 
 

@@ -20,11 +20,10 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.places import Benchmark, plain_name
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.knn import average_precision, rank_database
 from dino_ds.evals.protocols.plain_pickle import read_plain_pickle
-from dino_ds.evals.protocols.work import Files, describe_files
-from dino_ds.evals.retrieval import average_precision, rank_database
-from dino_ds.evals.subject import EvalContext
+from dino_ds.evals.protocols.work import Benchmark, Files, describe_files, plain_name
 
 _KS = (1, 5, 10)
 _SCALES = (1.0, 2**-0.5, 0.5)
@@ -38,14 +37,14 @@ _SETUPS = {
 """What counts as found, and what is passed over."""
 
 
-def oxford(subject: EvalContext) -> dict[str, float]:
+def oxford(context: EvalContext) -> dict[str, float]:
     """Revisited Oxford: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
-    return _evaluate(subject, "oxford", "roxford5k", size=224, scales=(1.0,))
+    return _evaluate(context, "oxford", "roxford5k", size=224, scales=(1.0,))
 
 
-def paris(subject: EvalContext) -> dict[str, float]:
+def paris(context: EvalContext) -> dict[str, float]:
     """Revisited Paris: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
-    return _evaluate(subject, "paris", "rparis6k", size=512, scales=_SCALES)
+    return _evaluate(context, "paris", "rparis6k", size=512, scales=_SCALES)
 
 
 @dataclass(frozen=True)
@@ -106,15 +105,15 @@ def thumbnail(image: Image.Image, size: int) -> Tensor:
     return to_tensor(small)
 
 
-def describe_at_scales(subject: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
+def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
     """One image (1, 3, h, w) of any size -> (1, d): the sum of its features at these scales, unit length."""
-    patch = subject.backbone.patch_size
+    patch = context.backbone.patch_size
 
     def describe(images: Tensor) -> Tensor:
         total = Tensor([0.0]).to(images.device)
         for scale in scales:
             scaled = images if scale == 1 else _scaled(images, scale)
-            total = total + subject.backbone.features(_whole_patches(scaled, patch))
+            total = total + context.backbone.features(_whole_patches(scaled, patch))
         return F.normalize(total, dim=-1)
 
     return describe
@@ -136,20 +135,20 @@ def _whole_patches(images: Tensor, patch: int) -> Tensor:
     return images[..., : height // patch * patch, : width // patch * patch]
 
 
-def _evaluate(subject: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
+def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     benchmark = _benchmark(dataset)
     with distributed.raise_on_all_ranks():
-        folder = benchmark.find(subject.settings.benchmark_root)
+        folder = benchmark.find(context.settings.benchmark_root)
         truth = read_ground_truth(folder / f"gnd_{dataset}.pkl")
         images = [folder / "jpg" / f"{name}.jpg" for name in truth.images]
         queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]
         benchmark.check([*images, *queries])
-    subject.begin()
-    prepare = partial(thumbnail, size=subject.settings.size or size)
-    describe = describe_at_scales(subject, scales)
+    context.begin()
+    prepare = partial(thumbnail, size=context.settings.size or size)
+    describe = describe_at_scales(context, scales)
 
     def features(files: Files, what: str) -> Tensor:
-        return describe_files(subject, files, prepare, describe, 1, what)
+        return describe_files(context, files, prepare, describe, 1, what)
 
     database = features(Files(images), f"{name}: database")
     results = dict[str, float]()

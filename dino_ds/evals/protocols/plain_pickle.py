@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import pickle
 import re
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dino_ds.errors import DataError
+from dino_ds.errors import DataError, one_line
+from dino_ds.text_file import read_bytes
 
 _MAX_BYTES = 16 << 20
 _OPERATIONS = """
@@ -36,14 +35,9 @@ def read_plain_pickle(path: Path) -> Any:
     Raises DataError for what is no pickle, holds anything else, or is larger than 16 MiB.
     """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as stream:
-            state = os.fstat(handle)
-            if not stat.S_ISREG(state.st_mode) or state.st_size > _MAX_BYTES:
-                raise DataError(f"{path} is refused: it is no regular file of at most {_MAX_BYTES >> 20} MiB")
-            data = stream.read(_MAX_BYTES)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        data = read_bytes(path, _MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is refused: {getattr(error, 'strerror', None) or error}") from None
     try:
         file = io.BytesIO(data)
         content = _Reader(file).load()
@@ -51,10 +45,9 @@ def read_plain_pickle(path: Path) -> Any:
             raise pickle.UnpicklingError("something follows the pickle")
         return content
     except pickle.UnpicklingError as error:
-        raise DataError(f"{path} is refused: it holds more than plain data ({' '.join(str(error).split())})") from None
+        raise DataError(f"{path} is refused: it holds more than plain data ({one_line(error)})") from None
     except Exception as error:  # a damaged pickle makes its reader raise anything
-        reason = " ".join(str(error).split())[:100]
-        raise DataError(f"{path} is no readable pickle: {type(error).__name__}: {reason}") from None
+        raise DataError(f"{path} is not a readable pickle: {type(error).__name__}: {one_line(error)}") from None
 
 
 class _Array:

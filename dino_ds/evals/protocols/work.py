@@ -1,8 +1,10 @@
-"""How the ranks share the work of a benchmark."""
+"""What all benchmarks share: where their files lie, reading images and label maps, sharing the work over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,8 +19,70 @@ from dino_ds.data.encoded import read_file
 from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import printable
 from dino_ds.data.named_files import NamedFiles
-from dino_ds.errors import DataError
-from dino_ds.evals.subject import EvalContext, GaveUp
+from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.features import GaveUp
+from dino_ds.text_file import read_text
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """`folders`: what its folder is called below the root, that itself included as "."; `marks`: what lies in it;
+    `layout` and `origin`: for people."""
+
+    name: str
+    folders: tuple[str, ...]
+    marks: tuple[str, ...]
+    layout: str
+    origin: str
+
+    def find(self, root: Path | None) -> Path:
+        """The folder that has all marks. Raises ConfigError without a root, DataError where there is none."""
+        if root is None:
+            raise ConfigError(f"{self.name} needs its images: --benchmark_root DIR, {self._wanted()}")
+        for folder in self.folders:
+            if all((root / folder / mark).exists() for mark in self.marks):
+                return root / folder
+        best = max(self.folders, key=lambda folder: sum((root / folder / mark).exists() for mark in self.marks))
+        missing = next(mark for mark in self.marks if not (root / best / mark).exists())
+        places = ", ".join(str(root / folder) for folder in self.folders)
+        raise DataError(f"no {self.name} in {places}: {root / best / missing} is not there; {self._wanted()}")
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Raises DataError where one of these files is not there."""
+        folders: dict[Path, set[str]] = {}
+        missing = []
+        for path in paths:
+            if path.parent not in folders:
+                folders[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else set()
+            if path.name not in folders[path.parent]:
+                missing.append(path)
+        if missing:
+            raise DataError(
+                f"{self.name} is not complete: {len(missing)} files are not there, such as "
+                f"{printable(str(missing[0]))}; {self._wanted()}"
+            )
+
+    def names(self, path: Path) -> list[str]:
+        """The lines of a list of names, which never lead out of a folder. Raises DataError for another or none."""
+        try:
+            names = [line.strip() for line in read_text(str(path), "a list of names").splitlines() if line.strip()]
+        except ConfigError as error:
+            raise DataError(str(error)) from None
+        if not names:
+            raise DataError(f"{path} names nothing; {self._wanted()}")
+        return [plain_name(name, path) for name in names]
+
+    def _wanted(self) -> str:
+        return f"wanted is {self.layout} ({self.origin})"
+
+
+def plain_name(name: object, where: Path) -> str:
+    """`name`, if it is one of a file or folder. Raises DataError for what would be a path."""
+    if not isinstance(name, str) or not name or name.startswith(".") or {"/", "\\", "\0"} & set(name):
+        raise DataError(f"{where} names {ascii(name)[:60]}, which is not the name of an image")
+    return name
+
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +103,7 @@ class Files(NamedFiles):
 
 
 def describe_files(
-    subject: EvalContext,
+    context: EvalContext,
     files: Files,
     transform: Callable[[Image.Image], Tensor],
     describe: Callable[[Tensor], Tensor],
@@ -51,24 +115,24 @@ def describe_files(
     Every rank its share; returns all features (n, d) in the order of the files, on all ranks, on the device. Raises
     DataError for an image that cannot be read: a benchmark without it is another one.
     """
-    features, _, unreadable = subject.gather(describe, files, range(len(files)), transform, what, batch)
+    features, _, unreadable = context.gather(describe, files, range(len(files)), transform, what, batch)
     if unreadable:
-        raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: fetch it anew")
+        raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: download it again")
     return features
 
 
-def share(subject: EvalContext, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
+def share(context: EvalContext, items: Sequence[T], work: Callable[[T], R], what: str) -> list[R]:
     """work(item) of all items, in their order, on all ranks; each rank does its share. Small host objects.
 
-    `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `subject.give_up` says yes on one.
+    `work` calls no collective. Its UserErrors are raised on all ranks; GaveUp where `context.give_up` says yes on one.
     """
-    subject.begin()
+    context.begin()
     rank, world = distributed.rank(), distributed.world_size()
     results, gave_up = list[R](), False
     with distributed.raise_on_all_ranks():
-        for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(subject.progress)):
+        for item in tqdm(items[rank::world], what, leave=False, disable=distributed.hidden_bar(context.progress)):
             results.append(work(item))
-            gave_up = subject.give_up()
+            gave_up = context.give_up()
             if gave_up:
                 break
     found = distributed.gather_objects((results, gave_up))
@@ -83,7 +147,7 @@ def read_image(path: Path) -> Image.Image:
     try:
         return Image.fromarray(decode_rgb(read_file(str(path), name), name, MAX_PIXELS))
     except UnreadableImage as error:
-        raise DataError(f"{error}: fetch it anew") from None
+        raise DataError(f"{error}: download it again") from None
 
 
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
@@ -100,4 +164,4 @@ def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
                 )
             return np.array(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} is no readable PNG: {' '.join(str(error).split())[:100]}") from None
+        raise DataError(f"{path} is not a readable PNG: {one_line(error)}") from None

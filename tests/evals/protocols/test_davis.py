@@ -10,8 +10,18 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.davis import LabelPropagation, _read_mask, davis, frame_sides, hard_labels, judge_masks
-from dino_ds.evals.protocols.mask_metrics import boundaries, boundary_similarity, dilate, region_similarity
+from dino_ds.evals.protocols.davis import (
+    LabelPropagation,
+    _read_mask,
+    boundaries,
+    boundary_similarity,
+    davis,
+    dilate,
+    frame_sides,
+    hard_labels,
+    judge_masks,
+    region_similarity,
+)
 from tests.evals.protocols.tiny import clips, label_map, subject_of
 from tests.ranks import run_on_ranks
 
@@ -180,7 +190,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
     with pytest.raises(DataError, match="in mode RGB"):
         davis(subject_of(tmp_path))
     mask.write_bytes(b"no image")
-    with pytest.raises(DataError, match="no readable PNG"):
+    with pytest.raises(DataError, match="not a readable PNG"):
         davis(subject_of(tmp_path))
     label_map(mask, np.zeros((96, 160)))
     label_map(tmp_path / "Annotations/480p/walk/00000.png", np.zeros((96, 160)))
@@ -188,8 +198,8 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
         davis(subject_of(tmp_path))
     for name in ("../walk", "..", ".hidden"):
         (tmp_path / "ImageSets/2017/val.txt").write_text(f"{name}\n")
-        with pytest.raises(DataError, match="no name of an image"):
+        with pytest.raises(DataError, match="not the name of an image"):
             davis(subject_of(tmp_path))
     clips(tmp_path, names=("short",), frames=2)
-    with pytest.raises(DataError, match="has 2 frames, 3 are the fewest"):
+    with pytest.raises(DataError, match="has 2 frames, at least 3 are needed"):
         davis(subject_of(tmp_path))

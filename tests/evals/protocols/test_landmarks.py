@@ -134,7 +134,7 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"imlist": ["../../etc/passwd"]}, "no name of an image"),
+        ({"imlist": ["../../etc/passwd"]}, "not the name of an image"),
         ({"imlist": []}, "no list of integers"),
         ({"qimlist": ["a"]}, "1 queries, 2 answers"),
         ({"gnd": 5}, "no ground truth"),

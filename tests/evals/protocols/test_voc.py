@@ -9,8 +9,14 @@ from sklearn.linear_model import LogisticRegression
 
 from dino_ds.errors import DataError
 from dino_ds.evals.linear import LinearProbe
-from dino_ds.evals.protocols.patch_probe import fit_patch_probe
-from dino_ds.evals.protocols.voc import confusion_of, pixels_of_patches, segment, segmentation_scores, voc
+from dino_ds.evals.protocols.voc import (
+    confusion_of,
+    fit_patch_probe,
+    pixels_of_patches,
+    segment,
+    segmentation_scores,
+    voc,
+)
 from tests.evals.protocols.tiny import label_map, segments, subject_of
 from tests.ranks import run_on_ranks
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.data.multicrop import MEAN, STD
-from dino_ds.evals.subject import EvalContext, Settings
+from dino_ds.evals.context import EvalContext, Settings
 
 COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
 

@@ -1,0 +1,288 @@
+"""What evaluations are given: a frozen model, settings, images and their features, after training and during it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.sources import Source
+from dino_ds.data.value_range import ValueRange
+from dino_ds.errors import DataError
+from dino_ds.evals.features import BATCH, Reading, extract_features
+
+NamedSources = Callable[[], tuple[Source | None, Source | None]]
+
+
+class Model(Protocol):
+    """A frozen network, as `dino_ds.weights.load.Backbone`: images (b, c, h, w), normalised, on its device."""
+
+    image_size: int
+    patch_size: int
+    width: int
+
+    def features(self, images: Tensor) -> Tensor:
+        """(b, width)."""
+        ...
+
+    def patch_tokens(self, images: Tensor) -> Tensor:
+        """(b, rows, columns, width)."""
+        ...
+
+    def attention(self, images: Tensor) -> Tensor:
+        """Of the CLS token, (b, heads, rows, columns)."""
+        ...
+
+    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
+        """After each of the last blocks and the final norm: (blocks, b, 1 + patches, width), CLS first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to evaluate.
+
+    ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side (None: the
+    model's); images: most training images, and test images unless `test_images` is given (None: all); workers: loader
+    processes per rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and batch (images of
+    all ranks) of classifiers trained by gradient descent; value_range: of images deeper than 8 bits (None: such images
+    are unreadable).
+    """
+
+    ks: tuple[int, ...] = (10, 20, 100, 200)
+    temperature: float = 0.07
+    seed: int = 0
+    size: int | None = None
+    images: int | None = None
+    test_images: int | None = None
+    workers: int | None = None
+    benchmark_root: Path | None = None
+    epochs: int = 100
+    batch: int = 256
+    value_range: ValueRange | None = None
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1: none is known."""
+
+    features: Tensor
+    labels: Tensor
+    classes: int
+
+
+class EvalContext:
+    """A model, settings and images. Features are computed at first use, once, each rank its share.
+
+    `sources` returns training and test images, None where none are named; it is called when they are first needed.
+    `give_up` is asked after each batch. `notes` collects what could not be read or was left out.
+
+    All ranks must use everything here together, and get the same.
+    """
+
+    def __init__(
+        self,
+        backbone: Model,
+        settings: Settings,
+        device: torch.device,
+        sources: NamedSources = lambda: (None, None),
+        give_up: Callable[[], bool] = lambda: False,
+        progress: bool = True,
+    ) -> None:
+        self.backbone, self.settings, self.device = backbone, settings, device
+        self._named, self.give_up, self.progress = sources, give_up, progress
+        self.notes: list[str] = []
+
+    @property
+    def size(self) -> int:
+        """Pixels of a side of what the model sees."""
+        return self.settings.size or self.backbone.image_size
+
+    @cached_property
+    def sources(self) -> tuple[Source | None, Source | None]:
+        """Training and test images, labelled or not. Raises what opening them does."""
+        with distributed.raise_on_all_ranks():
+            return self._named()
+
+    def begin(self) -> None:
+        """Evaluations call it on all ranks, once they have all their images and are about to use the model.
+
+        `preflight_eval` runs them up to here.
+        """
+
+    @property
+    def train_source(self) -> Source:
+        """Labelled. Raises DataError where there are none."""
+        return self._labelled_sources[0]
+
+    @property
+    def test_source(self) -> Source:
+        """Labelled, with no class that the training images lack. Raises DataError where there are none."""
+        return self._labelled_sources[1]
+
+    @property
+    def any_source(self) -> Source:
+        """The test images, else the training images; labels are not needed. Raises DataError where there are none."""
+        for source in reversed(self.sources):
+            if source is not None:
+                return source
+        raise DataError("there are no images: name some with --root DIR (folder, list, shards, Parquet)")
+
+    @cached_property
+    def train_indices(self) -> list[int]:
+        """The training images in use: labelled, at most `settings.images`, evenly spread."""
+        return labelled_indices(self.train_source, self.settings.images)
+
+    @cached_property
+    def test_indices(self) -> list[int]:
+        """`any_indices`. Raises DataError without labels, or for classes that no training image in use has."""
+        train, test = self.train_source, self.test_source
+        indices = self.any_indices
+        seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
+        wanted = {test.classes[label] for label in _labels_of(test, indices)} if test.classes else set()
+        if unseen := sorted(wanted - seen):
+            raise DataError(
+                f"none of {len(self.train_indices)} training images is of {len(unseen)} classes of the test images: "
+                f"{', '.join(unseen[:5])}; raise --images, or leave these classes out"
+            )
+        return indices
+
+    @cached_property
+    def any_indices(self) -> list[int]:
+        """The images of `any_source` in use, evenly spread; only labelled ones where it has labels."""
+        source, limit = self.any_source, self.test_limit
+        if _is_labelled(source):
+            return labelled_indices(source, limit)
+        return evenly_spaced_indices(len(source), limit or len(source))
+
+    @property
+    def test_limit(self) -> int | None:
+        """The most test images, or images without labels; None: all."""
+        return self.settings.test_images or self.settings.images
+
+    @cached_property
+    def train(self) -> Labelled:
+        """Features of the training images in use."""
+        return self.describe(self.train_source, self.train_indices)
+
+    @cached_property
+    def test(self) -> Labelled:
+        """`any_images` as test images: labels are numbers of the training images' classes."""
+        _ = self.test_indices  # raises what is wrong with them
+        found = self.any_images
+        return Labelled(found.features, self.train_labels_of(found.labels), len(self.train_source.classes or []))
+
+    def train_labels_of(self, labels: Tensor) -> Tensor:
+        """Labels of the test images -> the training images' labels for classes of the same names."""
+        classes = self.train_source.classes or []
+        numbers = [classes.index(name) for name in self.test_source.classes or []]
+        return torch.tensor(numbers, device=labels.device)[labels]
+
+    @cached_property
+    def any_images(self) -> Labelled:
+        """Of `any_source`, with its own labels."""
+        return self.describe(self.any_source, self.any_indices)
+
+    @property
+    def any_labelled(self) -> Labelled:
+        """`any_images`. Raises DataError where they have no classes."""
+        if not _is_labelled(self.any_source):
+            raise DataError("the images have no classes: sort them into two or more class folders, or give labels")
+        return self.any_images
+
+    @property
+    def image_counts(self) -> tuple[int | None, int | None]:
+        """How many training and other images have been used so far; None: none."""
+        train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
+        return None if train is None else len(train), None if others is None else len(others)
+
+    def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
+        """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
+        return self.compute(self.backbone.features, source, indices, EvalCrop(self.size))
+
+    def compute(
+        self,
+        describe: Callable[[Tensor], Tensor],
+        source: Source,
+        indices: Sequence[int],
+        transform: Callable[[Image.Image], Tensor],
+    ) -> Labelled:
+        """As `gather`; unreadable images are left out and noted. Raises GaveUp, DataError."""
+        features, labels, unreadable = self.gather(describe, source, indices, transform)
+        self.note(f"left out, unreadable: {text}" for text in unreadable)
+        return Labelled(features, labels, len(source.classes or []))
+
+    def gather(
+        self,
+        describe: Callable[[Tensor], Tensor],
+        source: Source,
+        indices: Sequence[int],
+        transform: Callable[[Image.Image], Tensor],
+        what: str = "images",
+        batch: int = BATCH,
+    ) -> tuple[Tensor, Tensor, list[str]]:
+        """What `describe` makes of transformed images (b, ...), FP32, in the order of `indices`, with their labels.
+
+        Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
+        Raises GaveUp, DataError.
+        """
+        self.begin()
+        how = Reading(
+            transform,
+            self.settings.workers,
+            self.settings.value_range,
+            batch,
+            what if self.progress else None,
+            self.give_up,
+        )
+        features, labels, unreadable = extract_features(describe, source, indices, self.device, how)
+        return features.float(), labels, unreadable
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Add lines to `notes`, each once; the same on all ranks."""
+        self.notes = list(dict.fromkeys([*self.notes, *lines]))
+
+    @cached_property
+    def _labelled_sources(self) -> tuple[Source, Source]:
+        train, test = self.sources
+        if train is None:
+            raise DataError("there are no training images: name labelled ones with --root DIR")
+        if test is None:
+            raise DataError("there are no test images: name labelled ones with --test_root DIR")
+        check_labels(train, test)
+        return train, test
+
+
+def _is_labelled(source: Source) -> bool:
+    return source.labels is not None and bool(source.classes)
+
+
+def _labels_of(source: Source, indices: list[int]) -> set[int]:
+    return set(np.asarray(source.labels)[indices].tolist())
+
+
+def labelled_indices(source: Source, limit: int | None) -> list[int]:
+    labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
+    return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
+
+
+def check_labels(train: Source, test: Source) -> None:
+    """Raises DataError where a labelled evaluation is not possible."""
+    for which, images in (("training", train), ("test", test)):
+        if not _is_labelled(images):
+            raise DataError(
+                f"the {which} images have no classes: sort them into two or more class folders, or give labels"
+            )
+    missing = sorted(set(test.classes or []) - set(train.classes or []))
+    if missing:
+        raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")

@@ -1,0 +1,231 @@
+"""Evaluations of the teacher while it trains; for k-NN with the baselines that make the number mean something."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds import distributed
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.sources import Source, build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
+from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.preflight import preflight_eval
+from dino_ds.evals.results import RESULTS, describe_result, write_results
+from dino_ds.evals.suite import evaluate, images_of
+from dino_ds.training.at_step import AtStep, Moment
+
+Results = dict[str, dict[str, Any]]
+"""By evaluation, as RUN/evaluations.json keeps them."""
+
+
+class EvalRunner(AtStep):
+    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
+
+    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
+    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        every: int,
+        sources: tuple[Source, Source | None],
+        settings: Settings,
+        image_size: int,
+    ) -> None:
+        self._names, self._every, self._settings, self._size = names, every, settings, image_size
+        self._sources = sources
+        self.chance = 0.0
+        self._compared: list[float] = []
+        self._notes: list[str] = []
+        self._noted: set[str] = set()
+        self.raw: float | None = None
+        self.untrained: float | None = None
+        self.latest: float | None = None
+        for name in names:
+            self._check(name)
+
+    @classmethod
+    def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
+        """The runner of a recipe's `eval` section; None where that says "0 steps", or nothing and there are no labels.
+
+        Every rank must call it. Raises as the constructor does.
+        """
+        settings, data = recipe.eval, recipe.data
+        every = settings.every.in_steps(data.global_batch, epoch_steps)
+        named = not data.own_files or settings.root is not None
+        names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
+        if every == 0 or not names:
+            return None
+        test = None
+        with distributed.raise_on_all_ranks():
+            if named:
+                root = settings.root if data.own_files else data.root
+                test = build_source(data.source, root, "test", data.download)
+        how = Settings(
+            ks=(settings.k,),
+            temperature=settings.temperature,
+            images=settings.bank_images,
+            test_images=settings.test_images,
+            workers=data.workers,
+            value_range=data.known_range,
+            benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
+        )
+        return cls(names, every, (train, test), how, recipe.crops.global_size)
+
+    def _check(self, name: str) -> None:
+        """Raises ConfigError or DataError where evaluation `name` lacks something; notes what k-NN is compared by."""
+        try:
+            context = preflight_eval(name, self._settings, lambda: self._sources)
+        except (ConfigError, DataError) as error:
+            raise _with_recipe_keys(name, error) from None
+        if name == "knn":
+            self.chance = 100.0 / len(context.train_source.classes or ())
+            images = len(context.train_indices), len(context.test_indices)
+            self._compared = [*self._settings.ks, self._settings.temperature, *images]
+
+    def due(self, step: int, last: bool) -> bool:
+        return last or step % self._every == 0
+
+    def run(self, moment: Moment) -> bool:
+        """Metrics, lines of the log, and RUN/evaluations.json."""
+        results = self.evaluate(moment)
+        if results is None:
+            return False
+        if results:
+            moment.log.write({"step": moment.step, **self.metrics(results)})
+        moment.log.info(*self.lines(results))
+        if distributed.rank() == 0:
+            try:
+                write_results(moment.run_dir / RESULTS, results)
+            except (OSError, ValueError) as error:
+                moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
+        return True
+
+    def evaluate(self, moment: Moment) -> Results | None:
+        """The results at a moment; None, on all ranks, where a stop was requested on one of them.
+
+        What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
+        numbers stay as they are.
+        """
+        device = moment.device
+        with generators_kept(device):
+            try:
+                return self._evaluate(LiveTeacher(moment.teacher, self._size), moment, device)
+            except GaveUp:
+                return None
+
+    def _evaluate(self, model: LiveTeacher, moment: Moment, device: torch.device) -> Results:
+        def context_of(model: Any) -> EvalContext:
+            return EvalContext(
+                model, self._settings, device, lambda: self._sources, moment.stop_requested, progress=False
+            )
+
+        context, results, raw = context_of(model), Results(), self.raw
+        for name in self._names:
+            if any(distributed.gather_objects(moment.stop_requested())):
+                raise GaveUp
+            began = time.monotonic()
+            try:
+                found = evaluate(name, context)
+                if name == "knn" and raw is None:
+                    (raw,) = evaluate(name, context_of(_RawPixels(self._size))).values()
+            except (ConfigError, DataError) as error:
+                if moment.step == 0:
+                    raise _with_recipe_keys(name, error) from None
+                context.notes.append(f"{name} can't be evaluated at step {moment.step}: {error}")
+                continue
+            seconds, images = time.monotonic() - began, images_of(name, context)
+            results[name] = describe_result(found, seconds, moment.step, moment.images, images)
+        self._notes += context.notes
+        if "knn" in results:
+            (self.latest,) = results["knn"]["results"].values()
+            self.raw = raw
+            self.untrained = self.latest if moment.step == 0 else self.untrained
+        return results
+
+    def metrics(self, results: Results) -> dict[str, float]:
+        """As metrics.jsonl and TensorBoard have them: k-NN with its baselines, the others as eval/METRIC."""
+        found: dict[str, float] = {}
+        for name, result in results.items():
+            if name == "knn":
+                assert self.latest is not None and self.raw is not None
+                found |= {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+            else:
+                found |= {f"eval/{metric}": value for metric, value in result["results"].items()}
+        return found
+
+    def lines(self, results: Results) -> list[str]:
+        """Lines for the log, each note once; the same on all ranks."""
+        lines = [f"evals    {note}" for note in dict.fromkeys(self._notes) if note not in self._noted]
+        self._noted.update(self._notes)
+        self._notes.clear()
+        for name, result in results.items():
+            values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
+            label, text = ("k-NN", self.knn_summary()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
+            lines.append(f"{label:<8} at step {result['step']}: {text}")
+        return lines
+
+    def knn_summary(self) -> str:
+        """k-NN beside its baselines: raw pixels, chance, and the network before training."""
+        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
+        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def warning(self) -> str | None:
+        """What to try where the newest features are worse than raw pixels, else None."""
+        if self.latest is None or self.raw is None or self.latest >= self.raw:
+            return None
+        return (
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %): it has "
+            "learned nothing of use yet; train longer (--length), on more images, with smaller patches "
+            "(--model.patch_size), or images of 32 to 64 pixels with --crops.augment low_res"
+        )
+
+    def short(self) -> str:
+        return f"k-NN {self.latest:.1f} %" if self.latest is not None else ""
+
+    def summary(self) -> list[str]:
+        if self.latest is None:
+            return []
+        warning = self.warning()
+        return [f"k-NN     {self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
+        if "of" not in state or state["of"] == self._compared:
+            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+
+
+class _RawPixels:
+    """The baseline that any learning must beat, as a `Model` for k-NN."""
+
+    def __init__(self, image_size: int) -> None:
+        self.image_size = image_size
+
+    def features(self, images: Tensor) -> Tensor:
+        return raw_pixels(images)
+
+
+def _with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
+    """The message of an evaluation with recipe keys in the place of the flags of `dino-ds eval`."""
+    words = {
+        "(--images)": "(eval.bank_images, eval.test_images)",
+        "--images": "--eval.bank_images",
+        "--test_root": "--eval.root",
+        "--benchmark_root": "--eval.benchmark_root",
+        "--k": "--eval.k",
+    }
+    text = re.sub("|".join(map(re.escape, words)), lambda flag: words[flag[0]], str(error))
+    return type(error)(f"eval.evals {name}: {text}")

@@ -1,0 +1,81 @@
+"""What training needs of a backbone, whatever it is made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dino_ds.architectures import BackboneSpec
+
+Crops = Mapping[str, Sequence[Tensor]]
+"""What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
+CLS = "cls"
+
+
+def patches_of(group: str) -> str:
+    """The name of the patch features of a crop group among a backbone's features."""
+    return f"patches/{group}"
+
+
+class Backbone(nn.Module, ABC):
+    """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
+
+    `spec` is what the rest of the program knows without building it. The constructor takes
+    (spec, side of the native crop in pixels, `dino_ds.architectures.BackboneOptions`).
+    A module inside that owns buffers must have `reset_parameters` (or torch's `reset_running_stats`) give them their
+    values: networks are built on the meta device. Buffers must be equal on all ranks: one that a forward pass changes
+    has to be reduced there.
+    """
+
+    def __init__(self, spec: BackboneSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self._checkpointed, self._checkpoint_on_cpu = 0, False
+
+    @abstractmethod
+    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Crops by group -> features by name, all crops in one pass.
+
+        "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
+        (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
+        stochastic depth of its crops follows; None for none (teachers, evaluation).
+        """
+
+    @abstractmethod
+    def segments(self) -> Sequence[nn.Module]:
+        """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
+
+    def features(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) -> features of the whole image (b, d)."""
+        return self({"images": [images]})[CLS]
+
+    def compile_segments(self, mode: str = "default", backend: str = "inductor") -> None:
+        """torch.compile every segment.
+
+        mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
+        """
+        theirs = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+        for segment in self.segments():
+            segment.compile(dynamic=False, backend=backend, mode=theirs)
+
+    def checkpoint_segments(self, count: int | None, on_cpu: bool = False) -> None:
+        """Recompute the first `count` segments in the backward pass, None: all; on_cpu: inputs kept on the host."""
+        self._checkpointed = len(self.segments()) if count is None else count
+        self._checkpoint_on_cpu = on_cpu
+
+    def run_segment(self, i: int, segment: nn.Module, *inputs: Any) -> Any:
+        """`segment(*inputs)`, the i-th, under the activation checkpointing in force."""
+        if i >= self._checkpointed or not torch.is_grad_enabled():
+            return segment(*inputs)
+        # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
+        # Nothing inside draws random numbers, so there is no RNG state to keep.
+        pin = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
+        on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=pin) if self._checkpoint_on_cpu else nullcontext()
+        with on_cpu:
+            return checkpoint(segment, *inputs, use_reentrant=False, preserve_rng_state=False)

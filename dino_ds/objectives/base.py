@@ -1,0 +1,142 @@
+"""What a loss term is, and how terms make one objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_ds.objectives.running import RunningMean
+from dino_ds.schedules import ScheduleValues
+
+Outputs = Mapping[str, Mapping[str, Tensor]]
+"""By teacher the outputs of its network, by their names; see `dino_ds.models.network.Network`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which outputs of the student's network a term reads, and which of each teacher's: names of heads, or features of
+    the backbone as "cls" and "patches/global"."""
+
+    student: tuple[str, ...]
+    teachers: Mapping[str, tuple[str, ...]]
+
+
+class Measured(NamedTuple):
+    """loss: a scalar with gradient, the mean over the images of the micro-batch; scalars: what is logged, by name."""
+
+    loss: Tensor
+    scalars: dict[str, Tensor]
+
+
+class Entropy(NamedTuple):
+    """The scalar that is the mean entropy of the targets of a cross-entropy, and the scalar of that loss; their
+    difference is logged as `kl`, and both together tell a collapse. prototypes: ln of it is the largest entropy."""
+
+    scalar: str
+    loss: str
+    kl: str
+    prototypes: int
+
+
+class Term(ABC):
+    """One summand of the objective.
+
+    `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets over so many
+    prototypes. `statistics` by their names in checkpoints. No other term may use these names.
+    """
+
+    needs: Needs
+    scalars: tuple[str, ...] = ()
+    entropies: Mapping[str, int] = MappingProxyType({})
+    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+
+    @abstractmethod
+    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> Any:
+        """What the student is compared with, from the teachers' micro-batch, without gradient; gathers statistics."""
+
+    @abstractmethod
+    def loss(self, student: dict[str, Tensor], targets: Any, schedule: ScheduleValues) -> Measured:
+        """The loss of one micro-batch; may be called once for the same outputs, whose memory it may use up."""
+
+
+class Objective:
+    """The weighted sum of named terms, and the running statistics of all of them.
+
+    With several terms each one's loss is among the scalars as NAME_loss.
+    """
+
+    def __init__(self, terms: Mapping[str, Term], weights: Mapping[str, float] | None = None) -> None:
+        self.terms = dict(terms)
+        self._weights = {name: (weights or {}).get(name, 1.0) for name in terms}
+        self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
+        assert len(self.statistics) == sum(len(term.statistics) for term in self.terms.values()), "names must differ"
+        self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
+
+    def _own(self, name: str) -> tuple[str, ...]:
+        """The scalar of a term's own loss: none where it is the objective."""
+        return (f"{name}_loss",) if len(self.terms) > 1 else ()
+
+    @property
+    def entropies(self) -> list[Entropy]:
+        """The entropies of all terms."""
+        return [
+            Entropy(scalar, next(iter(self._own(name)), "loss"), scalar.replace("teacher_entropy", "kl"), prototypes)
+            for name, term in self.terms.items()
+            for scalar, prototypes in term.entropies.items()
+        ]
+
+    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> dict[str, Any]:
+        """Every term's targets, by its name; their rows join the running statistics of the window."""
+        return {name: term.targets(teachers, schedule) for name, term in self.terms.items()}
+
+    def loss(self, student: dict[str, Tensor], targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
+        """The student's outputs by name -> the weighted sum of the terms, and their scalars."""
+        total: Tensor | None = None
+        scalars: dict[str, Tensor] = {}
+        for name, term in self.terms.items():
+            loss, own = term.loss(student, targets[name], schedule)
+            scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
+            weight = self._weights[name]
+            weighted = loss if weight == 1 else weight * loss
+            total = weighted if total is None else total + weighted
+        assert total is not None, "an objective has at least one term"
+        return Measured(total, scalars)
+
+    def student_features(self) -> tuple[str, ...]:
+        """What the terms read of the student, each once."""
+        return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
+
+    def teacher_features(self, teacher: str) -> tuple[str, ...]:
+        """What the terms read of one teacher, each once."""
+        return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
+
+    def pending(self) -> list[Tensor]:
+        """This rank's window of each statistic, flat; to be summed over ranks and given to `commit` in one piece."""
+        return [statistic.pending() for statistic in self.statistics.values()]
+
+    def commit(self, total: Tensor) -> None:
+        """Move the statistics by the window's totals over all ranks, and begin a new window."""
+        sizes = [len(pending) for pending in self.pending()]
+        for statistic, part in zip(self.statistics.values(), total.split(sizes), strict=True):
+            statistic.commit(part)
+
+    def drop(self) -> None:
+        """Forget the window: its optimizer step was not applied."""
+        for statistic in self.statistics.values():
+            statistic.drop()
+
+    def state(self) -> dict[str, Tensor]:
+        """The statistics by name, by reference."""
+        return {name: statistic.value for name, statistic in self.statistics.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a statistic that is not there."""
+        for name, statistic in self.statistics.items():
+            statistic.load(state[name])

@@ -1,0 +1,1 @@
+"""Who gives the student its targets."""

@@ -1,0 +1,108 @@
+"""What a teacher is, and how a run has several of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.models.base import Backbone, Crops
+from dino_ds.models.network import Network
+from dino_ds.schedules import ScheduleValues
+
+
+class Teacher:
+    """A network that is whole on every rank and never trained; this one stays as it is.
+
+    Args: `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays).
+    """
+
+    def __init__(self, network: Network, dtype: torch.dtype = torch.float32) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.dtype = dtype
+        self._device = next(network.parameters()).device
+        self._running = network
+
+    @torch.no_grad()
+    def __call__(self, crops: Crops) -> dict[str, Tensor]:
+        """The crops that it sees, by group -> outputs by name, as of the network."""
+        with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+            outputs: dict[str, Tensor] = self._running(crops)
+            return outputs
+
+    def update(self, schedule: ScheduleValues) -> None:
+        """After each applied step, on every rank."""
+
+    def features(self, images: Tensor) -> Tensor:
+        """Images (b, c, h, w) -> features of the whole image (b, d), FP32."""
+        with self.evaluating():
+            return self.backbone.features(images)
+
+    @property
+    def backbone(self) -> Backbone:
+        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
+        return self.network.backbone
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
+        # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it, by reference: parameters and buffers by the network's names; of a teacher
+        that never moves nothing."""
+        return {}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+
+class Teachers:
+    """A run's teachers by name; `groups` says which crop groups each sees, `exported` which one is the run's product.
+
+    That one's tensors are teacher.NAME in a checkpoint, another's teachers.TEACHER.NAME.
+    """
+
+    def __init__(
+        self, teachers: Mapping[str, Teacher], groups: Mapping[str, tuple[str, ...]], exported: str = "ema"
+    ) -> None:
+        self._teachers, self._groups = dict(teachers), groups
+        self.exported = self._teachers[exported]
+        self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
+
+    def __call__(self, crops: Crops) -> dict[str, dict[str, Tensor]]:
+        """All crops of a micro-batch by group -> each teacher's outputs for those it sees, by its name."""
+        return {
+            name: teacher({group: crops[group] for group in self._groups[name]})
+            for name, teacher in self._teachers.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._teachers[name]
+
+    def update(self, schedule: ScheduleValues) -> None:
+        """After each applied step, on every rank."""
+        for teacher in self._teachers.values():
+            teacher.update(schedule)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, by reference."""
+        return {
+            f"{self._prefix[name]}{tensor}": value
+            for name, teacher in self._teachers.items()
+            for tensor, value in teacher.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        for name, teacher in self._teachers.items():
+            prefix = self._prefix[name]
+            teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

@@ -1,0 +1,69 @@
+"""The first lines of a run's log: its images, length, engine and memory, and what is not as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from dino_ds import distributed
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.flat import flat_values, lengths_without_unit
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import tokens_of
+from dino_ds.costs.memory import Memory
+from dino_ds.engine.device import DTYPES
+from dino_ds.models.attention import chosen_kernel
+from dino_ds.training.run import Run
+
+
+def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> None:
+    """Write them; `notes` are what was found while the run was built."""
+    recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
+    data, device = recipe.data, run.step.engine.device
+    compiled = ", compiled blocks" if config.performance.compile != "off" else ""
+    stopping = f", stopping after step {run.last_step}" if run.last_step < steps else ""
+    run.log.info(
+        f"images   {run.images} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
+        f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
+        f"{run.epoch_steps} steps an epoch",
+        f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
+        f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
+        f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
+        f"memory   predicted peak {memory}",
+        *_changed_values(recipe),
+        *(
+            f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
+            for name in lengths_without_unit(recipe)
+        ),
+        *(f"note     {text}" for text in notes),
+    )
+    if resumed:
+        position, done = run.state.position, run.step.applied_steps
+        where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
+        run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
+    """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+    performance, arch = config.performance, recipe.model.architecture()
+    if performance.attention != "sdpa":
+        return performance.attention
+    kernels: dict[str, list[str]] = {}
+    for tokens in [tokens_of(arch, group.size) for group in recipe.crops.groups]:
+        kernel = performance.attention_backend
+        if kernel == "auto":
+            kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)
+        kernels.setdefault(kernel, []).append(str(tokens))
+    return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
+
+
+def _changed_values(recipe: Recipe) -> list[str]:
+    """The recipe's values that are not the defaults, a line a section."""
+    changed: dict[str, list[str]] = {}
+    defaults = flat_values(Recipe())
+    for name, value in flat_values(recipe).items():
+        if value != defaults[name]:
+            section, _, key = name.rpartition(".")
+            changed.setdefault(section or "recipe", []).append(f"{key} {value}")
+    return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]

@@ -1,0 +1,123 @@
+"""What a checkpoint of a run holds: taken out of the run's parts for a save, and put back on a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dino_ds import distributed
+from dino_ds.checkpoint.files import write_tensors
+from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.saving import SaveCost, Saving
+from dino_ds.durable import is_gone, replace_file, replacing
+from dino_ds.errors import CheckpointError, StorageError
+from dino_ds.training.at_step import AtStep
+from dino_ds.training.run import RunState
+from dino_ds.training.step import TrainingStep
+
+
+@dataclass
+class Saver:
+    """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
+
+    description: fields of Manifest that are the same in all checkpoints of this start. about_teacher: what
+    teacher.json says of the teacher after so many steps. Methods that return lines return them for people.
+    """
+
+    checkpoints: Checkpoints
+    step: TrainingStep
+    state: RunState
+    evaluations: AtStep | None
+    description: Mapping[str, Any]
+    about_teacher: Callable[[int], dict[str, Any]]
+    background: bool
+
+    def __post_init__(self) -> None:
+        self._run_dir = self.checkpoints.folder.parent
+        self._saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
+
+    def check_space(self) -> None:
+        """Raises StorageError where there is no room for one checkpoint."""
+        teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
+        self._saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
+
+    def tidy(self) -> list[str]:
+        """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
+        with distributed.raise_on_all_ranks():
+            try:
+                return self.checkpoints.tidy(self.step.applied_steps)
+            except OSError as error:
+                raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
+
+    def check_folder(self) -> None:
+        """Raises CheckpointError, on all ranks, where the run folder was removed or renamed during the run."""
+        with distributed.raise_on_all_ranks():
+            if distributed.rank() == 0 and is_gone(self._run_dir / "config.yaml"):
+                raise CheckpointError(
+                    f"{self._run_dir} is gone, removed or renamed while the run was at work: training ends, and "
+                    "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
+                )
+
+    def save(self, wait: bool) -> list[str]:
+        """A checkpoint, and the teacher as one file that timm reads.
+
+        It is written while training continues, and counts when `poll` has found it complete; with `wait` it is
+        complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
+        """
+        step, part = self.step, self.step.engine.state()
+        state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
+        manifest = {**self.description, "step": step.applied_steps, "state": state}
+        return self._saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+
+    def poll(self) -> list[str]:
+        """After each applied step: commits a save that all ranks have written.
+
+        Raises StorageError on all ranks when three saves in a row have failed.
+        """
+        return self._saving.look()
+
+    def finish(self, must: bool = False) -> list[str]:
+        """Waits for a save that is still being written; with `must` its failure is a StorageError on all ranks."""
+        return self._saving.finish(must)
+
+    @property
+    def cost(self) -> SaveCost | None:
+        """What the last checkpoint of this process took; None before the first."""
+        return self._saving.cost
+
+    def metrics(self) -> dict[str, float]:
+        """The same for metrics.jsonl."""
+        cost = self.cost
+        if cost is None:
+            return {}
+        return {
+            "save_seconds": cost.seconds,
+            "save_stall_seconds": cost.stall_seconds,
+            "checkpoint_gib": cost.bytes / 2**30,
+        }
+
+    def load(self, saved: SavedCheckpoint) -> None:
+        """Puts a checkpoint into the parts of the run. Raises CheckpointError where something is missing from it."""
+        state = saved.manifest.state
+        try:
+            self.step.engine.load_state(saved)
+            self.step.restore(saved.whole(), saved.manifest.step)
+            self.state.load_state_dict(state)
+            if self.evaluations and state["knn"]:
+                self.evaluations.load_state_dict(state["knn"])
+        except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
+            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
+
+    def _write_teacher(self, folder: Path) -> None:
+        """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""
+        saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
+        backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
+        path = self._run_dir / "teacher.safetensors"
+        with replacing(path) as temporary:
+            write_tensors(temporary, backbone, {"format": "pt"})
+        about = self.about_teacher(saved.manifest.step)
+        replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")

@@ -1,0 +1,142 @@
+"""Finds the weights that a name or path stands for: a run folder, a file, a Hugging Face folder or a timm name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from dino_ds.architectures import ARCHITECTURES
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
+from dino_ds.errors import CheckpointError, one_line
+from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
+from dino_ds.weights.read import Weights, check_numbers, checked, read_weights
+from dino_ds.weights.reference import split_network
+
+_HEAD = "teacher.head."
+_SECONDS = 5.0
+"""For the hub to answer."""
+
+
+def find_weights(place: str | Path) -> Weights:
+    """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
+
+    A run's head lies in its checkpoints. Raises CheckpointError for anything else.
+    """
+    path = Path(place)
+    if not path.exists() and _is_timm_name(str(place)):
+        return _from_timm(str(place))
+    if not path.exists():
+        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}"
+        raise CheckpointError(f"{place} does not exist; {near}")
+    teacher = path / "teacher.safetensors"
+    if (path / "config.yaml").is_file() and not teacher.is_file():
+        raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
+    if not teacher.is_file():
+        return read_weights(path)
+    weights = read_weights(teacher)
+    head, notes = _head_of_run(path, weights.about.get("step"))
+    return Weights(weights.kind, weights.backbone, head, weights.about, [*weights.notes, *notes])
+
+
+def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]:
+    """The teacher's head from the checkpoint that the teacher was written with, or why there is none."""
+    if not isinstance(step, int) or not 0 <= step < 10**12:
+        return {}, []
+    folder = run / "checkpoints" / step_name(step)
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder.relative_to(run)} is not there")
+        manifest = read_manifest(folder)
+        check_present(folder, manifest)
+        whole = SavedCheckpoint(folder, manifest).whole()
+        head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
+        check_numbers(folder, head)
+    except (CheckpointError, OSError) as error:
+        return {}, [f"its head is not available ({error})"]
+    return head, []
+
+
+def _is_timm_name(name: str) -> bool:
+    base, _, tag = name.partition(".")
+    if base in ARCHITECTURES:
+        return True
+    if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
+        return False
+    import timm
+
+    return bool(timm.is_model(base))
+
+
+def _from_timm(name: str) -> Weights:
+    import timm
+
+    with hub_or_cache() as why:
+        try:
+            model = timm.create_model(name, pretrained=True, num_classes=0)
+        except Exception as error:  # whatever timm and the hub's client raise
+            reason = why or one_line(error)
+            raise CheckpointError(
+                f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
+            ) from None
+    tensors = dict(model.state_dict())
+    try:
+        network = split_network(tensors, "teacher")
+        backbone = checked(network.backbone)
+    except CheckpointError as error:
+        raise CheckpointError(f"timm's {name}: {error}") from None
+    heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
+    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads, "layer_norm_eps": eps}
+    return Weights("timm", backbone, {}, about, network.notes)
+
+
+def on_a_hub(name: str) -> str | None:
+    """What to do with another hub's name for weights; None if `name` does not look like one."""
+    torch_hub = re.fullmatch(r"(dinov2)_vit([sblg])14(_reg)?(_lc)?|dino_vit([sb])(8|16)", name)
+    if torch_hub:
+        size = {"s": "small", "b": "base", "l": "large", "g": "giant"}[torch_hub[2] or torch_hub[5]]
+        old = f"vit_{size}_patch{torch_hub[6]}_224.dino"
+        timm = f"vit_{size}_patch14_{'reg4_' if torch_hub[3] else ''}dinov2.lvd142m" if torch_hub[1] else old
+        return f"that is torch.hub's name: timm has these weights as {timm}"
+    found = hub_id(name)
+    if found is None:
+        return None
+    return f"if {found} is on the Hugging Face Hub: hf download {found} --local-dir DIR, then give DIR"
+
+
+@contextmanager
+def hub_or_cache() -> Iterator[str]:
+    """Uses only the cache where the Hugging Face hub does not answer, and yields a message that says so, else "".
+
+    Its client would try for most of a minute to download a file that is not in the cache.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
+        yield ""
+        return
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield f"{constants.ENDPOINT} does not answer"
+    finally:
+        constants.HF_HUB_OFFLINE = False
+
+
+def _answers(address: str) -> bool:
+    """Asks with the hub's client, which knows of proxies; in a thread, because resolving a name has no timeout."""
+    answers: list[object] = []
+
+    def ask() -> None:
+        from huggingface_hub.utils import get_session
+
+        with suppress(Exception):  # of its own, of httpx or of requests
+            answers.append(get_session().head(address, timeout=_SECONDS))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_SECONDS)
+    return bool(answers)
