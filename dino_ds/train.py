@@ -101,9 +101,10 @@ def train(
                 beat.listed = True
                 try:
                     start, memory = _choose_ds_config(recipe, request)
-                    memory_guard.expect(recipe, start.config, memory.gib)
+                    predicted_gib = memory.gib if memory else None
+                    memory_guard.expect(recipe, start.config, predicted_gib)
                     folder, source, notes = _open_folder(recipe, start.config, request)
-                    run, saver, more_notes = _build(folder, source, options.max_steps, memory.gib)
+                    run, saver, more_notes = _build(folder, source, options.max_steps, predicted_gib)
                 except UserError:  # of all ranks
                     if lock.guards_a_run:
                         beat.listed = False  # this start was refused: the run in the folder is another start's
@@ -146,7 +147,7 @@ def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
         lock.release()
 
 
-def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory]:
+def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory | None]:
     """The ds config of this start and the memory that it is predicted to take, the same on all ranks.
 
     Raises ConfigError where that is more than there is.
@@ -194,7 +195,7 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
 
 
 def _build(
-    folder: RunFolder, source: Source, max_steps: int | None, predicted_gib: float
+    folder: RunFolder, source: Source, max_steps: int | None, predicted_gib: float | None
 ) -> tuple[Run, Saver, list[str]]:
     """The run, new or as its checkpoint has it, what saves it, and notes for people. Every rank must call it.
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.architectures import VITS
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.distributed import usable_cores
@@ -124,7 +124,7 @@ def _ratio(timings: dict[str, Timing], name: str) -> float:
 def _features_seconds(images: int) -> tuple[float, float]:
     """Wall and CPU time from images in memory to features, preparation included, by a ViT-Ti with random weights."""
     source = PhotoPatches("train")
-    arch = dataclasses.replace(ARCHITECTURES["vit_tiny_patch16_224"], patch_size=_PATCH)
+    arch = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=_PATCH)
     network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()

@@ -14,7 +14,7 @@ from typing import Any
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import ffn_weights
+from dino_ds.costs.flops import ffn_weights, vit_of
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
@@ -147,7 +147,7 @@ def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
 
 
 def _block_weights(recipe: Recipe) -> int:
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     return 4 * arch.width**2 + ffn_weights(arch)
 
 

@@ -118,11 +118,14 @@ class LaunchAttempt:
                 self._kill()
             if self._on_first_step and time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
-                self._look_for_first_step()
+                if any(beat.step > self._start_step for beat in self._records.beats().values()):
+                    self._on_first_step()
+                    self._on_first_step = None
         end_all(self._guard.mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
         self._ranks.close()
         until = time.monotonic() + _OTHER_MACHINES_SECONDS
-        while None in self._codes().values() and self._elsewhere() and time.monotonic() < until:
+        here = {end.rank for end in self._ranks.ends}
+        while None in self._codes().values() and self._records.beats().keys() - here and time.monotonic() < until:
             time.sleep(_TICK_SECONDS)
         return self._judge()
 
@@ -166,11 +169,6 @@ class LaunchAttempt:
         self._killed = True
         end_all(self._guard.mark, 0.0)
 
-    def _look_for_first_step(self) -> None:
-        if self._on_first_step and any(beat.step > self._start_step for beat in self._records.beats().values()):
-            self._on_first_step()
-            self._on_first_step = None
-
     def _judge(self) -> Outcome:
         """The run's own end: from the records and exit codes of its ranks, whatever the launcher's exit code is."""
         codes, now = self._codes(), time.monotonic()
@@ -212,10 +210,6 @@ class LaunchAttempt:
             else:
                 codes[rank] = beat.code if beat is not None and beat.ended else None
         return codes
-
-    def _elsewhere(self) -> bool:
-        """Whether ranks run on other machines too."""
-        return bool(self._records.beats().keys() - {end.rank for end in self._ranks.ends})
 
     def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
         """For a failure that no rank has recorded: code, message, reported, rank."""

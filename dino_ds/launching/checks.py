@@ -63,7 +63,7 @@ def check_machines(
         return [], [Problem(f"{name} is not installed: apt-get install {packages[name]}, {cure}") for name in missing]
     with _written_file(run_dir) as token:
         question = Question(files, images, str(token), 0)
-        slots = plan.hosts[plan.node_rank or 0].slots if plan.hosts else tuple(range(plan.ranks))
+        slots = plan.hosts[plan.options.node_rank or 0].slots if plan.hosts else tuple(range(plan.ranks))
         # Another process: one that has looked at the GPUs keeps memory on them.
         command = [sys.executable, "-m", "dino_ds.launching.probe"]
         local = _ask(Host("this machine", slots), command, _with_port(plan, question, 0))
@@ -73,12 +73,7 @@ def check_machines(
     problems = [Problem(f"{reply.host.name}: {reply.failure}") for reply in replies if reply.answer is None]
     answers = [reply for reply in replies if reply.answer is not None]
     for reply in answers:
-        texts = _differences(reply, local) if plan.uses_ssh else []
-        if reply.answer and not reply.answer.sees:
-            texts.append(f"does not see {run_dir} of this machine: put --run_dir on a disk that all machines share")
-        if reply.answer and not reply.answer.port_free:
-            texts.append(f"port {plan.master_port} is in use; pass --master_port with another")
-        problems += [Problem(f"{reply.host.name}: {text}") for text in texts]
+        problems += _machine_problems(reply, local, run_dir, plan.master_port)
     problems += _images_seen(answers, images) + _gpus(answers) + _clocks(answers)
     return replies, problems
 
@@ -100,12 +95,12 @@ def _written_file(run_dir: Path) -> Iterator[Path]:
 
 def _with_port(plan: LaunchPlan, question: Question, node: int) -> Question:
     """The first machine listens on the port."""
-    mine = plan.node_rank if plan.no_ssh else node
-    elsewhere = plan.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
+    mine = plan.options.node_rank if plan.options.no_ssh else node
+    elsewhere = plan.options.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
     return dataclasses.replace(question, port=plan.master_port if mine == 0 and not elsewhere else 0)
 
 
-def _remote_command(host: Host) -> list[str]:
+def _ssh_command(host: Host) -> list[str]:
     words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m dino_ds.launching.probe"
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
     return ["ssh", *options, "--", host.name, f"cd {shlex.quote(os.getcwd())} && {words}"]
@@ -115,7 +110,7 @@ def _ask_all(plan: LaunchPlan, question: Question) -> list[Reply]:
     """All machines at once, in the order of the hostfile."""
     with ThreadPoolExecutor(min(64, len(plan.hosts))) as pool:
         asked = {
-            pool.submit(_ask, host, _remote_command(host), _with_port(plan, question, node)): node
+            pool.submit(_ask, host, _ssh_command(host), _with_port(plan, question, node)): node
             for node, host in enumerate(plan.hosts)
         }
         bar = tqdm(as_completed(asked), "machines", total=len(asked), leave=False, disable=None)
@@ -152,8 +147,8 @@ def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
     return f"can't run this environment ({last}): `dino-ds doctor` on that machine says more"
 
 
-def _differences(reply: Reply, local: Reply) -> list[str]:
-    """How a machine's software and configs differ from this one's, each with its remedy."""
+def _machine_problems(reply: Reply, local: Reply, run_dir: Path, port: int) -> list[Problem]:
+    """What stops a machine: software and configs unlike those of this one, an unseen run folder, a port in use."""
     there, here = reply.answer, local.answer
     assert there is not None and here is not None
     problems = [
@@ -168,7 +163,11 @@ def _differences(reply: Reply, local: Reply) -> list[str]:
             problems.append(f"does not see {path}: copy it there, at the same path")
         elif crc != here.files[path]:
             problems.append(f"{path} is another file than on this machine: copy it there")
-    return problems
+    if not there.sees:
+        problems.append(f"does not see {run_dir} of this machine: put --run_dir on a disk that all machines share")
+    if not there.port_free:
+        problems.append(f"port {port} is in use; pass --master_port with another")
+    return [Problem(f"{reply.host.name}: {text}") for text in problems]
 
 
 def _images_seen(replies: Sequence[Reply], images: str | None) -> list[Problem]:

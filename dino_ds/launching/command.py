@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.plan import LaunchPlan
+from dino_ds.launching.plan import SCRIPT, LaunchPlan
 
 # What DeepSpeed's launcher exports to the other machines: names that begin so.
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
@@ -23,19 +23,19 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 def build_command(plan: LaunchPlan) -> list[str]:
     """The words to execute, without a shell. Raises ConfigError for what can't be forwarded."""
-    return _torchrun(plan) if plan.launcher == "torchrun" else _deepspeed(plan)
+    return _torchrun(plan) if plan.options.launcher == "torchrun" else _deepspeed(plan)
 
 
 def _deepspeed(plan: LaunchPlan) -> list[str]:
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", f"--master_port={plan.master_port}"]
     if plan.hosts:
         command += [f"--hostfile={plan.hostfile}"]
-        command += [f"--include={plan.include}"] if plan.include else []
-        command += [f"--exclude={plan.exclude}"] if plan.exclude else []
-        command += [f"--num_gpus={plan.ranks}"] if plan.limited else []
+        command += [f"--include={plan.options.include}"] if plan.options.include else []
+        command += [f"--exclude={plan.options.exclude}"] if plan.options.exclude else []
+        command += [f"--num_gpus={plan.ranks}"] if plan.options.ranks else []
         command += [f"--master_addr={plan.master_addr}"] if plan.master_addr else []
-        if plan.no_ssh:
-            command += ["--no_ssh", f"--node_rank={plan.node_rank}"]
+        if plan.options.no_ssh:
+            command += ["--no_ssh", f"--node_rank={plan.options.node_rank}"]
         else:
             command += ["--force_multi"]  # else a single machine of the hostfile is taken for this one
     elif plan.devices:
@@ -44,7 +44,7 @@ def _deepspeed(plan: LaunchPlan) -> list[str]:
     else:
         command += [f"--num_gpus={plan.ranks}"]
     words = [quote_for_pdsh(word) for word in plan.words] if plan.uses_ssh else list(plan.words)
-    return [*command, str(plan.script), *words]
+    return [*command, str(SCRIPT), *words]
 
 
 def _torchrun(plan: LaunchPlan) -> list[str]:
@@ -62,8 +62,11 @@ def _torchrun(plan: LaunchPlan) -> list[str]:
     if plan.elastic:
         # A machine that joins later waits for an address that torch writes down in the first round only, if shared.
         command = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *command]
-        command += [f"--max_restarts={plan.max_restarts}", "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2"]
-    return [*command, str(plan.script), *plan.words]
+        command += [
+            f"--max_restarts={plan.options.max_restarts}",
+            "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
+        ]
+    return [*command, str(SCRIPT), *plan.words]
 
 
 def quote_for_pdsh(word: str) -> str:
@@ -90,7 +93,7 @@ def check_forwarded(plan: LaunchPlan, environment: Mapping[str, str], folder: Pa
     for what, path in (
         ("the working folder", folder),
         ("Python's path", sys.executable),
-        ("the script", plan.script),
+        ("the script", SCRIPT),
     ):
         _refuse(what, str(path), "".join(c for c in str(path) if not _PLAIN.fullmatch(c)))
     for name, value in environment.items():

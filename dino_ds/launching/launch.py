@@ -41,7 +41,7 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
         return
     if plan.elastic:
         os.execvp(command[0], command)
-    sys.exit(supervise(command, Path(train["options"].run_dir), plan.max_restarts))
+    sys.exit(supervise(command, Path(train["options"].run_dir), options.max_restarts))
 
 
 def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:

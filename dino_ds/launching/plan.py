@@ -10,11 +10,10 @@ from pathlib import Path
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile
-from dino_ds.names import did_you_mean
 from dino_ds.options.machine import LaunchOptions
 from dino_ds.ports import find_free_port
 
-LAUNCHERS = ("deepspeed", "torchrun")
+SCRIPT = CHECKOUT / "dino_ds" / "train.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """Taken by DeepSpeed's launcher where none is given."""
@@ -25,30 +24,23 @@ class LaunchPlan:
     """Who runs what where in one launch.
 
     hosts: the machines and their slots in rank order, from `hostfile`; none: `ranks` processes on this machine, or
-    with torchrun on each of `nodes` (least, most) machines. node_rank: with no_ssh, this machine's place in `hosts`.
+    with torchrun on each of `nodes` (least, most) machines. words: what follows `train` on the command line.
     devices: GPUs by number where CUDA_VISIBLE_DEVICES chooses among this machine's.
     """
 
-    script: Path
+    options: LaunchOptions
     words: tuple[str, ...]
-    launcher: str
     ranks: int
     master_port: int
     master_addr: str | None = None
     hosts: tuple[Host, ...] = ()
     hostfile: Path | None = None
-    include: str | None = None
-    exclude: str | None = None
-    limited: bool = False
-    no_ssh: bool = False
-    node_rank: int | None = None
     nodes: tuple[int, int] = (1, 1)
     devices: tuple[int, ...] = ()
-    max_restarts: int = 0
 
     @property
     def uses_ssh(self) -> bool:
-        return bool(self.hosts) and not self.no_ssh
+        return bool(self.hosts) and not self.options.no_ssh
 
     @property
     def elastic(self) -> bool:
@@ -65,9 +57,6 @@ class LaunchPlan:
 
 def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     """The launch of `train` with `words`. Raises ConfigError for flags that contradict each other or the hostfile."""
-    if options.launcher not in LAUNCHERS:
-        near = did_you_mean(options.launcher, LAUNCHERS)
-        raise ConfigError(f"--launcher {options.launcher} is neither {' nor '.join(LAUNCHERS)}.{near}")
     if options.master_port is not None and options.master_port > 65535:
         raise ConfigError(f"--master_port {options.master_port} is not a port: 1 to 65535")
     path = _hostfile(options)
@@ -78,22 +67,15 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     alone = not hosts and nodes[1] == 1
     meeting = check_host_name(options.master_addr, "master_addr") if options.master_addr else None
     return LaunchPlan(
-        script=CHECKOUT / "dino_ds" / "train.py",
-        words=words,
-        launcher=options.launcher,
-        ranks=ranks,
+        options,
+        words,
+        ranks,
         master_port=options.master_port or (find_free_port() if alone else _PORT),
         master_addr=meeting or (hosts[0].name if options.no_ssh else None),
         hosts=hosts,
         hostfile=path,
-        include=options.include,
-        exclude=options.exclude,
-        limited=bool(hosts) and options.ranks is not None,
-        no_ssh=options.no_ssh,
-        node_rank=options.node_rank,
         nodes=nodes,
         devices=_visible_devices(ranks) if alone and options.launcher == "deepspeed" else (),
-        max_restarts=options.max_restarts,
     )
 
 

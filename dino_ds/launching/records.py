@@ -30,12 +30,13 @@ class StartRecords:
 
     def beats(self) -> dict[int, Heartbeat]:
         """Rank -> its last heartbeat; {} where the disk does not answer."""
-        return self._disk.run(self._read_beats, {})
 
-    def _read_beats(self) -> dict[int, Heartbeat]:
-        versions = self._versions()
-        new = [beat for beat in self._heartbeats.read() if self._is_new(self._heartbeats.path(beat.rank), versions)]
-        return {beat.rank: beat for beat in new}
+        def read() -> dict[int, Heartbeat]:
+            versions = self._versions()
+            path = self._heartbeats.path
+            return {beat.rank: beat for beat in self._heartbeats.read() if self._is_new(path(beat.rank), versions)}
+
+        return self._disk.run(read, {})
 
     def first_failure(self) -> Failure | None:
         """Written by the rank, or the watcher of the rank, that failed first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from dino_ds.options.definition import Help, Json, command
 
@@ -15,7 +15,7 @@ class LaunchOptions:
     include: Annotated[str | None, Help("only these of the hostfile: NAME@NAME:0,2", "all")] = None
     exclude: Annotated[str | None, Help("all but these of the hostfile: NAME@NAME:0,2", "none")] = None
     ranks: Annotated[int | None, Help("processes on each machine", "the slots, or one a GPU, or 1")] = None
-    launcher: Annotated[str, Help("deepspeed or torchrun")] = "deepspeed"
+    launcher: Annotated[Literal["deepspeed", "torchrun"], Help("who starts the processes")] = "deepspeed"
     nodes: Annotated[str | None, Help("with torchrun: machines, or LEAST:MOST of an elastic run", "1")] = None
     no_ssh: Annotated[bool, Help("start only this machine's processes; the same is done on the others")] = False
     node_rank: Annotated[

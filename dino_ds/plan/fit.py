@@ -125,7 +125,7 @@ def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
     DINOv2. Raises ConfigError."""
     if backbone is None:
         return recipe
-    patch = ARCHITECTURES[backbone].patch_size if backbone in ARCHITECTURES else 1
+    patch = ARCHITECTURES[backbone].stride if backbone in ARCHITECTURES else 1
     crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
     sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
     return change_recipe(recipe, {"model.backbone": backbone, **sizes})

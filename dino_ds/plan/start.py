@@ -12,6 +12,7 @@ from typing import Any
 
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import NotEstimated, vit_of
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
@@ -120,12 +121,21 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> 
 
 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
-    batch, parameters = recipe.data.global_batch, count_parameters(recipe)
+    batch, parameters = recipe.data.global_batch, count_parameters(recipe) if _is_estimated(recipe) else None
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, parameters)
 
 
-def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory:
-    """Of each rank, without the planner's margins: what is measured while it runs."""
+def _is_estimated(recipe: Recipe) -> bool:
+    try:
+        return bool(vit_of(recipe))
+    except NotEstimated:
+        return False
+
+
+def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
+    """Of each rank, without the planner's margins: what is measured while it runs. None: not estimated."""
+    if not _is_estimated(recipe):
+        return None
     return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
 
 
@@ -151,6 +161,8 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
     """What is too small, in words that follow the config's name; "" where all is large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
+    if memory is None:
+        return ""
     if machine.card_gib is None:
         host, ranks = memory.gib * here, f" for {here} ranks" if here > 1 else ""
     else:

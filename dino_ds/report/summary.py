@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.architectures import Architecture
 from dino_ds.costs.memory import count_parameters
 from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
@@ -45,6 +46,8 @@ def trained(run: RunFiles) -> str:
         return "a network whose recipe can't be read"
     model = run.recipe.model
     arch = model.architecture()
+    if not isinstance(arch, Architecture):
+        return f"{model.backbone}, width {arch.width}, depth {arch.depth}"
     weights = count_parameters(run.recipe) / 1e6
     sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"
     return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"

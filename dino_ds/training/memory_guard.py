@@ -35,9 +35,9 @@ class MemoryGuard:
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
-        self._run: tuple[Recipe, DsConfig, float] | None = None
+        self._run: tuple[Recipe, DsConfig, float | None] | None = None
 
-    def expect(self, recipe: Recipe, config: DsConfig, predicted_gib: float) -> None:
+    def expect(self, recipe: Recipe, config: DsConfig, predicted_gib: float | None) -> None:
         self._run = recipe, config, predicted_gib
 
     @contextmanager
@@ -57,7 +57,7 @@ class MemoryGuard:
         predicted, cure = "", "take a smaller model, or one more GPU"
         if self._run is not None:
             recipe, config, gib = self._run
-            predicted = f"{gib:.2f} GiB were predicted, "
+            predicted = f"{gib:.2f} GiB were predicted, " if gib is not None else ""
             cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
         found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         asked = f" ({found[1]} more)" if found else ""

@@ -80,7 +80,7 @@ class Reports:
             **hardware,
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
-            "memory_predicted_gib": run.predicted_gib,
+            **({} if run.predicted_gib is None else {"memory_predicted_gib": run.predicted_gib}),
         }
         alarms = [
             alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], means["constant_images"])

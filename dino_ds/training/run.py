@@ -49,7 +49,7 @@ class Run:
     crops: MultiCrop
     epoch_steps: int
     last_step: int
-    predicted_gib: float
+    predicted_gib: float | None
     step: TrainingStep
     state: RunState
     evaluations: AtStep | None

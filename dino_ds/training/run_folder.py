@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import platform
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import distributed
-from dino_ds.architectures import Architecture
+from dino_ds.architectures import BackboneSpec
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
@@ -182,23 +181,30 @@ class RunFolder:
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
-    def about_teacher(self, arch: Architecture, step: int) -> dict[str, Any]:
-        """How teacher.safetensors was made and how timm builds the model for it."""
-        name, arguments = arch.timm_model(self.recipe.model.backbone)
-        arguments |= {"img_size": self.recipe.crops.global_size, "num_classes": 0}
-        written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    def about_teacher(self, arch: BackboneSpec, step: int) -> dict[str, Any]:
+        """How teacher.safetensors was made and how timm builds the model for it, if timm knows it."""
         known = self.recipe.data.known_range
         return {
             **({"value_range": list(known)} if known else {}),
+            **self._timm(arch),
+            "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
+            "step": step,
+            "images": step * self.recipe.data.global_batch,
+            "architecture": vars(arch),
+            "versions": versions(),
+        }
+
+    def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
+        model = arch.timm_model(self.recipe.model.backbone)
+        if model is None:
+            return {"backbone": self.recipe.model.backbone}
+        name, arguments = model[0], model[1] | {"img_size": self.recipe.crops.global_size, "num_classes": 0}
+        written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        return {
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
             "timm_name": name,
             "timm_arguments": arguments,
-            "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
-            "step": step,
-            "images": step * self.recipe.data.global_batch,
-            "architecture": dataclasses.asdict(arch),
-            "versions": versions(),
         }
 
 

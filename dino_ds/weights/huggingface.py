@@ -92,7 +92,7 @@ def _mlp_ratio(arch: Architecture) -> int:
 
 def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
     """Our tensors under their names; the values are the same. With a pooler of a ViT, which is the identity."""
-    names = _names_of(arch)
+    names = _VIT if arch.layer_scale is None else _SWIGLU if arch.swiglu else _DINOV2
     out: dict[str, Tensor] = {}
     for name, tensor in backbone.items():
         match = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
@@ -147,12 +147,6 @@ def from_huggingface(theirs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list
         elif not rest.startswith("attention.attention."):
             out[prefix + _rename(rest, names)] = tensor
     return out, notes
-
-
-def _names_of(arch: Architecture) -> dict[str, str]:
-    if arch.layer_scale is None:
-        return _VIT
-    return _SWIGLU if arch.swiglu else _DINOV2
 
 
 def _rename(name: str, names: dict[str, str]) -> str:

@@ -19,6 +19,7 @@ from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _check_batches
 from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import Answer, _count_images
+from dino_ds.options.machine import LaunchOptions
 from dino_ds.ports import find_free_port, port_is_free
 from tests.launching.cluster import REPOSITORY, dino_ds, ssh_cluster
 from tests.training.harness import image_folder
@@ -45,10 +46,12 @@ def _texts(problems):
         ({"code": "0ther"}, ["is 0ther, and c0de on this machine"]),
         ({"files": {"a.json": None}}, ["does not see a.json"]),
         ({"files": {"a.json": 2}}, ["a.json is another file"]),
+        ({"sees": False}, ["does not see /runs/a of this machine: put --run_dir on a disk that all machines share"]),
+        ({"port_free": False}, ["port 29500 is in use; pass --master_port with another"]),
     ],
 )
-def test_other_software_is_named(changes, says):
-    found = _texts(checks._same_code(_reply(**changes), HERE))
+def test_what_stops_a_machine_is_named(changes, says):
+    found = _texts(checks._machine_problems(_reply(**changes), HERE, Path("/runs/a"), 29500))
     assert len(found) == len(says)
     assert all(text.startswith("w2: ") and part in text for text, part in zip(found, says, strict=True))
 
@@ -72,13 +75,10 @@ def test_gpus_are_compared_with_slots(replies, stops, says, monkeypatch):
     assert all(part in text for text, part in zip(_texts(found), says, strict=True))
 
 
-def test_images_folders_ports_and_clocks():
-    plan = LaunchPlan(Path("train.py"), (), "deepspeed", 2, 29500)
+def test_images_and_clocks():
     found = checks._images_seen([_reply(), _reply("w3", images=0), _reply("w4", images=7)], "/images")
     assert [text.split(":")[0] for text in _texts(found)] == ["w3", "w4"] and "mount it" in found[0].text
     assert checks._images_seen([_reply(images=0)], None) == []
-    assert "share" in checks._run_folder_seen(_reply(sees=False), Path("/runs/a"))[0].text
-    assert "pass --master_port" in checks._port(_reply(port_free=False), plan)[0].text
     clocks = checks._clocks([_reply(clock=104.0), _reply("w3", clock=160.0), _reply("w4", clock=10.0)])
     assert [("ahead" in text, "behind" in text) for text in _texts(clocks)] == [(True, False), (False, True)]
     assert not any(problem.stops for problem in clocks)
@@ -115,7 +115,7 @@ def test_why_a_machine_is_silent():
 def test_an_elastic_run_divides_its_batch_between_every_number_of_machines(nodes, fits):
     path = str(REPOSITORY / "ds_configs/zero2_fp32.json")
     train = {"ds": load_ds_config(path, {}), "ds_path": path, "recipe": load_recipe("vits16", {})}
-    plan = LaunchPlan(Path("train.py"), (), "torchrun", 8, 29500, "w1", nodes=nodes)
+    plan = LaunchPlan(LaunchOptions(launcher="torchrun"), (), 8, 29500, "w1", nodes=nodes)
     if fits:
         _check_batches(plan, train)
         return

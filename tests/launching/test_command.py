@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,6 @@ from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.options.machine import LaunchOptions
 from dino_ds.options.run import TrainOptions
 
-SCRIPT = Path("/code/dino_ds/train.py")
 WORDS = ("--data.root", "/images")
 
 
@@ -147,7 +145,7 @@ def test_characters_that_cannot_be_forwarded_are_named(character):
     assert f"it contains {character!r}" in str(error.value)
 
 
-PLAN = LaunchPlan(SCRIPT, WORDS, "deepspeed", 1, 29500, hosts=(Host("w1", (0,)),))
+PLAN = LaunchPlan(LaunchOptions(), WORDS, 1, 29500, hosts=(Host("w1", (0,)),))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import count_parameters, recipe_sizes, saved_bytes, state_bytes
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import DinoHead
@@ -31,7 +32,7 @@ def _config(recipe: Recipe, checkpointing: bool = False) -> DsConfig:
 
 
 def _network(recipe: Recipe) -> Network:
-    arch, head = recipe.model.architecture(), recipe.head
+    arch, head = vit_of(recipe), recipe.head
     with torch.device("meta"):
         backbone = VisionTransformer(arch, recipe.crops.global_size)
         return dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))

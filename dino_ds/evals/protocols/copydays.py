@@ -48,7 +48,9 @@ def copydays(context: EvalContext) -> dict[str, float]:
     database = _describe(context, blocks["original"], "original")
     if "distractors" in extra:
         database = torch.cat((database, _describe(context, extra["distractors"], "distractors")))
-    whiten = Whitening(_describe(context, extra["whitening"], "whitening")) if "whitening" in extra else _as_they_are
+    whiten = (
+        Whitening(_describe(context, extra["whitening"], "whitening")) if "whitening" in extra else torch.nn.Identity()
+    )
     database = whiten(database)
     results = {}
     for block in list(blocks)[1:]:
@@ -108,10 +110,6 @@ def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]])
     ranking = rank_database(queries, database)[:, :_FOUND].tolist()
     values = [average_precision(row, positives) for row, positives in zip(ranking, wanted, strict=True)]
     return 100.0 * sum(values) / len(values)
-
-
-def _as_they_are(features: Tensor) -> Tensor:
-    return features
 
 
 def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
