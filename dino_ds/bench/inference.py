@@ -20,7 +20,7 @@ from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
-from dino_ds.measure.timing import Timing, synchronize, time_interleaved
+from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.models.build import build_backbone
 from dino_ds.names import did_you_mean
 from dino_ds.options.bench import BenchInferenceOptions
@@ -163,6 +163,7 @@ def _measured(
     """Measure each way, with as many of `rounds` as fit into `seconds` by the time of the first."""
     began = time.monotonic()
     features = {name: way(images).float().cpu() for name, way in ways.items()}
+    exact = features[BASELINE]
     synchronize(device())
     fitting = int(seconds / max(time.monotonic() - began, 1e-9))
     repeats = max(LEAST_ROUNDS, min(rounds, fitting))
@@ -172,25 +173,15 @@ def _measured(
         {
             "batch": batch,
             "way": name,
-            **{f"p{percent}_ms": _percentile(timing, percent) for percent in (50, 95, 99)},
+            **{f"p{p}_ms": 1000 * float(np.percentile(timing.all_seconds, p)) for p in (50, 95, 99)},
             "images_per_second": batch / timing.seconds,
             "ratio": timings[BASELINE].seconds / timing.seconds,
-            "deviation": _deviation(features[name], features[BASELINE]),
+            "deviation": float(((features[name] - exact).norm(dim=1) / exact.norm(dim=1)).max()),
             "rounds": repeats,
             "clock": timing.clock,
         }
         for name, timing in timings.items()
     ]
-
-
-def _percentile(timing: Timing, percent: int) -> float:
-    """The percentile in milliseconds, interpolated between two rounds."""
-    return 1000 * float(np.percentile(timing.all_seconds, percent))
-
-
-def _deviation(features: Tensor, exact: Tensor) -> float:
-    """The largest over the images of |difference| / |features|."""
-    return float(((features - exact).norm(dim=1) / exact.norm(dim=1)).max())
 
 
 def _page(result: dict[str, Any]) -> str:
