@@ -1,4 +1,5 @@
-# make train: set up, then the main job on the embedded photographs.   make test: set up, then the tests.
+# make train: set up, then the main job on the embedded photographs.
+# make format, lint, test-fast: the loop of a change (CONTRIBUTING.md).   make test, test-all: before it is handed on.
 # make bench-gpu: the figures that docs/performance.md wants of a GPU, as JSON in bench_results/. PART=step_l16 makes one
 # of its parts; VENV= PYTHON=python3 takes an interpreter that has the dependencies, and installs nothing.
 # VENV=/path puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter; RANKS=4 the number of
@@ -9,31 +10,44 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train test test-faults soak lint tiers bench-gpu setup clean
+.PHONY: train format lint test-fast test test-all test-faults soak docs tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
 		--ds_config ds_configs/zero0_fp32.json --config quickstart --run_dir $(RUN)
 
-# All tests; then those that compare rounded arithmetic once more, without AVX: other sums than this CPU's own.
+format: setup
+	$(VENV)/bin/ruff format . && $(VENV)/bin/ruff check --fix .
+
+lint: setup
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+
+# No ranks, no engines, nothing that takes a second: at most a minute on two cores. TESTS=tests/data runs a part.
+TESTS ?=
+test-fast: setup
+	$(VENV)/bin/python -m pytest -q -m fast $(TESTS)
+
+# Every property, tables by a sample of their cells; then what compares rounded arithmetic once more, without AVX: other
+# sums than this CPU's own. test-all: with every cell.
 NO_AVX := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-test: setup
-	@failed=; \
-	$(VENV)/bin/python -m pytest || failed="tests"; \
-	env $(NO_AVX) $(VENV)/bin/python -m pytest -m "numerical and not gpu" || failed="$$failed tests-without-AVX"; \
+test test-all: setup
+	@failed=; all="not soak$(if $(filter test,$@), and not full)"; \
+	$(VENV)/bin/python -m pytest -m "$$all" || failed="tests"; \
+	env $(NO_AVX) $(VENV)/bin/python -m pytest -m "numerical and not gpu and $$all" || failed="$$failed tests-without-AVX"; \
 	[ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
 
 # Two real ranks and every kind of fault; malformed and hostile files. FAULT_TABLE=1 writes docs/reliability.md anew.
 test-faults: setup
 	$(VENV)/bin/python -m $(if $(FAULT_TABLE),tests.faults.table,pytest -m faults)
 
-# Hundreds of kills, every resume, a supervised run with random faults: about an hour.
+# A supervised run with random faults: about an hour.
 soak: setup
-	DINO_DS_SOAK=1 $(VENV)/bin/python -m pytest -m '' tests/checkpoint/test_kills.py \
-		tests/training/test_resume_changes.py tests/faults/test_soak.py
+	$(VENV)/bin/python -m pytest -m soak
 
-lint: setup
-	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
+# What is generated: the page of options, the ds configs by GPU tier and their tables.
+docs: setup tiers
+	$(VENV)/bin/python -m dino_ds.options.help_text > docs/configs.md.new
+	@mv docs/configs.md.new docs/configs.md
 
 # The ds configs by GPU tier and their table, anew from the planner.
 tiers: setup
@@ -43,22 +57,22 @@ tiers: setup
 BENCH_PARTS := step_s16 step_b16 step_l16 attention_s16 engine_s16 ladder_s16 inference_s16
 PART ?= $(BENCH_PARTS)
 BENCH_PYTHON := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-BENCH_STEP := step --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
+BENCH_STEP := dino_ds bench step --json --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
 	--compare ds.dino_ds.compile=off,default --steps 15 --warmup 5
 bench_step_s16 := $(BENCH_STEP) --batch 256
 bench_step_b16 := $(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_224
 bench_step_l16 := $(BENCH_STEP) --batch 96 --model.backbone vit_large_patch16_224
-bench_attention_s16 := attention --config vits16 --batch 64
-bench_engine_s16 := engine --config vits16 --batch 64
-bench_ladder_s16 := ladder --config vits16 --batch 64 --out bench_results
-bench_inference_s16 := inference vit_small_patch16_224 --random --batches 1,16,256
+bench_attention_s16 := scripts.bench_attention --config vits16 --batch 64 --as_json
+bench_engine_s16 := dino_ds bench ladder --only engine --json --config vits16 --batch 64
+bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64 --out bench_results
+bench_inference_s16 := dino_ds bench inference --json vit_small_patch16_224 --random --batches 1,16,256
 bench-gpu: $(if $(VENV),setup)
 	@$(BENCH_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "bench-gpu: no GPU is found")'
 	@$(MAKE) --no-print-directory -j1 --keep-going $(PART:%=bench-gpu-%)
 
 $(BENCH_PARTS:%=bench-gpu-%): bench-gpu-%:
 	@mkdir -p bench_results
-	timeout 355 $(BENCH_PYTHON) -m dino_ds bench $(bench_$*) --json > bench_results/$*.part
+	timeout 355 $(BENCH_PYTHON) -m $(bench_$*) > bench_results/$*.part
 	@mv bench_results/$*.part bench_results/$*.json && ls -l bench_results/$*.json
 
 setup: $(READY)

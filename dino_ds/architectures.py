@@ -103,7 +103,7 @@ _DINOV2 = {
     "large": (1024, 24, 16),
 }
 
-ARCHITECTURES: dict[str, Architecture] = {
+VITS: dict[str, Architecture] = {
     "vit_tiny_patch16_224": Architecture(16, 192, 12, 3),
     "vit_small_patch16_224": _S16,
     "vit_small_patch8_224": Architecture(8, 384, 12, 6),
@@ -136,3 +136,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         timm="vit_giant_patch14_reg4_dinov2",
     ),
 }
+
+ARCHITECTURES: dict[str, BackboneSpec] = {**VITS}
+"""Every backbone that a recipe may name."""

@@ -108,7 +108,7 @@ def _dispatch(words: list[str]) -> None:
 
         files["recipe"] = as_source(files["recipe"], getattr(options, "run_dir", None))
     if command is TRAIN:
-        from dino_ds.data.own_files import check_root
+        from dino_ds.data.root import check_root
 
         files["recipe"].check_learning_rates()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
@@ -130,7 +130,9 @@ def _no_command(words: list[str]) -> str:
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
-        return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
+        moved = command_elsewhere(given)
+        there_is = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
+        return f"{given!r} is not a command: {moved or there_is}"
     answer = command_elsewhere(words[0])
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 

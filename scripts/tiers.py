@@ -1,7 +1,7 @@
 """ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
 
 `make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
-docs/large_models.md.
+docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import ffn_weights
+from dino_ds.costs.flops import ffn_weights, vit_of
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
@@ -23,7 +23,7 @@ from dino_ds.plan.recommend import Shape, ds_of, recommend
 from dino_ds.plan.speed import Cluster, estimate_step
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
-README, LARGE_MODELS = CHECKOUT / "ds_configs" / "README.md", CHECKOUT / "docs" / "large_models.md"
+README, SCALING = CHECKOUT / "ds_configs" / "README.md", CHECKOUT / "docs" / "scaling.md"
 # The card of each tier with the least memory that torch finds.
 CARDS = {
     "8gb": "rtx4060-8g",
@@ -147,7 +147,7 @@ def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
 
 
 def _block_weights(recipe: Recipe) -> int:
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     return 4 * arch.width**2 + ffn_weights(arch)
 
 
@@ -214,7 +214,7 @@ def with_table(text: str, made: str) -> str:
 
 def pages(planned: Planned) -> dict[Path, str]:
     """The two pages with new tables."""
-    tables = {README: table(planned), LARGE_MODELS: parts_table("vit7b16", 8)}
+    tables = {README: table(planned), SCALING: parts_table("vit7b16", 8)}
     return {page: with_table(page.read_text(), made) for page, made in tables.items()}
 
 

@@ -1,13 +1,25 @@
-"""Fast tests first; all are of the CPU but those marked "gpu"."""
+"""Which tests run: marks that follow from what a test does; fast tests first. All but those marked "gpu" see no GPU."""
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+STARTS_RANKS = {
+    ("tests.ranks", "run_on_ranks"),
+    ("tests.faults.jobs", "start"),
+    ("tests.engine.harness", "build_step"),
+    ("tests.launching.cluster", "dino_ds"),
+}
+NOT_FAST = ("ranks", "slow", "faults", "full", "soak", "gpu")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,9 +45,52 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return f"mark.{mark}" not in collection_path.read_text() or None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
+    for item in items:
+        if starts_ranks(item):
+            item.add_marker("ranks")
+        if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
+            item.add_marker("fast")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    """Whether the code of a test, its fixtures and their helpers below tests/ mentions what starts ranks."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    fixtures = [fixture.func for name in item._fixtureinfo.name2fixturedefs.values() for fixture in name]
+    todo: list[Any] = [item.function, *fixtures, *parameters]
+    seen: set[int] = set()
+    while todo:
+        value = inspect.unwrap(todo.pop())
+        if id(value) in seen or not isinstance(value, FunctionType | type) or not _is_ours(value):
+            continue
+        seen.add(id(value))
+        if (value.__module__, value.__qualname__) in STARTS_RANKS:
+            return True
+        todo += vars(value).values() if isinstance(value, type) else _mentioned(value, item.cls)
+    return False
+
+
+def _is_ours(value: FunctionType | type) -> bool:
+    return value.__module__.startswith("tests.")
+
+
+def _mentioned(function: FunctionType, cls: type | None) -> Iterable[Any]:
+    """What the names in a function can stand for: globals, attributes of modules, methods of classes, closures."""
+    names, scope = set(_names(function.__code__)), function.__globals__
+    found = [scope[name] for name in names & scope.keys()]
+    modules = [value for value in (*found, *map(sys.modules.get, names)) if isinstance(value, ModuleType)]
+    owners = [module for module in modules if module.__name__.startswith("tests")]
+    owners += [value for value in (*scope.values(), cls) if isinstance(value, type) and _is_ours(value)]
+    for owner in owners:
+        found += [getattr(owner, name) for name in names if hasattr(owner, name)]
+    return [*found, *(cell.cell_contents for cell in function.__closure__ or ())]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -92,6 +92,7 @@ def _is_safe_torch_load(tree: ast.AST, function: ast.expr) -> bool:
     return any(getattr(word.value, "value", None) is True for word in words)
 
 
+@pytest.mark.slow
 def test_nothing_runs_what_a_file_holds():
     found, used = [], set()
     for path in _python_files():

@@ -7,23 +7,16 @@ No torch here.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture, BackboneSpec
 from dino_ds.config.crops import CropGroup, crop_sizes, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
+    SOURCES,
     BatchSize,
     BelowOne,
     Count,
@@ -41,6 +34,7 @@ from dino_ds.config.fields import (
     Seconds,
     Seed,
     Side,
+    SourceName,
     Temperature,
     ValueRangeField,
     Width,
@@ -48,7 +42,7 @@ from dino_ds.config.fields import (
     positive,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean, nearest
+from dino_ds.names import nearest
 
 
 def _field(default: Any, description: str) -> Any:
@@ -59,18 +53,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
-
-
-def _check_source(source: str) -> str:
-    if source not in SOURCES and not re.fullmatch(r"\w+(\.\w+)*:\w+", source):
-        near = did_you_mean(source, SOURCES)
-        raise ValueError(f"{source!r} is not one of {', '.join(SOURCES)}, nor a class of yours as module:Class.{near}")
-    return source
-
-
 class DataSection(Section):
-    source: Annotated[str, AfterValidator(_check_source)] = _field(
+    source: SourceName = _field(
         "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
     )
     root: PathText | None = _field(
@@ -163,17 +147,32 @@ class ModelSection(Section):
     def _check(self) -> ModelSection:
         if self.backbone == FROM_SOURCE and self.init_from is None:
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
-        if self.backbone != FROM_SOURCE and (arch := self.architecture()).width % arch.heads:
+        if self.backbone == FROM_SOURCE:
+            return self
+        spec = ARCHITECTURES[self.backbone]
+        foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _has_field(spec, key)]
+        if foreign:
+            raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
+        arch = self.architecture()
+        if isinstance(arch, Architecture) and arch.width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         return self
 
-    def architecture(self) -> Architecture:
-        """The backbone's architecture with the overrides of this section. Raises ConfigError for from_source."""
+    def architecture(self) -> BackboneSpec:
+        """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
         if self.backbone == FROM_SOURCE:
             raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
-        given = {key: getattr(self, key) for key in ("patch_size", "width", "depth", "heads", "in_chans")}
-        changed = {key: value for key, value in given.items() if value is not None}
-        return dataclasses.replace(ARCHITECTURES[self.backbone], **changed)
+        changed = {key: value for key in (*_SPEC_KEYS, "in_chans") if (value := getattr(self, key)) is not None}
+        spec: Any = ARCHITECTURES[self.backbone]
+        replaced: BackboneSpec = dataclasses.replace(spec, **changed)
+        return replaced
+
+
+_SPEC_KEYS = ("patch_size", "width", "depth", "heads")
+
+
+def _has_field(spec: Any, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(spec))
 
 
 class HeadSection(Section):
@@ -274,7 +273,7 @@ class Recipe(Section):
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
     def _crop_problems(self) -> list[str]:
-        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().patch_size
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().stride
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

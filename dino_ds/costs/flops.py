@@ -13,6 +13,22 @@ from dataclasses import dataclass
 
 from dino_ds.architectures import Architecture
 from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import ConfigError
+
+
+class NotEstimated(ConfigError):
+    """There is no formula for this backbone."""
+
+
+def vit_of(recipe: Recipe) -> Architecture:
+    """The backbone that the formulas of this room are for. Raises NotEstimated for another kind."""
+    spec = recipe.model.architecture()
+    if not isinstance(spec, Architecture):
+        raise NotEstimated(
+            f"memory and time are not estimated for model.backbone {recipe.model.backbone}: only for ViTs"
+        )
+    return spec
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dino_ds.config.crops import crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes, tokens_of
+from dino_ds.costs.flops import HeadSizes, tokens_of, vit_of
 from dino_ds.costs.parameters import PROTOTYPES, mlp_widths, parameter_sizes
 
 GIB = 2**30
@@ -202,7 +202,7 @@ class _Step:
     """
 
     def __init__(self, recipe: Recipe, config: DsConfig) -> None:
-        arch, crops, images = recipe.model.architecture(), recipe.crops.groups, config.micro_batch
+        arch, crops, images = vit_of(recipe), recipe.crops.groups, config.micro_batch
         sides = student_sizes(crops)
         element, performance = element_bytes(config), config.performance
         groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
@@ -227,7 +227,7 @@ class _Step:
 
     def _blocks(self, recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
         """What each block saves: batched stochastic depth computes a part, the other kind keeps two scales a token."""
-        model, depth = recipe.model, recipe.model.architecture().depth
+        model, depth = recipe.model, vit_of(recipe).depth
         rates = [model.drop_path * i / max(depth - 1, 1) for i in range(depth)]
         sizes = [whole] * (depth - 1) + [last]
         if model.stochastic_depth == "batched":
@@ -238,7 +238,7 @@ class _Step:
     def _head_mlp(self, recipe: Recipe, rows: int, element: int) -> int:
         """Inputs of the head's linear layers and GELUs, and its normalised output."""
         head = recipe.head
-        width = recipe.model.architecture().width
+        width = vit_of(recipe).width
         return rows * (element * (2 * width + 2 * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck)
 
     def _heads_loss(self, recipe: Recipe, images: int, rows: int, element: int) -> None:
@@ -258,12 +258,12 @@ class _Step:
 def recipe_sizes(recipe: Recipe) -> Mapping[str, int]:
     """Elements of every parameter of the student, by its name."""
     head = HeadSizes(recipe.head.prototypes, recipe.head.hidden, recipe.head.bottleneck, recipe.head.layers)
-    return parameter_sizes(recipe.model.architecture(), recipe.crops.global_size, head)
+    return parameter_sizes(vit_of(recipe), recipe.crops.global_size, head)
 
 
 def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
     """Blocks that activation checkpointing computes again in the backward pass."""
-    depth = recipe.model.architecture().depth
+    depth = vit_of(recipe).depth
     return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
 
 
@@ -287,7 +287,7 @@ def _gradient_element(config: DsConfig) -> int:
 
 
 def persistent_below(config: DsConfig) -> int:
-    """ZeRO 3: parameters of so many elements and fewer stay whole."""
+    """ZeRO 3: parameters of this many elements or fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
 

@@ -16,10 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.images import ValueRange
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.errors import DataError
 

@@ -33,17 +33,21 @@ GROUPS = {
 """Every command once, as `--help` shows them."""
 _VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}
 _INTRO = """\
-# Who owns which knob
+# Options
 
-This file is made from the schemas: `python -m dino_ds.options.help_text > docs/configs.md`.
+```
+dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer.lr 0.001 --ds.gradient_clipping 1.0
+```
 
 - **Recipe** (`--config NAME` or `--config FILE.yaml`; override with `--section.key value`): *what is learned*.
 - **ds JSON** (`--ds_config FILE.json`; override with `--ds.section.key value`): *how fast and on what hardware*.
-  Swapping it changes nothing that is learned beyond rounding, clipping excepted.
-- A key in the wrong file, an unknown key, a key set twice or a key that can't act is an error.
+  Swapping it does not change what is learned, up to rounding; clipping is the exception.
+- A key in the wrong file, an unknown key, a key set twice or a key without effect is an error.
 - Defaults < recipe file < command line. A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
 - `none` on the command line and `null` in YAML unset an optional value.
 - global batch = micro-batch x accumulation x ranks: the recipe owns the product, the ds JSON its factors (`"auto"`).
+
+Generated from the schemas by `python -m dino_ds.options.help_text > docs/configs.md`.
 """
 
 
@@ -100,10 +104,10 @@ def configs_markdown() -> str:
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
     ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in ARCHITECTURES) + ".", "\n## ds JSON\n",
-        "Every key that acts. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
+        "Every key with an effect. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
         *_table(("key", "type", "ZeRO stages", "what it does"), _ds_rows()), "\n### Refused\n",
-        "Keys of DeepSpeed that can't act here or would make training wrong.\n",
-        *_table(("key", "why"), ((f"`{key}`", why) for key, why in REFUSED.items())), "",
+        "Keys of DeepSpeed that have no effect here or would make training wrong.\n",
+        *_table(("keys", "why"), _refused_rows()), "",
     ]  # fmt: skip
     return "\n".join(parts)
 
@@ -116,6 +120,14 @@ def _ds_rows() -> Iterator[tuple[str, ...]]:
                 stages = "all" if len(spec.stages) == 4 else ", ".join(str(stage) for stage in spec.stages)
                 needed = " (required)" if spec.required else ""
                 yield f"`{name}`", spec.type_text + needed, stages, spec.meaning
+
+
+def _refused_rows() -> Iterator[tuple[str, ...]]:
+    """One row per reason, with all its keys."""
+    keys: dict[str, list[str]] = {}
+    for key, why in REFUSED.items():
+        keys.setdefault(why, []).append(f"`{key}`")
+    return ((", ".join(names), why) for why, names in keys.items())
 
 
 def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:

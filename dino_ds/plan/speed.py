@@ -1,4 +1,4 @@
-"""How long an optimizer step takes, estimated from figures of the hardware and from assumptions, all of which are here.
+"""Estimates how long an optimizer step takes, from figures of the hardware and from assumptions, all of which are here.
 
 Bytes and launches are those of the operators that a step of ViT-S/16 calls, counted on fake CUDA tensors; nothing was
 timed by us: there was no GPU. They rank configs; they promise no throughput. docs/scaling.md puts published runs beside
@@ -16,7 +16,7 @@ from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, step_traffic
-from dino_ds.costs.flops import HeadSizes, step_flops, tokens_of
+from dino_ds.costs.flops import HeadSizes, step_flops, tokens_of, vit_of
 from dino_ds.costs.memory import element_bytes, recipe_sizes, recomputed_blocks
 from dino_ds.plan.gpus import Gpu
 
@@ -80,7 +80,7 @@ class StepTime:
 
 
 def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTime:
-    """Of a resolved config whose batches make up the step."""
+    """Estimate the step of a resolved config."""
     gpu, world, times = cluster.gpu, cluster.world_size, config.accumulation
     flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
     compute, again = _micro_batch_seconds(recipe, config, gpu, flops)
@@ -107,7 +107,7 @@ def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, in
     """`step_flops` of a recipe: per image, by part."""
     head = recipe.head
     sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(recipe.model.architecture(), sizes, recipe.crops.groups, cls_only_last_block)
+    return step_flops(vit_of(recipe), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, backward: float) -> float:
@@ -124,12 +124,12 @@ def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, b
 
 
 def waiting_share(cluster: Cluster) -> float:
-    """What the slowest of many nodes costs, as a part of the step."""
+    """The share of the step that is spent waiting for the slowest of many nodes."""
     return ASSUMPTIONS["waiting"] * math.log2(cluster.nodes)
 
 
 def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
-    """By bandwidth (rings: what leaves each rank, and what leaves each node) and latency."""
+    """Time of a collective by bandwidth (rings: what leaves each rank, and what leaves each node) and latency."""
     inside = traffic.ranks <= cluster.gpus
     slowest = cluster.gpu.link if inside else min(cluster.gpu.link, cluster.network)
     ring = (traffic.ranks - 1) * ASSUMPTIONS["ring_hop_us"]
@@ -139,23 +139,23 @@ def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
 
 
 def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
-    """What a micro-batch moves outside matrix products and attention; half as much where blocks are compiled: fused."""
-    arch = recipe.model.architecture()
+    """Bytes that a micro-batch moves outside matrix products and attention; compiled blocks move half as many."""
+    arch = vit_of(recipe)
     tokens = _student_tokens(recipe)
     seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.crops.groups))
     return config.micro_batch * _bytes_per_token(recipe, config) * (tokens + seen / 3)
 
 
 def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
-    """Operators of a micro-batch, and of the optimizer's step."""
-    depth, in_engine = recipe.model.architecture().depth, config.stage > 0
+    """The number of operators of a micro-batch, and of the optimizer's step."""
+    depth, in_engine = vit_of(recipe).depth, config.stage > 0
     per_block = ASSUMPTIONS["launches_per_block"] + in_engine * ASSUMPTIONS["bucket_launches_per_block"]
     micro_batch = depth * per_block + ASSUMPTIONS["launches_of_head_and_loss"]
     return int(micro_batch), int(in_engine * depth * ASSUMPTIONS["optimizer_launches_per_block"])
 
 
 def _bytes_per_token(recipe: Recipe, config: DsConfig) -> float:
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
     return moved * (0.5 if config.performance.compile != "off" else 1.0)
 
@@ -163,7 +163,7 @@ def _bytes_per_token(recipe: Recipe, config: DsConfig) -> float:
 def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict[str, int]) -> tuple[float, float]:
     """(what a micro-batch computes, what checkpointing computes again): matrix products, then what only moves memory;
     at least what launching all of it takes."""
-    arch, images = recipe.model.architecture(), config.micro_batch
+    arch, images = vit_of(recipe), config.micro_batch
     # Half as fast in FP32.
     rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if element_bytes(config) == 2 else 0.5)
     bandwidth = gpu.bandwidth * _GIGA
@@ -184,7 +184,7 @@ def _backward_share(flops: dict[str, int]) -> float:
 
 
 def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> float:
-    """On the GPU; the teacher's average is sharded where its masters lie in one flat buffer."""
+    """Time on the GPU; the teacher's average is sharded if its masters lie in one flat buffer."""
     weights, shards = sum(recipe_sizes(recipe).values()), cluster.world_size if config.stage else 1
     flat = config.stage in (1, 2) and config.precision != "fp32"
     moved = ASSUMPTIONS["ema_bytes"] * weights / (shards if flat else 1)
@@ -208,7 +208,7 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> floa
     if zero.get("offload_param", {}).get("device", "none") != "none":
         seconds += 2 * config.accumulation * element * mine / pcie
     if config.checkpoint_on_cpu:
-        arch = recipe.model.architecture()
+        arch = vit_of(recipe)
         tokens = config.micro_batch * _student_tokens(recipe)
         kept = recomputed_blocks(recipe, config) * tokens * arch.width * element
         seconds += 2 * config.accumulation * kept / pcie
@@ -217,5 +217,5 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> floa
 
 def _student_tokens(recipe: Recipe) -> int:
     """Of one image, over all its crops."""
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     return sum(tokens_of(arch, size) for size in student_sizes(recipe.crops.groups))

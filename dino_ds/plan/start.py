@@ -1,4 +1,4 @@
-"""What a run starts with: the ds config that was named, that of the run it continues, or the planner's; and its fit.
+"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit.
 
 No torch here: what the machine has is the caller's to find.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import NotEstimated, vit_of
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
@@ -25,7 +26,7 @@ _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation
 
 @dataclass(frozen=True)
 class Machine:
-    """What the smallest of all ranks has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
+    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
     `ranks_per_node` share; libraries: bytes of a process before it builds anything."""
 
     ranks: int
@@ -71,7 +72,7 @@ def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) ->
 
 
 def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
-    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also where nothing fits."""
+    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also if nothing fits."""
     assert machine.card_gib is not None
     card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
@@ -104,7 +105,7 @@ def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[st
 
 
 def _follow_ranks(zero: dict[str, Any]) -> None:
-    """Decide anew what was decided for another number of ranks: buckets, and whether anything overlaps."""
+    """Reset what was chosen for another number of ranks: buckets, and whether communication overlaps."""
     if zero.get("stage", 0) > 0:
         zero["reduce_bucket_size"] = "auto"
     if zero.get("stage", 0) > 1:
@@ -120,12 +121,21 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> 
 
 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
-    batch, parameters = recipe.data.global_batch, count_parameters(recipe)
+    batch, parameters = recipe.data.global_batch, count_parameters(recipe) if _is_estimated(recipe) else None
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, parameters)
 
 
-def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory:
-    """Of each rank, without the planner's margins: what is measured while it runs."""
+def _is_estimated(recipe: Recipe) -> bool:
+    try:
+        return bool(vit_of(recipe))
+    except NotEstimated:
+        return False
+
+
+def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
+    """Of each rank, without the planner's margins: what is measured while it runs. None: not estimated."""
+    if not _is_estimated(recipe):
+        return None
     return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
 
 
@@ -151,6 +161,8 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
     """What is too small, in words that follow the config's name; "" where all is large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
+    if memory is None:
+        return ""
     if machine.card_gib is None:
         host, ranks = memory.gib * here, f" for {here} ranks" if here > 1 else ""
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.architectures import Architecture
 from dino_ds.costs.memory import count_parameters
 from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
@@ -14,7 +15,7 @@ from dino_ds.report.folder import RunFiles
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
-    """Plain values for JSON; None for what the run does not say. Losses in nats, accuracies in percent."""
+    """Plain values for JSON; None for what the run does not tell. Losses in nats, accuracies in percent."""
     metrics = run.metrics
     return {
         "run": str(run.path),
@@ -45,6 +46,8 @@ def trained(run: RunFiles) -> str:
         return "a network whose recipe can't be read"
     model = run.recipe.model
     arch = model.architecture()
+    if not isinstance(arch, Architecture):
+        return f"{model.backbone}, width {arch.width}, depth {arch.depth}"
     weights = count_parameters(run.recipe) / 1e6
     sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"
     return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"

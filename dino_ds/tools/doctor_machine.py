@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of
+from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.data.listing import cache_folder
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.distributed import usable_cores
@@ -122,7 +122,7 @@ def _peers(count: int) -> Iterator[Finding]:
 
 def _precision(config: DsConfig, recipe: Recipe, device: torch.device) -> Iterator[Finding]:
     """FP32, bf16, fp16 and the attention kernel of each, for global crops."""
-    arch = recipe.model.architecture()
+    arch = vit_of(recipe)
     tokens = tokens_of(arch, recipe.crops.global_size)
     on_gpu = device.type == "cuda"
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else True

@@ -18,6 +18,7 @@ _ROW = 192
 _ORIGINAL_WIDTH = 264
 _GAP, _LINE, _MARGIN = 6, 22, 14
 _TAG_HEIGHT = 12
+_LOCAL_SIDE = (_ROW - _GAP) // 2
 _INK, _PAPER, _GREY = "#212529", "#ffffff", "#868e96"
 
 _Box = tuple[float, float, float, float]
@@ -25,11 +26,11 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Seen:
-    """One image, how its crops were `drawn`, and the crops as RGB pictures; the first `num_global` are shown large."""
+    """One image, how its crops were `sampled`, and these as RGB pictures; the first `num_global` are shown large."""
 
     name: str
     original: Image.Image
-    drawn: list[CropParameters]
+    sampled: list[CropParameters]
     crops: list[Image.Image]
     num_global: int
 
@@ -40,7 +41,7 @@ class Seen:
 def draw_sheet(rows: Sequence[Seen], title: str) -> Image.Image:
     """One row an image. Crops are scaled to fit the sheet; the page shows them pixel by pixel."""
     columns = _local_columns(rows[0])
-    width = 2 * _MARGIN + _ORIGINAL_WIDTH + (_ROW + _GAP) * rows[0].num_global + columns * (_local_side() + _GAP)
+    width = 2 * _MARGIN + _ORIGINAL_WIDTH + (_ROW + _GAP) * rows[0].num_global + columns * (_LOCAL_SIDE + _GAP)
     height = 2 * _MARGIN + _LINE + len(rows) * (_ROW + _LINE + _GAP)
     sheet = Image.new("RGB", (width, height), _PAPER)
     _draw_title(sheet, title, rows[0])
@@ -79,23 +80,19 @@ def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
     _draw_boxes(draw, row, scale, y)
     name = _shortened(draw, f"{row.name}  {row.original.width} x {row.original.height}", sheet.width - 2 * _MARGIN)
     draw.text((_MARGIN, y + _ROW + 3), name, fill=_GREY, font=_font(11))
-    x = _MARGIN + _ORIGINAL_WIDTH + _GAP
+    large, x = row.num_global, _MARGIN + _ORIGINAL_WIDTH + _GAP
     for number, crop in enumerate(row.crops):
-        place = number - row.num_global
-        if place < 0:
-            _draw_crop(sheet, crop, (x + number * (_ROW + _GAP), y), _ROW, number, row.colour(number))
-            continue
-        column, line = place % _local_columns(row), place // _local_columns(row)
-        corner = (
-            x + row.num_global * (_ROW + _GAP) + column * (_local_side() + _GAP),
-            y + line * (_local_side() + _GAP),
-        )
-        _draw_crop(sheet, crop, corner, _local_side(), number, row.colour(number))
+        line, column = divmod(max(0, number - large), _local_columns(row) or 1)
+        side = _ROW if number < large else _LOCAL_SIDE
+        left = x + min(number, large) * (_ROW + _GAP) + column * (_LOCAL_SIDE + _GAP)
+        top = y + line * (_LOCAL_SIDE + _GAP)
+        sheet.paste(_scaled(crop, (side, side)), (left, top))
+        _draw_tag(draw, (left, top, left + _tag_width(draw, number), top + _TAG_HEIGHT), number, row.colour(number))
 
 
 def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
     boxes = []
-    for crop in row.drawn:
+    for crop in row.sampled:
         left, top, right, bottom = (edge * scale for edge in crop.box)
         boxes.append((_MARGIN + left, y + top, _MARGIN + right - 1, y + bottom - 1))
     for number in reversed(range(len(boxes))):
@@ -111,21 +108,9 @@ def _free_corner(box: _Box, width: float, taken: list[_Box]) -> _Box:
     left, top, right, bottom = box
     corners = [(x, y) for x in (left, right - width) for y in (top, bottom - _TAG_HEIGHT)]
     places = [(x, y, x + width, y + _TAG_HEIGHT) for x, y in corners]
-    free = (p for p in places if not any(_overlap(p, other) for other in taken))
+    # Two boxes overlap unless one lies beside the other.
+    free = (a for a in places if all(a[0] > b[2] or b[0] > a[2] or a[1] > b[3] or b[1] > a[3] for b in taken))
     return next(free, places[0])
-
-
-def _overlap(a: _Box, b: _Box) -> bool:
-    return a[0] <= b[2] and b[0] <= a[2] and a[1] <= b[3] and b[1] <= a[3]
-
-
-def _draw_crop(
-    sheet: Image.Image, crop: Image.Image, corner: tuple[int, int], side: int, number: int, colour: str
-) -> None:
-    sheet.paste(_scaled(crop, (side, side)), corner)
-    draw = ImageDraw.Draw(sheet)
-    x, y = corner
-    _draw_tag(draw, (x, y, x + _tag_width(draw, number), y + _TAG_HEIGHT), number, colour)
 
 
 def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, colour: str) -> None:
@@ -136,10 +121,6 @@ def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, colour: str) 
 
 def _tag_width(draw: ImageDraw.ImageDraw, number: int) -> float:
     return draw.textlength(str(number + 1), font=_font(10)) + 5
-
-
-def _local_side() -> int:
-    return (_ROW - _GAP) // 2
 
 
 def _local_columns(row: Seen) -> int:

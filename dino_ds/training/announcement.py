@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from dino_ds import distributed
+from dino_ds.architectures import Architecture
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
@@ -17,7 +18,7 @@ from dino_ds.models.attention import chosen_kernel
 from dino_ds.training.run import Run
 
 
-def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> None:
+def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: bool) -> None:
     """Write them; `notes` are what was found while the run was built."""
     recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
     data, device = recipe.data, run.step.engine.device
@@ -30,7 +31,7 @@ def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> N
         f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
-        f"memory   predicted peak {memory}",
+        f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
         *_changed_values(recipe),
         *(
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
@@ -47,6 +48,8 @@ def announce(run: Run, memory: Memory, notes: Iterable[str], resumed: bool) -> N
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
     """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
     performance, arch = config.performance, recipe.model.architecture()
+    if not isinstance(arch, Architecture):
+        return recipe.model.backbone
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES, Architecture
+from dino_ds.architectures import VITS, Architecture
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
@@ -53,7 +53,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
 
 
 def _usual_heads(width: int, depth: int) -> int:
-    known = (arch.heads for arch in ARCHITECTURES.values() if (arch.width, arch.depth) == (width, depth))
+    known = (arch.heads for arch in VITS.values() if (arch.width, arch.depth) == (width, depth))
     heads = next(known, None)
     if heads is None:
         usual = f" (usual: {width // 64})" if width % 64 == 0 else ""

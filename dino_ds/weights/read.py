@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES
-from dino_ds.data.value_range import ValueRange
+from dino_ds.architectures import VITS
+from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
@@ -78,8 +78,8 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     """The network that config.json of a timm folder (timm's own or `dino-ds export --format timm`) describes."""
     name, arguments = config["architecture"], config.get("model_args")
     heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
-    if heads is None and name in ARCHITECTURES:
-        heads = ARCHITECTURES[name].heads
+    if heads is None and name in VITS:
+        heads = VITS[name].heads
     if not isinstance(heads, int | None):
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
     return {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture
+from dino_ds.architectures import FROM_SOURCE, VITS, Architecture
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
-from dino_ds.data.value_range import ValueRange, range_text
+from dino_ds.data.images import ValueRange, range_text
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
@@ -35,7 +35,7 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
     weights are of another architecture than `model`.
     """
     assert model.init_from is not None
-    weights, ours = find_weights(model.init_from), model.architecture()
+    weights, ours = find_weights(model.init_from), _vit(model)
     try:
         found, theirs = describe(weights, ours.heads), range_of(weights.about)
     except CheckpointError as error:
@@ -81,10 +81,19 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     return change_recipe(recipe, flags)
 
 
+def _vit(model: ModelSection) -> Architecture:
+    spec = model.architecture()
+    if not isinstance(spec, Architecture):
+        raise CheckpointError(
+            f"model.init_from is for Vision Transformers, which {model.backbone} is not: leave it out"
+        )
+    return spec
+
+
 def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
     """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
     found = []
-    for name, known in ARCHITECTURES.items():
+    for name, known in VITS.items():
         wanted = {} if name == model.backbone else {"model.backbone": name}
         for key in _NUMBERS:
             given = getattr(model, key)
@@ -124,7 +133,7 @@ def _not_built(arch: Architecture) -> str:
 
 
 def _notes(found: Description, model: ModelSection) -> list[str]:
-    ours, notes = model.architecture(), []
+    ours, notes = _vit(model), []
     if not found.heads_stated:
         notes.append(f"no file says its attention heads: {ours.heads} as the model")
     if found.arch.norm_eps != ours.norm_eps:

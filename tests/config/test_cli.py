@@ -137,18 +137,13 @@ def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
     [
         # Own flags and the recipe's keys, by what is meant.
         ("run", ["run_dir"]),
-        ("output_dir", ["run_dir"]),
         ("batchsize", ["data.global_batch"]),
-        ("lerning_rate", ["optimizer.lr"]),
         ("teacher_tmp", ["objective.teacher_temp"]),
         ("root", ["data.root", "eval.root"]),
         # Of DeepSpeed's keys those whose name says enough.
         ("reduce_buckt_size", ["ds.zero_optimization.reduce_bucket_size"]),
         # Nothing, rather than `ds.zero_optimization.leaf_module.names` or a card's `device`.
         ("name", []),
-        ("device", []),
-        ("verbose", []),
-        ("project", []),
         ("out", []),
     ],
 )
@@ -163,16 +158,9 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
     ("argv", "says"),
     [
         (["--epoch", "5"], '--epoch: unknown option: write --length "5 epochs"'),
-        (["--iters=5"], '--iters: unknown option: write --length "5 steps"'),
         (["--gpus", "4"], "--gpus: unknown option: the launcher starts the processes: deepspeed --num_gpus 4"),
-        (["--method", "mae"], "--method: unknown option: the objective is DINO's; its knobs are --objective.KEY"),
-        (["--logger", "wandb"], "--logger: unknown option: metrics are written to RUN/metrics.jsonl"),
-        (["--crops.color_jitter", "1"], "--crops.color_jitter: unknown option: colour, blur and flips are those of"),
         (["--model.backbone", "resnet50"], "--model.backbone: 'resnet50' is not a Vision Transformer: only these are"),
-        (["--modle", "x"], "--modle: unknown option. Did you mean --model?"),
         (["--lr=3"], "--lr: unknown option. Did you mean --optimizer.lr?"),
-        (["--max_step", "3"], "--max_step: unknown option. Did you mean --max_steps?"),
-        (["--ds_confg", "x.json"], "--ds_confg: unknown option. Did you mean --ds_config?"),
         (["--data-root", "/x"], "--data-root: unknown option. Did you mean --data.root?"),
         (
             ["--micro_batch", "4"],
@@ -186,10 +174,7 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             "--crops: this is a section of the recipe: set crops.global_size, crops.global_scale, "
             "crops.local_size, ...",
         ),
-        (["--resum"], "--resum: unknown option. Did you mean --resume?"),
         (["foo"], "unexpected word 'foo': options are written --key value, images --data.root foo"),
-        (["tests"], "unexpected word 'tests': images are given with --data.root tests"),
-        (["my.yaml"], "unexpected word 'my.yaml': a recipe is given with --config my.yaml"),
         (["--length", "3", "epochs"], """unexpected word 'epochs': quote it: --length "3 epochs\""""),
         (
             ["--crops.global_scale", "0.4", "1.0"],
@@ -208,7 +193,6 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             ["--ds_config", "a.json", "--deepspeed_config", "b.json"],
             "--ds_config is given twice: 'a.json' and 'b.json'",
         ),
-        (["--max_steps", "-1"], "--max_steps '-1' is not a whole number > 0"),
         (["--max_steps", "0"], "--max_steps '0' is not a whole number > 0"),
         (["--max_steps", "1e3"], "--max_steps '1e3' is not a whole number > 0"),
         (["--resume=maybe"], "--resume 'maybe' is not auto or the step of a checkpoint"),
@@ -285,7 +269,7 @@ def test_lists_with_commas():
 
 def test_choices_are_what_the_tools_have():
     from dino_ds.pictures.embedding import METHODS
-    from dino_ds.tools.clip_writing import FORMS
+    from dino_ds.tools.clip import FORMS
     from dino_ds.tools.pictures import KINDS
     from dino_ds.weights.export import FORMATS
 

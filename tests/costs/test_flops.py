@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes, step_flops
+from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
@@ -48,6 +48,7 @@ def _count_flops():
 @pytest.mark.parametrize("cls_only", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.slow
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
     backbone = VisionTransformer(
@@ -72,7 +73,7 @@ def test_a_whole_training_step_costs_what_the_model_says():
     with _count_flops() as counted:
         trial.run()
     head = HeadSizes(**recipe.head.model_dump())
-    expected = step_flops(recipe.model.architecture(), head, recipe.crops.groups, cls_only_last_block=True)
+    expected = step_flops(vit_of(recipe), head, recipe.crops.groups, cls_only_last_block=True)
     assert counted.get_total_flops() == 4 * sum(expected.values())
 
 

@@ -30,6 +30,7 @@ from tests.engine import harness
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, dino_network
+from tests.sample import sampled
 
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
@@ -104,10 +105,12 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int) -> tuple[i
     return held, predicted
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+ENGINES = [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)]
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulation"),
-    [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)],
+    ("ranks", "stage", "precision", "accumulation"),
+    sampled([(ranks, *engine) for engine in ENGINES for ranks in (2, 1)], lambda cell: (cell[0], cell[1:3])),
 )
 def test_state_is_what_the_engine_holds(stage, precision, accumulation, ranks):
     """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
@@ -141,6 +144,7 @@ def _peak_bytes(run) -> int:
         ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64),
     ],
 )
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_predicted(sections, prototypes):
     """Within 5 %, whatever moment it is at."""
     init_distributed()

@@ -10,6 +10,8 @@ from dino_ds.measure.trial import build_trial, join, resolve
 from dino_ds.ranges import listen
 from tests.fake_cuda import Counter
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "model": {"width": 32, "heads": 2, "drop_path": 0.0},  # 12 blocks, 157 parameters as ViT-S has
     "crops": {"global_size": 32, "local_size": 16, "num_local": 8},

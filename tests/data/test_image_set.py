@@ -112,6 +112,7 @@ class Own:
 
 
 @pytest.mark.parametrize("source", ["photos", "tests.data.test_image_set:Own"])
+@pytest.mark.slow
 def test_sources_without_files(source):
     one, other = (ImageSet.of(build_source(source, root, "train", False), root) for root in ("/a", "/b/c"))
     assert one == other and one.count == len(build_source(source, "/a", "train", False))

@@ -10,8 +10,9 @@ import torch
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
+from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, find_kernels
+from dino_ds.data.photometric import augment, find_kernels
 from tests.data.test_photometric import NOTHING, crops
 
 triton = pytest.importorskip("triton")
@@ -53,9 +54,10 @@ def assert_same(kernels, some, views):
 def drawn(count, seed):
     """Views of all kinds: blurred and not, solarized and not, each with its own jitter."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")
-    return [view for i in range(count) for view in multicrop.draw(100, 80, seed + i)]
+    return [view for i in range(count) for view in multicrop.sample(100, 80, seed + i)]
 
 
+@pytest.mark.slow
 def test_kernels_give_what_torch_s_operators_give(interpreted):
     views = drawn(4, seed=5)
     for drawn_values in zip(
@@ -117,6 +119,7 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
     find_kernels.cache_clear()
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
     """For an A100 by the compiler that a GPU machine uses; nothing is spilled to memory."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

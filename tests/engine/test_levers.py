@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from dino_ds.engine.engine import Progress
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
+from tests.sample import sampled
 
 _CASES = [(0, "fp32")] + [(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")]
 
@@ -54,8 +56,7 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("stage", "precision"), _CASES)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "stage", "precision"), sampled([(w, *c) for c in _CASES for w in (2, 1)]))
 def test_the_host_reads_the_device_once_a_step(stage: int, precision: str, world: int):
     """Whether the step is applied decides EMA, center and schedules. Nothing else is read, and nothing in between."""
     for counts in run_on_ranks(_reads_of_a_window, stage, precision, world=world):
@@ -115,21 +116,18 @@ def _losses(stage: int, **performance: Any) -> list[float]:
     return run_windows(build_step(ds_config(stage, "fp32", 8, accumulation=2), network), 0, 4)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize(
-    "lever",
-    [
-        {"compile": True},
-        {"packed": False},
-        {"cls_only_last_block": False},
-        {"attention": "naive"},
-        {"attention_backend": "math"},
-    ],
-    ids=lambda lever: next(iter(lever)),
-)
-def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: dict[str, Any]):
+LEVERS = {
+    "compile": True, "packed": False, "cls_only_last_block": False, "attention": "naive", "attention_backend": "math"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "lever"), sampled(itertools.product((0, 2), LEVERS)))
+def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: str):
     """FP32 sums in another order: 1e-6 relative in the first step, Adam makes it grow to 1e-5 in four."""
-    (plain,), (other,) = run_on_ranks(_losses, stage, world=1), run_on_ranks(_losses, stage, world=1, **lever)
+    (plain,), (other,) = (
+        run_on_ranks(_losses, stage, world=1),
+        run_on_ranks(_losses, stage, world=1, **{lever: LEVERS[lever]}),
+    )
     assert other[0] == pytest.approx(plain[0], rel=1e-6)
     assert other == pytest.approx(plain, rel=1e-5)
 
@@ -161,8 +159,10 @@ def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float
     return found
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp16"), (3, "fp32")])
-@pytest.mark.parametrize("world", [1, 2])
+NORMS = [(world, *cell) for cell in ((1, "bf16"), (2, "fp16"), (3, "fp32")) for world in (2, 1)]
+
+
+@pytest.mark.parametrize(("world", "stage", "precision"), sampled(NORMS))
 def test_the_norm_of_one_pass_is_deepspeed_s(stage: int, precision: str, world: int):
     """Both sum in FP64."""
     results = run_on_ranks(_norms, stage, precision, False, world=world)

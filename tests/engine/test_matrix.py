@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.engine.harness import (
 )
 from tests.ranks import run_on_ranks
 from tests.reference import copied
+from tests.sample import sampled
 
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
@@ -73,19 +75,18 @@ def test_two_ranks_equal_one_process(stage, precision, references):
     assert torch.equal(first[4], second[4])
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
-        {"data_types": {"grad_accum_dtype": "fp32"}},
-        {"zero": {"round_robin_gradients": True}},
-    ],
-    ids=["offload", "fp32-accumulation", "round-robin"],
-)
-@pytest.mark.parametrize("stage", [1, 2])
-def test_teacher_follows_the_masters_of_every_layout(stage, sections, references):
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+LAYOUTS = {
+    "offload": {"zero": OFFLOAD},
+    "fp32-accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "round-robin": {"zero": {"round_robin_gradients": True}},
+}
+
+
+@pytest.mark.parametrize(("layout", "stage"), sampled(itertools.product(LAYOUTS, (1, 2))))
+def test_teacher_follows_the_masters_of_every_layout(stage, layout, references):
     """DeepSpeed keeps the masters in another place or order with each of these; the EMA must find them."""
-    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(sections)):
+    for losses, teacher, ema_error, _, _ in run_on_ranks(_train, stage, "bf16", 1, **copy.deepcopy(LAYOUTS[layout])):
         assert ema_error < 1e-7
         assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
         assert _difference_without_key_bias(teacher, references["bf16"][1]) < 4e-4
@@ -94,8 +95,8 @@ def test_teacher_follows_the_masters_of_every_layout(stage, sections, references
 @pytest.mark.parametrize(
     "zero",
     [
-        {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
-        {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu"}},
+        OFFLOAD,
+        OFFLOAD | {"offload_param": {"device": "cpu"}},
         {"sub_group_size": 500, "stage3_param_persistence_threshold": 10},
     ],
     ids=["offload", "offload-all", "sub-groups"],

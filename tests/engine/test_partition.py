@@ -14,7 +14,7 @@ from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes
+from dino_ds.costs.flops import HeadSizes, vit_of
 from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
 from dino_ds.costs.parameters import parameter_sizes
 from dino_ds.engine.engine import Engine
@@ -26,6 +26,7 @@ from dino_ds.training.build import build_network, build_step
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
+from tests.sample import sampled
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
@@ -73,7 +74,7 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
     recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})
     pieces, after = build_network(recipe, PerformanceOptions()), torch.rand(1)
     torch.manual_seed(recipe.seed)
-    arch, head = recipe.model.architecture(), recipe.head
+    arch, head = vit_of(recipe), recipe.head
     backbone = VisionTransformer(arch, recipe.crops.global_size)
     whole = dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
     assert torch.equal(after, torch.rand(1))
@@ -81,8 +82,7 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "ranks"), sampled(itertools.product(("fp32", "bf16"), (2, 1))))
 def test_masters_are_those_of_zero_0_to_the_last_bit(precision, ranks):
     """In bf16 rounded to it: DeepSpeed makes its masters of the weights in the engine's precision."""
     recipe = _twin(model__depth="3")
@@ -139,7 +139,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
         kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
 
     head = HeadSizes(**recipe.head.model_dump())
-    sizes, ranks = parameter_sizes(recipe.model.architecture(), 32, head), distributed.world_size()
+    sizes, ranks = parameter_sizes(vit_of(recipe), 32, head), distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)
     state.pop("teacher")
     held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config)
@@ -183,6 +183,8 @@ def test_no_rank_holds_the_whole_student_in_a_step():
         assert LIVE / 4 < most < 2 * LIVE < weights / 4
 
 
+@pytest.mark.full
+@pytest.mark.slow
 def test_the_real_7b_is_built_in_partitions():
     """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
 

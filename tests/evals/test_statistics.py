@@ -50,6 +50,7 @@ def test_alignment():
     assert alignment(x, -x) == pytest.approx(4, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_uniformity_of_many_is_that_of_a_sample():
     """4096 of 6000 evenly spread features, sorted: their pairs' mean is that of all to 1 %."""
     features = torch.randn(6000, 4, generator=torch.Generator().manual_seed(2))

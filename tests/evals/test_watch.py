@@ -22,7 +22,7 @@ from dino_ds.evals.context import Settings
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.training.at_step import Moment
+from dino_ds.training.run import Moment
 from tests.evals.protocols.tiny import clips
 from tests.training.harness import image_folder
 
@@ -199,6 +199,7 @@ def test_statistics_need_no_labels(tmp_path):
     assert watch.metrics(found)["eval/rankme"] > 1
 
 
+@pytest.mark.slow
 def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path):
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)

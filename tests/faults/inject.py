@@ -298,3 +298,7 @@ def _loaders() -> list[Any]:
 
     servers = [p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline())]
     return [worker for server in servers for worker in server.children()]
+
+
+SLOW = at_step(1, (0, 1), act(sleep, 0.4), times=1000)
+"""Steps of 0.4 s: a signal comes before the last."""

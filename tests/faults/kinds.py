@@ -2,117 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import psutil
-
-from tests.disks import fill
-from tests.faults import inject, scene
-from tests.faults.inject import act, at_call, at_once, at_step, in_save, loss_times
+from tests.faults import inject, kind, scene
+from tests.faults.inject import SLOW, act, at_call, at_once, at_step, in_save, loss_times
 from tests.faults.jobs import Job
+from tests.faults.kind import Kind
 from tests.faults.scene import Prepare, Scene
 
 NAN = float("nan")
 QUICK = {"hang_seconds": "3"}
-SLOW = at_step(1, (0, 1), act(inject.sleep, 0.4), times=1000)
-"""Steps of 0.4 s: a signal comes before the last."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One fault.
-
-    how: as people would say it. codes: what each rank ends with. says: a part of what is printed.
-    fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
-    old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
-    limit: seconds from the fault to the last rank's end, on a busy machine.
-    goes_on: afterwards `--resume` must give the very numbers of a run without a fault; `exact` False: to 1e-5, as
-    another number of ranks or ZeRO stage sums in another order.
-    """
-
-    name: str
-    how: str
-    codes: tuple[int, ...]
-    says: str
-    fault: inject.Fault | None = None
-    by_hand: Callable[[Job, Scene], None] | None = None
-    before: Prepare = scene.nothing
-    old: bool = False
-    resume: bool | None = None
-    changes: dict[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    ds: str = "zero1_fp32.json"
-    limit: float = 60.0
-    goes_on: bool = True
-    exact: bool = True
-
-    @property
-    def resumes(self) -> bool:
-        return self.old if self.resume is None else self.resume
-
-
-def _signal(rank: int, number: int) -> Callable[[Job, Scene], None]:
-    def by_hand(job: Job, place: Scene) -> None:
-        job.wait_for_steps(place.run, 4)
-        job.signal(rank, number)
-
-    return by_hand
-
-
-def _signal_early(job: Job, place: Scene) -> None:
-    job.wait_for(lambda: "early" in job.text(0))
-    job.signal(0, signal.SIGTERM)
-
-
-def _stop_file(job: Job, place: Scene) -> None:
-    job.wait_for_steps(place.run, 4)
-    job.mark()
-    (place.run / "stop").touch()
-
-
-def _fifo_at_latest(job: Job, place: Scene) -> None:
-    """Whoever opens it waits for ever."""
-    job.wait_for_steps(place.run, 7)
-    (place.run / "checkpoints/latest").unlink()
-    os.mkfifo(place.run / "checkpoints/latest")
-
-
-def _freeze_disk(job: Job, place: Scene) -> None:
-    """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
-    job.wait_for_steps(place.run, 7)
-    job.wait_for(lambda: psutil.Process(job.process(1)).status() == psutil.STATUS_STOPPED, 60)
-    scene.freeze(place)
-    job.wait_for(lambda: not psutil.pid_exists(job.process(1)), 60)
-    scene.thaw(place)
-
-
-def _empty_images(job: Job, place: Scene) -> None:
-    job.wait_for_steps(place.run, 2)
-    job.mark()
-    for path in place.images.iterdir():
-        path.unlink()
-
-
-def _fill_disk(job: Job, place: Scene) -> None:
-    job.wait_for_steps(place.run, 2)
-    job.mark()
-    fill(place.run)
-
-
-def _rename_run(job: Job, place: Scene) -> None:
-    job.wait_for_steps(place.run, 4)
-    job.mark()
-    place.run.rename(place.run.with_name("renamed"))
-
-
-def _remove_run(job: Job, place: Scene) -> None:
-    _rename_run(job, place)
-    shutil.rmtree(place.run.with_name("renamed"))
 
 
 def _dies(rank: int, how: str, do: inject.Act, says: str) -> Kind:
@@ -162,11 +63,11 @@ PROCESSES = [
     _hangs("ranks in different collectives", "rank 1 waits in a barrier of its own", 1, inject.wait_alone),
     Kind(
         "rank 1 frozen, `latest` never answers", "SIGSTOP in step 8; `latest` is a FIFO", (6, 6), "does not answer",
-        at_step(8, (1,), inject.freeze), _fifo_at_latest, scene.latest_back, changes=QUICK,
+        at_step(8, (1,), inject.freeze), kind.fifo_at_latest, scene.latest_back, changes=QUICK,
     ),
     Kind(
         "rank 1 frozen, the disk too", "SIGSTOP in step 8, fsfreeze of the run's disk", (6, 6), "no progress",
-        at_step(8, (1,), inject.freeze), _freeze_disk, scene.own_disk, changes=QUICK,
+        at_step(8, (1,), inject.freeze), kind.freeze_disk, scene.own_disk, changes=QUICK,
     ),
     Kind("watcher killed", "SIGKILL to the watcher of rank 1", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
     Kind(
@@ -179,19 +80,19 @@ PROCESSES = [
     ),
 ]  # fmt: skip
 REQUESTS = [
-    _asked("SIGTERM to rank 0", "kill -TERM", _signal(0, signal.SIGTERM)),
-    _asked("SIGTERM to rank 1", "kill -TERM", _signal(1, signal.SIGTERM)),
-    _asked("SIGINT to rank 1", "kill -INT", _signal(1, signal.SIGINT)),
-    _asked("SIGUSR1 to rank 0", "kill -USR1, as Slurm warns", _signal(0, signal.SIGUSR1)),
-    _asked("SIGUSR2 to rank 1", "kill -USR2", _signal(1, signal.SIGUSR2)),
-    _asked("stop file", "touch RUN/stop", _stop_file),
+    _asked("SIGTERM to rank 0", "kill -TERM", kind.send_signal(0, signal.SIGTERM)),
+    _asked("SIGTERM to rank 1", "kill -TERM", kind.send_signal(1, signal.SIGTERM)),
+    _asked("SIGINT to rank 1", "kill -INT", kind.send_signal(1, signal.SIGINT)),
+    _asked("SIGUSR1 to rank 0", "kill -USR1, as Slurm warns", kind.send_signal(0, signal.SIGUSR1)),
+    _asked("SIGUSR2 to rank 1", "kill -USR2", kind.send_signal(1, signal.SIGUSR2)),
+    _asked("stop file", "touch RUN/stop", kind.stop_file),
     Kind(
         "second signal", "SIGTERM twice in one long step", (143, 143), "ended at once by SIGTERM and SIGTERM",
         at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
     ),
     Kind(
         "signal before the first step", "SIGTERM while the program starts", (75, 75), "before the first step",
-        inject.slow_start, _signal_early, goes_on=False,
+        inject.slow_start, kind.send_signal_early, goes_on=False,
     ),
 ]  # fmt: skip
 SAVING = [
@@ -212,7 +113,7 @@ SAVING = [
         before=scene.full_disk, goes_on=False,
     ),
     Kind(
-        "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, _fill_disk,
+        "disk filled in mid-run", "0 bytes are free", (5, 5), "3 saves in a row have failed", SLOW, kind.fill_disk,
         before=scene.small_disk, changes={"save_every": "1 steps"}, goes_on=False,
     ),
     Kind("disk full for the log", "log.txt is /dev/full", (0, 0), "training continues", before=scene.log_full),
@@ -302,7 +203,7 @@ DATA = [
         goes_on=False,
     ),
     Kind("half of the images empty", "0 bytes", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),
-    Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, _empty_images, goes_on=False),
+    Kind("images gone in mid-run", "rm images/*", (2, 2), "are unreadable", SLOW, kind.empty_images, goes_on=False),
     Kind(
         "ranks see other images", "one less on rank 1", (2, 2), "same files", inject.other_images,
         before=scene.other_images, goes_on=False,
@@ -324,12 +225,12 @@ FOLDERS = [
         resume=False, goes_on=False,
     ),
     Kind(
-        "run folder renamed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _rename_run,
-        before=scene.gone, goes_on=False,
+        "run folder renamed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW,
+        kind.rename_run, before=scene.gone, goes_on=False,
     ),
     Kind(
-        "run folder removed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW, _remove_run,
-        before=scene.gone, goes_on=False,
+        "run folder removed", "in mid-run", (3, 3), "removed or renamed while the run was at work", SLOW,
+        kind.remove_run, before=scene.gone, goes_on=False,
     ),
     Kind(
         "metrics.jsonl is a folder", "mkdir", (2, 2), "is a folder where a run has a file",
@@ -358,4 +259,4 @@ GROUPS = {
     "Data": DATA,
     "Folders and ports": FOLDERS,
 }
-KINDS = [kind for kinds in GROUPS.values() for kind in kinds]
+KINDS = [each for kinds in GROUPS.values() for each in kinds]

@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
+from tests.faults.inject import SLOW
 from tests.training.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
@@ -129,8 +130,6 @@ def other_images(scene: Scene) -> None:
 
 def other_job(scene: Scene) -> Callable[[], None]:
     """Another job at work in the same folder; it must come to its end."""
-    from tests.faults.kinds import SLOW
-
     first = jobs.start(scene.run, scene.images, fault=SLOW)
     first.wait_for_steps(scene.run, 2)
 

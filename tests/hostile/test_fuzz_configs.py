@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import string
@@ -16,6 +17,7 @@ from dino_ds.config.loading import RECIPES, recipe_options
 from dino_ds.options.commands import COMMANDS
 from tests.hostile.guard import command, examples
 from tests.hostile.mutate import NASTY, broken_text, nasty
+from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
@@ -132,8 +134,7 @@ HAND_MADE = {
 }
 
 
-@pytest.mark.parametrize("name", HAND_MADE)
-@pytest.mark.parametrize("read", [_recipe, _ds])
+@pytest.mark.parametrize(("name", "read"), sampled(itertools.product(HAND_MADE, (_recipe, _ds))))
 def test_hand_made_files(folder, read, name):
     read(folder, HAND_MADE[name])
 

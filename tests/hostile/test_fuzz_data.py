@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import struct
 import tarfile
@@ -17,14 +18,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import decode_rgb
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX, index_shards
 from dino_ds.errors import UserError
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
+from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
@@ -176,8 +178,10 @@ def test_broken_indices_beside_shards(tmp_path):
     check()
 
 
-@pytest.mark.parametrize("name", ["shard", "offset", "size", "names.ends", "labels", "shards.ends", "classes.ends"])
-@pytest.mark.parametrize("value", [-1, 7, 2**31 - 1])
+COLUMNS = ("shard", "offset", "size", "names.ends", "labels", "shards.ends", "classes.ends")
+
+
+@pytest.mark.parametrize(("name", "value"), sampled(itertools.product(COLUMNS, (-1, 7, 2**31 - 1))))
 def test_indices_that_lie(tmp_path, name, value):
     """Well-formed, of this shard, and wrong: an image more or less, never a crash."""
     tar_of(tmp_path / "x.tar")
@@ -187,8 +191,10 @@ def test_indices_that_lie(tmp_path, name, value):
     read_all(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["shard", "offset", "size", "names.bytes", "labels", "shards.state", "classes.ends"])
-@pytest.mark.parametrize("change", ["missing", "shorter", "longer"])
+CHANGED = ("shard", "offset", "size", "names.bytes", "labels", "shards.state", "classes.ends")
+
+
+@pytest.mark.parametrize(("name", "change"), sampled(itertools.product(CHANGED, ("missing", "shorter", "longer"))))
 def test_indices_with_unequal_columns(tmp_path, name, change):
     tar_of(tmp_path / "x.tar")
     contents = index_shards([str(tmp_path / "x.tar")], ["x.tar"])

@@ -6,6 +6,7 @@ Whoever writes such a file can also write the checksums that go with it, so payl
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -33,6 +34,7 @@ from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.guard import bounded, command, raised_by
 from tests.hostile.test_fuzz_data import IMAGES, read_all
 from tests.ranks import run_on_ranks
+from tests.sample import sampled
 from tests.training.harness import image_folder, train_tiny
 
 pytestmark = pytest.mark.faults
@@ -115,8 +117,10 @@ def _with_good_sums(folder: Path, name: str, data: bytes) -> None:
     (folder / "manifest.json").write_text(sealed)
 
 
-@pytest.mark.parametrize("name", ["rank_00000.safetensors", "whole_00000.safetensors"])
-@pytest.mark.parametrize("kind", PICKLES)
+TENSORS = ("rank_00000.safetensors", "whole_00000.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, TENSORS)))
 def test_pickles_in_place_of_tensors(canary, kind, name):
     run_on_ranks(_two_steps, canary, world=1)
     _with_good_sums(canary / "checkpoints/step_00000008", name, PICKLES[kind]())
@@ -282,8 +286,7 @@ def test_an_index_beside_shards_that_is_none(canary, kind):
     assert isinstance(source, TarShards) and len(source) == 1 and any("anew" in note for note in source.notes)
 
 
-@pytest.mark.parametrize("kind", PICKLES)
-@pytest.mark.parametrize("ending", [".png", ".txt", ".parquet", ".tar"])
+@pytest.mark.parametrize(("kind", "ending"), sampled(itertools.product(PICKLES, (".png", ".txt", ".parquet", ".tar"))))
 def test_pickles_in_place_of_data(canary, kind, ending):
     path = canary / f"x{ending}"
     path.write_bytes(PICKLES[kind]())

@@ -143,6 +143,7 @@ def test_torchrun_on_two_machines(images, expected, tmp_path):
     _assert_same(run, expected)
 
 
+@pytest.mark.full
 def test_elastic_goes_on_with_fewer_and_with_more_machines(images, tmp_path):
     """Two machines; one is lost, and comes back. The same samples, losses to 1e-5 of two ranks that nobody disturbs."""
     run, straight, back = tmp_path / "run", tmp_path / "straight", None

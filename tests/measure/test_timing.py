@@ -73,6 +73,7 @@ def test_peak_of_a_gpu_is_what_comes_after(monkeypatch):
     assert peak.mib() == 7
 
 
+@pytest.mark.slow
 def test_host_and_peak():
     host = describe_host()
     assert host["versions"]["torch"] in host_line(host)

@@ -32,6 +32,7 @@ def _trial(stage=0, batch=4, **sections):
     return build_trial(*resolve(tiny_recipe(), tiny_ds(stage, **sections), "test.json", batch))
 
 
+@pytest.mark.slow
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
     assert [tuple(view.shape) for view in all_crops(trial.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
@@ -78,6 +79,7 @@ class _Precisions(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("stage", "low"), [(0, {}), (1, {"bf16": {"enabled": True}}), (3, {"bf16": {"enabled": True}})]
 )
+@pytest.mark.slow
 def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
     """Teacher and student forward, and two products of the backward pass."""
     before = torch.backends.cuda.matmul.fp32_precision
@@ -90,6 +92,7 @@ def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.slow
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
     trial.run()
@@ -142,6 +145,7 @@ def fail():
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 def test_a_child_tells_its_own_peak_memory():
     """However large this process is: 300 MiB of work are seen as that, to 20 MiB of allocator and threads."""
     ballast = torch.ones(2**28)
@@ -158,6 +162,7 @@ def sum_of_ranks(fail_on):
     return float(distributed.sum_across_ranks(torch.ones(1)))
 
 
+@pytest.mark.slow
 def test_children_are_one_process_group_and_end_together():
     results = run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=-1)
     assert [result.value for result in results] == [2.0, 2.0]
@@ -169,12 +174,14 @@ def be_killed():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_killed_child_is_most_likely_one_without_memory():
     with pytest.raises(ChildFailed, match="smaller --batch") as caught:
         run_in_child("tests.measure.test_trial:be_killed")
     assert caught.value.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_failing_child_says_why():
     with pytest.raises(ChildFailed, match="on purpose"):
         run_in_child("tests.measure.test_trial:fail")

@@ -169,6 +169,7 @@ def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
     assert theirs is None or torch._inductor.list_mode_options(theirs)
 
 
+@pytest.mark.slow
 def test_twelve_blocks_compile_to_four_programs():
     """Student and teacher, each with a last block of its own; two sizes, growing drop path. No graph breaks."""
     arch = dataclasses.replace(_ARCH, depth=12)

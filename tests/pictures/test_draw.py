@@ -95,6 +95,7 @@ def test_rows_that_belong_together_lie_together():
     assert sheet._y(2) - sheet._y(1) > sheet._y(1) - sheet._y(0) == pytest.approx(sheet._y(3) - sheet._y(2))
 
 
+@pytest.mark.slow
 def test_channels_that_are_no_colours():
     """Two channels: the first in grey; four: the first three as colours."""
     images = torch.rand(2, 4, 8, 8) - 0.5
@@ -180,6 +181,7 @@ def test_a_model_on_a_batch(pictures):
     assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
 
 
+@pytest.mark.slow
 def test_likes_lie_together_on_the_map():
     """Every method keeps three far clusters apart: neighbours on the map are of one cluster. The same points again."""
     generator = torch.Generator().manual_seed(0)

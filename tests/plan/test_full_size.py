@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import count_parameters, recipe_sizes, saved_bytes, state_bytes
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import DinoHead
@@ -31,13 +32,14 @@ def _config(recipe: Recipe, checkpointing: bool = False) -> DsConfig:
 
 
 def _network(recipe: Recipe) -> Network:
-    arch, head = recipe.model.architecture(), recipe.head
+    arch, head = vit_of(recipe), recipe.head
     with torch.device("meta"):
         backbone = VisionTransformer(arch, recipe.crops.global_size)
         return dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
 
 
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_state_is_exact(name):
     """Weights in bf16, FP32 masters, what AdamW makes of them in a step, the FP32 teacher."""
     recipe = _recipe(name)
@@ -62,6 +64,7 @@ def test_state_is_exact(name):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.slow
 def test_activations_are_what_autograd_saves(name, checkpointing):
     """Within 1 %: on a CPU the norms keep their statistics in bf16, and small index tensors are kept."""
     recipe = _recipe(name)

@@ -23,7 +23,7 @@ from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
 from dino_ds.report.origin import launched
-from dino_ds.training.starts import describe_start, read_starts
+from dino_ds.training.environment import describe_start, read_starts
 from tests.report.runs import DONE, LOG, make_run, record, save_picture
 from tests.training.harness import image_folder, train_tiny
 
@@ -323,6 +323,7 @@ def test_the_planner_s_line_is_understood():
     assert log.memory_moment == "the loss"
 
 
+@pytest.mark.slow
 def test_a_real_run_is_understood(tmp_path, capsys):
     """Whatever training writes today: no note, a state, every figure."""
     root = image_folder(tmp_path / "images", classes=2)
@@ -379,6 +380,7 @@ def test_the_commands_of_all_starts_are_kept(tmp_path, monkeypatch):
     assert first < second < third and "deepspeed --num_gpus 1 dino_ds/train.py one" in page
 
 
+@pytest.mark.slow
 def test_no_torch_is_loaded():
     code = "import sys, dino_ds.report.command; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

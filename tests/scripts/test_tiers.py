@@ -19,6 +19,7 @@ def planned():
     return plan_all()
 
 
+@pytest.mark.slow
 def test_files_and_tables_are_those_of_the_planner(planned):
     """After a change of the planner: make tiers."""
     expected = {f"{found.name}.json": file_text(found) for _, found in planned if found is not None}
@@ -27,6 +28,7 @@ def test_files_and_tables_are_those_of_the_planner(planned):
         assert page.read_text() == text
 
 
+@pytest.mark.slow
 def test_each_file_is_valid_and_fits_its_card(planned):
     for case, found in planned:
         if found is None:

@@ -9,8 +9,7 @@ import pytest
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.options.machine import FindBatchSizeOptions
-from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
-from dino_ds.tools.find_batch_size import run, with_batch, write_batch
+from dino_ds.tools.find_batch_size import Tried, fastest, find_largest, largest_divisor, run, with_batch, write_batch
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
 FLAGS = {"ranks": 1, "steps": 1, "threads": 1, "write": None, "json": True}
@@ -38,6 +37,7 @@ def test_the_fastest_divides_the_global_batch():
     assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
 
 
+@pytest.mark.slow
 def test_the_real_step_is_measured(capsys):
     run(
         FindBatchSizeOptions(memory_gib=20.0, **FLAGS),

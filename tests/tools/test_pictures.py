@@ -12,15 +12,14 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
-from dino_ds.tools.picture_files import PictureFiles
-from dino_ds.tools.pictures import KINDS, run, side_of
+from dino_ds.tools.pictures import KINDS, PictureFiles, run, side_of
 from dino_ds.weights.export import FORMATS
 from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -63,6 +62,7 @@ def _run(place, **changes):
     run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
 
+@pytest.mark.slow
 def test_one_picture_of_each_kind(place, tmp_path, capsys):
     _run(place, out=str(tmp_path))
     written = json.loads(capsys.readouterr().out)["pictures"]

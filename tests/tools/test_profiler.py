@@ -51,6 +51,7 @@ def _elementwise():
         (_elementwise, "memory"),
     ],
 )
+@pytest.mark.slow
 def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
     init_distributed()
     result = profile_torch(step, 1, 2, tmp_path)
@@ -89,6 +90,7 @@ def test_kinds_of_operators(operator, kind):
     assert kind_of(operator) == kind
 
 
+@pytest.mark.slow
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
     run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(1), ds_path="test.json")
@@ -102,6 +104,7 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["bound_by"] == result["bound_by"]
 
 
+@pytest.mark.slow
 def test_real_images_are_used_when_given(tmp_path, capsys):
     recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
     run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(0), ds_path="test.json")

@@ -81,6 +81,7 @@ def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
     assert end.value.code == 2 and "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_page_and_picture_without_torch(tmp_path):
     picture = tmp_path / "goodput.png"
     code = "import sys; from dino_ds.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"

@@ -13,6 +13,7 @@ from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm
 from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.reference import copied
+from tests.sample import sampled
 from tests.training.harness import image_folder, losses_of, train_tiny
 
 GOOD_STEPS = 2
@@ -62,7 +63,7 @@ def _train_with_bad_numbers(root, run, ds, kind):
     return message, len(bad), [name for name in before if not torch.equal(before[name], after[name])]
 
 
-@pytest.mark.parametrize(("ds", "kind"), CELLS)
+@pytest.mark.parametrize(("ds", "kind"), sampled(CELLS, lambda cell: (cell[0][:5], (cell[0][6:], cell[1]))))
 def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for message, bad, moved in run_on_ranks(_train_with_bad_numbers, root, run, ds, kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_on_ranks
+from tests.sample import sampled
 from tests.training.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny
 
 
@@ -124,6 +126,9 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
     assert "no checkpoint yet" in log_of(run)
 
 
+FILES = ("whole_00000.safetensors", "rank_00000.safetensors", "manifest.json")
+
+
 class TestRefusals:
     @pytest.fixture
     def run(self, tmp_path):
@@ -157,7 +162,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "resume,keys,says",
         [
-            (True, "lr", "--allow_change lr: it is no key of the recipe. Did you mean optimizer.lr?"),
+            (True, "lr", "--allow_change lr: it is not a key of the recipe. Did you mean optimizer.lr?"),
             (True, "optimizer.lr,log_every", "--allow_change log_every: it may change freely, leave it out."),
             (False, "seed", "--allow_change seed acts only with --resume"),
         ],
@@ -174,8 +179,7 @@ class TestRefusals:
         )[0]
         assert "model differs from the checkpoint in" in message and "\n" not in message
 
-    @pytest.mark.parametrize("change", ["truncated", "missing"])
-    @pytest.mark.parametrize("name", ["whole_00000.safetensors", "rank_00000.safetensors", "manifest.json"])
+    @pytest.mark.parametrize(("name", "change"), sampled(itertools.product(FILES, ("truncated", "missing"))))
     def test_the_only_checkpoint_is_damaged(self, run, name, change):
         path = run / "checkpoints/step_00000001" / name
         content = path.read_bytes()

@@ -55,6 +55,7 @@ def test_results_are_read_as_the_hub_reads_them(run, format, library):
 
 
 @pytest.mark.parametrize(("format", "input"), [("hf", "RGB"), ("timm", None)])
+@pytest.mark.slow
 def test_its_own_lines_load_the_folder(run, monkeypatch, format, input):
     """The code on the card, run beside the folder, gives our features of an image that is not resized: 1e-5."""
     pytest.importorskip("transformers")

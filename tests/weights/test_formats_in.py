@@ -176,6 +176,7 @@ def test_timm(tmp_path, name, size):
         ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True, "hidden_act": "silu"}),
     ],
 )
+@pytest.mark.slow
 def test_huggingface(tmp_path, kind, changes, form):
     """Their own model, saved by `save_pretrained`; heads of 48 only config.json tells. In one file or several."""
     transformers = pytest.importorskip("transformers")

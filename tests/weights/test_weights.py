@@ -183,6 +183,7 @@ def test_channels_other_than_rgb_have_their_own_statistics(tmp_path):
     torch.testing.assert_close(features, model.features(model.preprocess(image)[None]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_onnx_runs_at_any_batch_and_size(tmp_path):
     """onnxruntime against ours, in both ways to resize positions: 1e-4."""
     pytest.importorskip("onnxscript")

@@ -14,11 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
-from dino_ds.data.encoded import read_file
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.encoded import NamedFiles, read_file
 from dino_ds.data.listing import printable
-from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError, one_line
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp

@@ -1,0 +1,251 @@
+"""What a data set is made of: sizes, shapes, modes, formats, unreadable files, near-duplicates and classes."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.decode import EncodedImage, open_image
+from dino_ds.data.images import FORMATS, extremes
+from dino_ds.data.workers import started, worker_options
+
+MAX_DISTANCE = 3
+"""Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
+_BLOCKS = 6
+_SET_BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
+SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
+"""Edges of the histogram, pixels."""
+ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, math.inf)
+"""Edges of the histogram, width / height."""
+_SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
+_BATCH = 16
+_NO_FORMAT = "none"
+"""Of images that do not come from files."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One image: upright size in pixels, mode and format of its file, bytes of the file (None: there is no file).
+
+    type, low, high: of the values as they are stored, and the extremes of those deeper than 8 bits. `problem` is why it
+    can't be read; then the rest means nothing.
+    """
+
+    index: int
+    width: int = 0
+    height: int = 0
+    mode: str = ""
+    format: str = ""
+    file_bytes: int | None = None
+    hash: int = 0
+    type: str = "uint8"
+    low: float = 0
+    high: float = 0
+    problem: str | None = None
+
+
+def look_at(
+    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int
+) -> Generator[Facts, None, None]:
+    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`."""
+    loader: DataLoader[Facts] = DataLoader(
+        _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
+    )
+    with started(loader, source) as batches:
+        for batch in batches:
+            yield from batch
+
+
+class _FactsOf(Dataset[Facts]):
+    def __init__(self, source: Source, max_pixels: int) -> None:
+        self._source, self._max_pixels = source, max_pixels
+
+    def __getitem__(self, index: int) -> Facts:
+        read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
+        try:
+            if read is None:
+                return self._of_pixels(index)
+            data = read(index)
+            image = EncodedImage(data, self._source.name(index), self._max_pixels)
+            width, height, found = image.width, image.height, _facts_of_values(image.values())
+        except UnreadableImage as error:
+            return Facts(index, problem=error.reason)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as header:
+            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), **found)
+
+    def _of_pixels(self, index: int) -> Facts:
+        array = open_image(self._source, index, self._max_pixels).values()
+        height, width, channels = array.shape
+        mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
+        return Facts(index, width, height, mode, _NO_FORMAT, **_facts_of_values(array))
+
+
+def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
+    """Hash, type and extremes. The hash of deeper values is of what they are between their own extremes."""
+    about: dict[str, Any] = {}
+    if values.dtype != np.uint8:
+        low, high = extremes(values, "")
+        about = {"type": values.dtype.name, "low": low, "high": high}
+        values = ((values - np.float64(low)) * (255 / max(high - low, 1e-30))).astype(np.uint8)
+    if values.ndim == 3 and values.shape[2] != 3:
+        values = values.mean(2).astype(np.uint8)
+    return {"hash": difference_hash(Image.fromarray(values)), **about}
+
+
+def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
+    """What `dino-ds look-data --json` prints; sizes are of the readable images. At least one must be readable."""
+    good = [fact for fact in facts if fact.problem is None]
+    widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
+    shorter = np.minimum(widths, heights)
+    sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
+    return {
+        "images": len(source),
+        "looked_at": len(facts),
+        "unreadable": _unreadable([fact for fact in facts if fact.problem is not None], source),
+        "width": _spread(widths),
+        "height": _spread(heights),
+        "shorter_side": {**_spread(shorter), "histogram": _histogram(shorter, SHORTER_SIDES)},
+        "aspect_ratio": {**_spread(widths / heights), "histogram": _histogram(widths / heights, ASPECT_RATIOS)},
+        "formats": _counts(fact.format for fact in good),
+        "modes": _counts(fact.mode for fact in good),
+        "values": _values(good),
+        "file_bytes": _spread(np.array(sizes)) if sizes else None,
+        "classes": _classes(source),
+        "near_duplicates": _near_duplicates(good, source),
+    }
+
+
+def _values(good: Sequence[Facts]) -> dict[str, Any]:
+    """By type of the values stored: images, and the extremes of types deeper than uint8."""
+    found: dict[str, Any] = {}
+    for name, images in _counts(fact.type for fact in good).items():
+        found[name] = {"images": images}
+        if name != "uint8":
+            some = [fact for fact in good if fact.type == name]
+            found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+    return found
+
+
+def _unreadable(bad: Sequence[Facts], source: Source) -> dict[str, Any]:
+    return {
+        "count": len(bad),
+        "reasons": _counts(fact.problem or "" for fact in bad),
+        "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
+    }
+
+
+def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:
+    groups = find_groups(np.array([fact.hash for fact in good], dtype=np.uint64))
+    return {
+        "bits": MAX_DISTANCE,
+        "groups": len(groups),
+        "images": sum(map(len, groups)),
+        "surplus": sum(len(group) - 1 for group in groups),
+        "largest": [
+            {"images": len(group), "names": [source.name(good[place].index) for place in group[:_SHOWN_MEMBERS]]}
+            for group in groups[:_SHOWN_GROUPS]
+        ],
+    }
+
+
+def _classes(source: Source) -> dict[str, Any] | None:
+    """Of the whole data set: labels are at hand without reading an image."""
+    if source.labels is None or source.classes is None:
+        return None
+    labels = np.asarray(source.labels)
+    counts = np.bincount(labels[labels >= 0], minlength=len(source.classes))
+    return {
+        "count": len(source.classes),
+        "unlabelled": int((labels < 0).sum()),
+        "images": _spread(counts),
+        "counts": dict(zip(source.classes, counts.tolist(), strict=False)),
+    }
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {"min": _number(values.min()), "median": _number(np.median(values)), "max": _number(values.max())}
+
+
+def _number(value: float) -> float:
+    return int(value) if value == int(value) else round(float(value), 4)
+
+
+def _histogram(values: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
+    """Bins [from, below), without empty ones at both ends; below None = no limit."""
+    counts, _ = np.histogram(values, bins=[*edges[:-1], np.inf])
+    filled = np.flatnonzero(counts)
+    below = [None if math.isinf(edge) else round(edge, 4) for edge in edges[1:]]
+    return [
+        {"from": round(edges[i], 4), "below": below[i], "images": int(counts[i])}
+        for i in range(filled[0], filled[-1] + 1)
+    ]
+
+
+def _counts(values: Iterator[str]) -> dict[str, int]:
+    return dict(Counter(values).most_common())
+
+
+# near-duplicates: a 64-bit hash of each image, and all pairs of hashes that differ in a few bits
+
+
+def difference_hash(image: Image.Image) -> int:
+    """64 bits: is each pixel of the 9 x 8 grey thumbnail brighter than its left neighbour? (dHash, N. Krawetz 2013)"""
+    small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
+
+
+def find_groups(hashes: np.ndarray) -> list[list[int]]:
+    """Hashes (n,) uint64 -> groups of at least two places, largest first, linked by distances <= MAX_DISTANCE.
+
+    Exact: no pair is missed. A million random hashes take seconds, since equal ones are compared once.
+    """
+    values, inverse = np.unique(hashes, return_inverse=True)
+    parent = list(range(len(values)))
+    for one, other in _close_pairs(values):
+        parent[_root(parent, one)] = _root(parent, other)
+    groups: dict[int, list[int]] = {}
+    for place, value in enumerate(inverse.tolist()):
+        groups.setdefault(_root(parent, value), []).append(place)
+    return sorted((group for group in groups.values() if len(group) > 1), key=lambda group: (-len(group), group))
+
+
+def _close_pairs(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Places (a, b) of different values with distance <= MAX_DISTANCE; a pair may come more than once.
+
+    Of 6 blocks of bits, 3 wrong bits leave at least 3 untouched: for each choice of 3 blocks, the values that agree
+    in them are neighbours after sorting (Manku, Jain, Das Sarma 2007, "Detecting near-duplicates for web crawling").
+    """
+    edges = [round(64 * block / _BLOCKS) for block in range(_BLOCKS + 1)]
+    masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
+    for kept in combinations(masks, _BLOCKS - MAX_DISTANCE):
+        keys = values & np.uint64(sum(kept))
+        order = np.argsort(keys)
+        keys = keys[order]
+        place = np.arange(len(keys) - 1)
+        step = 1
+        while len(place := place[place < len(keys) - step]):  # neighbours, then neighbours but one, ...
+            place = place[keys[place] == keys[place + step]]
+            one, other = order[place], order[place + step]
+            close = _distances(values[one], values[other]) <= MAX_DISTANCE
+            yield from zip(one[close].tolist(), other[close].tolist(), strict=True)
+            step += 1
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _SET_BITS[(a ^ b).view(np.uint8).reshape(-1, 8)].sum(1)
+
+
+def _root(parent: list[int], node: int) -> int:
+    while parent[node] != node:
+        parent[node] = node = parent[parent[node]]
+    return node

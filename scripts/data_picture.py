@@ -1,0 +1,52 @@
+"""The picture of `scripts.bench_data`: rates as bars, and one image's crops in both modes with their difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_ds.data.multicrop import MEAN, STD
+
+_GAIN = 8
+_SHOWN = ("pil", "exact", "split_worker", "device", "split_total")
+
+
+def draw(result: dict[str, Any], worker: list[Tensor], device: list[Tensor]) -> Any:
+    """A matplotlib Figure; `worker` and `device`: the crops (3, h, w) of one image, normalised."""
+    from matplotlib.figure import Figure
+
+    names = _SHOWN[::-1]
+    rates = [result["pipelines"][name]["images_per_second"] for name in names]
+    figure = Figure(figsize=(10, 5.4), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=[1, 1.35])
+    bars = upper.barh(names, rates, color=["#c98a3a" if name == "pil" else "#3b6ea5" for name in names])
+    upper.bar_label(bars, [f"{rate:.0f}  ({rate / rates[-1]:.1f}×)" for rate in rates], padding=3)
+    upper.set_xlabel("images/s of one core (× DINO's pipeline)")
+    upper.margins(x=0.12)
+    upper.spines[["top", "right"]].set_visible(False)
+    shown, rows = _sheet(worker, device)
+    lower.imshow(shown, interpolation="nearest")
+    lower.set_yticks(rows, ["worker", "device", f"difference × {_GAIN}"])
+    lower.set_xticks([])
+    lower.tick_params(length=0)
+    lower.spines[:].set_visible(False)
+    return figure
+
+
+def _sheet(worker: list[Tensor], device: list[Tensor]) -> tuple[np.ndarray, list[float]]:
+    """(H, W, 3) in [0, 1], one row a mode and one for their difference; and the middle of each row in pixels."""
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    seen = [[(crop * std + mean).clamp(0, 1) for crop in crops] for crops in (worker, device)]
+    seen.append([((a - b).abs() * _GAIN).clamp(0, 1) for a, b in zip(*seen, strict=True)])
+    cell = max(crop.shape[-1] for crop in worker) + 4
+    sheet = torch.ones(3, len(seen) * cell, sum(crop.shape[-1] + 4 for crop in worker))
+    for row, crops in enumerate(seen):
+        left = 0
+        for crop in crops:
+            side = crop.shape[-1]
+            sheet[:, row * cell : row * cell + side, left : left + side] = crop
+            left += side + 4
+    return sheet.permute(1, 2, 0).numpy(), [(row + 0.5) * cell for row in range(len(seen))]

@@ -1,0 +1,178 @@
+"""One writer per run folder: the lock, whoever starts when, and what is left of those who are gone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dino_ds.errors import ConfigError
+from dino_ds.health.lock import STALE_SECONDS, RunLock
+from dino_ds.health.processes import machine
+
+
+def change(run: Path, **values: object) -> None:
+    """As another process would have written the lock."""
+    path = run / "lock"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_lock_is_taken_once_and_given_back_with_the_folders_made_for_it(tmp_path):
+    run = tmp_path / "a" / "run"
+    first = RunLock(run)
+    assert first.acquire() == ""
+    holder = first.holder()
+    assert holder is not None and holder.pid == os.getpid() and (run / "lock").exists()
+    for take in (RunLock(run).acquire, lambda: RunLock(run).check_free(0), lambda: RunLock(run).check_free(1)):
+        with pytest.raises(ConfigError, match=rf"run is in use by pid {os.getpid()} on .* \(heartbeat \d s ago\)"):
+            take()
+    first.release()
+    assert not (tmp_path / "a").exists()
+    RunLock(run).check_free(0)
+
+
+def test_a_folder_that_holds_something_stays(tmp_path):
+    lock = RunLock(tmp_path / "run")
+    lock.acquire()
+    (tmp_path / "run" / "config.yaml").touch()
+    lock.release()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "age", "free"),
+    [
+        ({"ticks": 1}, 0, True),  # the pid is another process's by now
+        ({"pid": 2**22 - 1}, 0, True),  # nobody has it
+        ({}, 10 * STALE_SECONDS, False),  # alive, whatever its monitor does
+        ({"machine": "another", "host": "far"}, STALE_SECONDS / 2, False),
+        ({"machine": "another", "host": "far"}, 2 * STALE_SECONDS, True),
+    ],
+)
+def test_the_lock_of_somebody_who_is_gone_is_taken_over_with_a_note(tmp_path, holder, age, free):
+    RunLock(tmp_path).acquire()
+    change(tmp_path, **holder)
+    then = time.time() - age
+    os.utime(tmp_path / "lock", (then, then))
+    if not free:
+        with pytest.raises(ConfigError, match="is in use by") as caught:
+            RunLock(tmp_path).acquire()
+        # Of a process of this machine it is known that it lives.
+        wait = re.search(r"; if far is gone, it is free in (\d+) s$", str(caught.value))
+        assert 20 <= int(wait[1]) <= 30 if wait else "host" not in holder
+        return
+    RunLock(tmp_path).check_free(0)
+    late = RunLock(tmp_path)
+    assert "which is gone, was taken over" in late.acquire()
+    assert late.refresh()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock"]
+
+
+def test_a_lock_dated_ahead_is_free_after_a_minute_too(tmp_path):
+    """By a machine whose clock was wrong: the first look dates it back, and a holder that lives touches it again."""
+    RunLock(tmp_path).acquire()
+    change(tmp_path, machine="another", host="far")
+    tomorrow = time.time() + 86400
+    os.utime(tmp_path / "lock", (tomorrow, tomorrow))
+    with pytest.raises(ConfigError, match="if far is gone, it is free in 60 s"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "lock").stat().st_mtime < time.time() + 60
+    then = time.time() - STALE_SECONDS - 1
+    os.utime(tmp_path / "lock", (then, then))
+    assert "was taken over" in RunLock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda lock: lock.symlink_to(lock)])
+def test_something_else_with_the_lock_s_name_is_named(tmp_path, make):
+    make(tmp_path / "lock")
+    for take in (RunLock(tmp_path).acquire, lambda: RunLock(tmp_path).check_free(0)):
+        with pytest.raises(ConfigError, match="lock is not the lock of a run, which is a file: remove or rename it"):
+            take()
+
+
+def test_a_disk_that_fails_is_no_lost_run_folder(tmp_path, monkeypatch):
+    lock = RunLock(tmp_path)
+    assert not lock.guards_a_run
+
+    def fail(path, **_):
+        raise OSError(errno.EIO, "input/output error", str(path))
+
+    monkeypatch.setattr(Path, "stat", fail)
+    assert lock.guards_a_run
+
+
+def test_a_rank_leaves_the_judgement_of_other_machines_to_rank_0(tmp_path):
+    RunLock(tmp_path).acquire()
+    change(tmp_path, machine="another")
+    RunLock(tmp_path).check_free(1)
+    with pytest.raises(ConfigError, match="in use"):
+        RunLock(tmp_path).check_free(0)
+
+
+def test_a_holder_that_was_replaced_is_told(tmp_path):
+    """As after a night in which the machine was frozen."""
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    assert lock.refresh()
+    change(tmp_path, pid=1, machine=machine())
+    assert not lock.refresh()
+    lock.release()
+    assert (tmp_path / "lock").exists()
+
+
+def test_half_a_lock_is_stale_only_when_it_is_old(tmp_path):
+    (tmp_path / "lock").write_text('{"host"')
+    with pytest.raises(ConfigError, match="can't be read: remove"):
+        RunLock(tmp_path).acquire()
+    os.utime(tmp_path / "lock", (1, 1))
+    assert "could not be read, was taken over" in RunLock(tmp_path).acquire()
+
+
+def _take(run: Path, start: multiprocessing.synchronize.Barrier, results: multiprocessing.SimpleQueue) -> None:
+    start.wait()
+    try:
+        RunLock(run).acquire()
+        results.put(True)
+    except ConfigError:
+        results.put(False)
+    start.wait()  # nobody's lock is stale before all have tried
+
+
+@pytest.mark.slow
+def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
+    """A folder that is not there yet, and one with the lock of a dead process, many times over."""
+    context = multiprocessing.get_context("fork")
+    for i in range(12):
+        run = tmp_path / f"run{i}"
+        if i % 2:
+            run.mkdir()
+            RunLock(run).acquire()
+            change(run, ticks=1)
+        start, results = context.Barrier(6), context.SimpleQueue()
+        starters = [context.Process(target=_take, args=(run, start, results)) for _ in range(6)]
+        for process in starters:
+            process.start()
+        for process in starters:
+            process.join()
+        assert sum(results.get() for _ in starters) == 1
+
+
+@pytest.mark.slow
+def test_a_second_job_ends_before_the_slow_imports(tmp_path):
+    """The first one is this test."""
+    run = tmp_path / "run"
+    RunLock(run).acquire()
+    code = "import sys; from dino_ds.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "train", "--config", "quickstart", "--run_dir", str(run)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert out.returncode == 2
+    assert "run is in use by pid" in out.stderr and "torch" not in out.stderr
+    assert len(out.stderr.splitlines()) == 1

@@ -1,0 +1,324 @@
+"""The monitor process of a rank: what it publishes, whom it names, when it has seen enough. More in tests/faults."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dino_ds.health.beat import Beat
+from dino_ds.health.failures import Failures, is_connection_error
+from dino_ds.health.files import Disk
+from dino_ds.health.monitor import MonitorProcess, limit_of
+from dino_ds.health.processes import alive, death_of, find_process, launchers_above
+from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
+from dino_ds.health.watchdog import longest_wait
+from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
+from tests.faults import inject, jobs
+from tests.ranks import run_on_ranks
+from tests.training.harness import image_folder, train_tiny
+
+HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
+
+
+def at(rank: int, **changes: object) -> Heartbeat:
+    return dataclasses.replace(HERE, rank=rank, **changes)
+
+
+@pytest.fixture
+def heartbeats(tmp_path):
+    found = Heartbeats(tmp_path)
+    found.prepare()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("beats", "behind", "line"),
+    [
+        # The others wait in the next step's all-reduce for the one whose data do not come.
+        ([at(0, moves=44), at(1, phase="data", where="data"), at(2, moves=44)], [1], "rank 1 for 12 s (step 5, data)"),
+        ([at(0), at(1, moves=39, where="student")], [1], "rank 1 for 12 s (step 5, step: student)"),
+        (
+            [at(0), at(1, stopped=True)],
+            [1],
+            "rank 1 for 12 s (step 5, step: backward, stopped by a signal or debugger)",
+        ),
+        ([at(0), at(1)], [], "any rank for 12 s (step 5, step: backward)"),
+        ([at(0), at(2, host="far", moves=1), at(3, moves=1)], [1], "rank 1 for 12 s"),  # 1 was never heard of
+        ([at(0), at(1, host="far", moves=2)], [1], "rank 1 on far for 12 s"),
+        ([at(0), at(1, moves=2), at(2, moves=2)], [1, 2], "ranks 1, 2 for 12 s"),
+    ],
+)
+def test_who_holds_up_the_others(heartbeats, beats, behind, line):
+    for beat in beats:
+        heartbeats.publish(beat)
+    found = heartbeats.behind(max(beat.rank for beat in beats) + 1)
+    assert [b if isinstance(b, int) else b.rank for b in found] == behind
+    text = describe_hang(found, beats[0], 12.0, Path("RUN/hang-5.txt"))
+    assert f"no progress on {line}" in text and text.endswith("stacks in RUN/hang-5.txt")
+
+
+def test_work_inside_a_phase_is_progress_that_is_not_compared():
+    """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
+    beat = Beat()
+    monitor = object.__new__(MonitorProcess)
+    monitor._beat, monitor._moves, monitor._idle, monitor._slowest = beat, (-1, 0), 0.0, 0.0
+    beat.enter("evaluate", 5)
+    moves, idle = beat.moves, []
+    for breathes in (False, False, True, False):
+        if breathes:
+            beat.tick()
+        monitor._count(10.0)
+        idle.append(monitor._idle)
+    assert idle == [0.0, 10.0, 0.0, 10.0] and beat.moves == moves
+
+
+def test_a_rank_whose_machine_is_silent_is_behind(heartbeats):
+    for rank in range(2):
+        heartbeats.publish(at(rank, moves=40 + 100 * rank))
+    os.utime(heartbeats.path(1), (time.time() - 60, time.time() - 60))
+    assert [beat.rank for beat in heartbeats.behind(2)] == [1]
+    heartbeats.publish(at(1, ended="done"))
+    assert heartbeats.behind(2) == []
+
+
+def test_the_first_failure_is_claimed_once(heartbeats, tmp_path):
+    first, second = (Failure(rank, "here", 3, "error", 2, f"by rank {rank}") for rank in (1, 0))
+    assert heartbeats.claim(first) and not heartbeats.claim(second)
+    assert heartbeats.first_failure() == first
+    assert not Heartbeats(tmp_path / "nowhere").claim(first)
+    heartbeats.remove()
+    assert not heartbeats.folder.exists()
+
+
+def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
+    """A FIFO that nobody writes to stands for it; a supervisor's view of the run folder too."""
+    monkeypatch.setattr(Disk.__init__, "__defaults__", (0.2,))
+    records = StartRecords(tmp_path)
+    for name in ("checkpoints/latest", "heartbeats/rank_00000.json", "restarts.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    assert last_checkpoint(tmp_path).endswith("the disk does not answer")
+    assert last_checkpoint_step(tmp_path) is None
+    assert records.beats() == {} and records.first_failure() is None
+    append_record(tmp_path / "restarts.jsonl", {})
+    disk, later = Disk(), threading.Event()
+    assert disk.run(later.wait, False) is False
+    assert disk.run(lambda: True, False) is False  # skipped: the one before still waits
+    later.set()
+    disk._thread.join()
+    assert disk.run(lambda: True, False) is True
+    assert disk.run(lambda: (tmp_path / "nothing").read_text(), "none") == "none"
+
+
+def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats, tmp_path):
+    """The rank that caused it says it; others end with its exit code in silence."""
+    beat = Beat()
+    beat.listed = True
+    heartbeats.claim(Failure(1, "here", 3, "error", 2, "images are gone"))
+    with pytest.raises(Exception, match="images are gone") as caught, Failures(tmp_path, 0, 2, beat).reported():
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
+    assert (caught.value.exit_code, caught.value.said_by_me) == (2, False)
+    assert beat.ended == "error" and beat.last_words == (2, "images are gone")
+
+
+def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):
+    beat = Beat()
+    beat.listed = True
+    with pytest.raises(RuntimeError, match="shapes"), Failures(tmp_path, 0, 2, beat).reported():
+        raise RuntimeError("shapes differ")
+    assert heartbeats.first_failure().message == "RuntimeError: shapes differ"
+    assert heartbeats.first_failure().code == 1
+    assert not is_connection_error(ValueError("Connection reset"))
+
+
+@pytest.mark.parametrize("code", [0, None, "an option is missing"])
+def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_path):
+    """Whoever calls sys.exit(0) in a plugin: the traceback leads there, the other ranks are told."""
+    beat = Beat()
+    beat.listed = True
+    beat.enter("step", 7)
+    with pytest.raises(RuntimeError, match="was called at step 7") as caught, Failures(tmp_path, 1, 2, beat).reported():
+        sys.exit(code)
+    assert isinstance(caught.value.__cause__, SystemExit)
+    failure = heartbeats.first_failure()
+    assert (failure.rank, failure.code) == (1, 1) and f"sys.exit({code!r}) was called" in failure.message
+    assert beat.ended == "error"
+
+
+@pytest.mark.parametrize(
+    ("how", "line"),
+    [
+        ("by SIGKILL", "rank 1 died by SIGKILL at step 7 (data), most often because memory has run out"),
+        ("by SIGSEGV", "rank 1 died by SIGSEGV at step 7 (data)"),
+        (
+            "with exit code 0",
+            "rank 1 died with exit code 0 at step 7 (data): code of its own, or of a library, has",
+        ),
+        ("", "rank 1 died at step 7 (data); how was not seen: killed, most often because memory has run out, or ended"),
+    ],
+)
+def test_a_death_is_described_as_far_as_it_was_seen(how, line):
+    text = describe_death(1, how, 7, "data")
+    assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
+
+
+def test_limits_follow_from_where_the_rank_is():
+    beat = Beat()
+    assert limit_of(beat, 10) == 30
+    beat.enter("step", 0)
+    assert limit_of(beat, 10) == 30  # kernels are compiled
+    beat.warm = True
+    assert limit_of(beat, 10) == 10
+    for phase, limit in (("save", 30), ("evaluate", 30), ("data", 10), ("end", 10)):
+        beat.enter(phase, 7)
+        assert limit_of(beat, 10) == limit
+    assert longest_wait(10) > 30
+    assert longest_wait(0) == 1800
+
+
+def test_a_beat_is_read_through_its_descriptor():
+    mine = Beat.shared()
+    theirs = Beat.shared(os.dup(mine.descriptor))
+    mine.enter("step", 2**40)
+    mine.enter_part("backward")
+    assert (theirs.phase, theirs.where, theirs.step, theirs.moves) == ("step", "backward", 2**40, 2)
+    theirs.request_stop("the stop file")
+    assert mine.stop_reason == "the stop file"
+    mine.end("error", 4, "ü" * 5000)
+    mine.end("done", 0, "too late")
+    assert theirs.ended == "error" and theirs.last_words[0] == 4 and theirs.last_words[1].startswith("üü")
+    os.close(theirs.descriptor)
+    os.close(mine.descriptor)
+
+
+def _wait_for_the_end(found):
+    end = time.monotonic() + 10
+    while alive(found.pid, found.ticks) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_how_a_process_has_ended_and_whether_a_pid_is_still_its_own():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        found = find_process(process.pid)
+        assert found is not None and alive(found.pid, found.ticks) and not alive(found.pid, found.ticks + 1)
+        assert found.parent == os.getpid()
+        process.kill()
+        _wait_for_the_end(found)
+        assert death_of(process.pid) == "by SIGKILL"
+    assert find_process(process.pid) is None and death_of(process.pid) == ""
+    with subprocess.Popen(["sh", "-c", "exit 0"]) as process:
+        _wait_for_the_end(find_process(process.pid))
+        assert death_of(process.pid) == "with exit code 0"
+
+
+def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_path):
+    """A rank's parent is its launcher, whatever it is called; a shell may end and leave its jobs."""
+    launcher = tmp_path / "torchrun"
+    launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
+    other = tmp_path / "other.py"
+    other.write_text(launcher.read_text())
+    for script, of_a_rank, count in ((launcher, False, 1), (other, False, 0), (other, True, 1)):
+        with subprocess.Popen([sys.executable, str(script)], start_new_session=True) as parent:
+            children: list[str] = []
+            while not children:
+                children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            found = launchers_above(int(children[0]), of_a_rank)
+            assert [process.pid for process in found][:1] == [parent.pid] * count
+            os.killpg(parent.pid, signal.SIGKILL)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
+    ) as shell:
+        assert launchers_above(int(shell.stdout.readline()), True) == []
+        os.killpg(shell.pid, signal.SIGKILL)
+
+
+def test_a_run_leaves_a_last_heartbeat_and_no_process(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(train_tiny, root, run, max_steps=3) == [None, None]
+    beats = Heartbeats(run).read()
+    assert [(beat.rank, beat.step, beat.phase, beat.ended, beat.code) for beat in beats] == [
+        (rank, 3, "end", "done", 0) for rank in (0, 1)
+    ]
+    assert beats[0].moves == beats[1].moves > 3 * 8
+    assert not (run / "lock").exists()
+
+
+def _limits_of_groups(root, run, ds):
+    """Seconds, of every process group there is when training has ended; what rank 1 was told of it."""
+    import torch.distributed as dist
+
+    assert train_tiny(root, run, ds, max_steps=1, changes={"hang_seconds": "100"}) is None
+    groups = dist.distributed_c10d._world.pg_map
+    return [
+        group._get_backend(dist.distributed_c10d.torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_group_waits_longer_than_the_monitors(stage, tmp_path):
+    """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
+    root = image_folder(tmp_path / "images")
+    for limits in run_on_ranks(_limits_of_groups, root, tmp_path / "run", f"zero{stage}_fp32.json"):
+        assert set(limits) == {longest_wait(100)}
+
+
+def test_a_hang_is_ended_with_the_stacks_of_all_ranks(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"hang_seconds": "4", "length": "100000 steps"}
+    outcome = jobs.start(run, root, fault=inject.at_step(3, (1,), inject.sleep), changes=changes).wait(120)
+    assert outcome.codes == [6, 6] and outcome.orphans == []
+    assert outcome.errors == [
+        f"dino_ds: error: no progress on rank 1 for 4 s (step 2, step); stacks in {run}/hang-2.txt; "
+        "there is no checkpoint yet"
+    ]
+    stacks = (run / "hang-2.txt").read_text()
+    assert "== rank 0, " in stacks and "all_reduce" in stacks
+    assert "== rank 1, " in stacks and "tests/faults/inject.py" in stacks and "in sleep" in stacks
+    assert [(beat.ended, beat.code) for beat in Heartbeats(run).read()] == [("error", 6)] * 2
+    assert outcome.errors[0].removeprefix("dino_ds: error: ") in (run / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_without_a_limit_a_hang_is_left_alone(tmp_path):
+    """And a rank that moves again in time is not ended either; one that is stopped by hand is."""
+    code = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from dino_ds.health.watchdog import Watchdog
+        with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2])) as dog:
+            dog.beat.enter("step", 1)
+            dog.beat.warm = True
+            for _ in range(int(sys.argv[3])):
+                time.sleep(0.2)
+                dog.beat.enter_part("backward")
+            time.sleep(float(sys.argv[4]))
+        """
+    )
+    for limit, moves, pause, expected in (("0", "0", "4", 0), ("4", "25", "0", 0), ("2", "0", "600", 6)):
+        command = [sys.executable, "-c", code, str(tmp_path), limit, moves, pause]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert out.returncode == expected, out.stderr
+        assert ("no progress on any rank for" in out.stderr) == bool(expected)
+
+
+def test_telling_the_monitor_costs_less_than_a_thousandth_of_a_step():
+    """No system call, no lock: a few writes to memory. The bound is a hundred times what they take."""
+    beat = Beat()
+    begin = time.process_time()
+    for step in range(10000):
+        beat.enter("data", step)
+        beat.enter("step", step)
+        for part in ("teacher", "student", "loss", "backward", "optimizer", "center", "ema"):
+            beat.enter_part(part)
+    assert (time.process_time() - begin) / 10000 < 1e-3
