@@ -108,7 +108,7 @@ def _dispatch(words: list[str]) -> None:
 
         files["recipe"] = as_source(files["recipe"], getattr(options, "run_dir", None))
     if command is TRAIN:
-        from dino_ds.data.own_files import check_root
+        from dino_ds.data.root import check_root
 
         files["recipe"].check_learning_rates()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))

@@ -16,10 +16,10 @@ from dino_ds.bench.pil_pipeline import PilPipeline
 from dino_ds.bench.storage import read_rates
 from dino_ds.config.crops import all_crops, describe_crops
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import Augment, LoaderBatch, MultiCropDataset, augmented_crops
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.multicrop import STD, MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
@@ -132,9 +132,9 @@ class _Files:
         }
 
 
-def _dataset(multicrop: MultiCrop, files: _Files, recipe: Recipe, augment: Augment, device: str) -> MultiCropDataset:
-    limit, where = recipe.data.max_pixels, torch.device(device)
-    return MultiCropDataset(files, multicrop, recipe.seed, augment=augment, max_pixels=limit, channels=3, device=where)
+def _dataset(multicrop: MultiCrop, files: _Files, recipe: Recipe, augment: str, device: str) -> MultiCropDataset:
+    changes = {"augment": augment, "channels": 3, "value_range": None, "device": torch.device(device)}
+    return MultiCropDataset(files, multicrop, LoaderOptions.of(recipe, **changes))
 
 
 def _batches(dataset: MultiCropDataset, files: _Files) -> list[LoaderBatch]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dino_ds.bench.naive import LoopTeacher, PairwiseTerm, PlainEngine, normalise_prototypes
+from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -125,8 +126,8 @@ def build_plain_step(recipe: Recipe, rung: Rung) -> TrainingStep:
         head.prototypes, objective.student_temp, objective.center_momentum, device=device()
     )
     as_engine: Any = engine
-    teachers = Teachers({"ema": teacher}, {"ema": ("global",)})
-    return TrainingStep(as_engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS))
+    teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
+    return TrainingStep(as_engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS), groups)
 
 
 def _ds_config(rung: Rung) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.own_files import open_files
+from dino_ds.data.root import open_files
 
 
 def read_rates(files: Sequence[bytes], rounds: int) -> dict[str, dict[str, float]]:

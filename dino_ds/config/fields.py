@@ -153,3 +153,16 @@ Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+
+
+SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
+
+
+def _check_source(source: str) -> str:
+    if source not in SOURCES and not re.fullmatch(r"\w+(\.\w+)*:\w+", source):
+        near = did_you_mean(source, SOURCES)
+        raise ValueError(f"{source!r} is not one of {', '.join(SOURCES)}, nor a class of yours as module:Class.{near}")
+    return source
+
+
+SourceName = Annotated[str, AfterValidator(_check_source)]

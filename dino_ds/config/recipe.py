@@ -7,23 +7,16 @@ No torch here.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture, BackboneSpec
 from dino_ds.config.crops import CropGroup, crop_sizes, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
+    SOURCES,
     BatchSize,
     BelowOne,
     Count,
@@ -41,6 +34,7 @@ from dino_ds.config.fields import (
     Seconds,
     Seed,
     Side,
+    SourceName,
     Temperature,
     ValueRangeField,
     Width,
@@ -48,7 +42,7 @@ from dino_ds.config.fields import (
     positive,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean, nearest
+from dino_ds.names import nearest
 
 
 def _field(default: Any, description: str) -> Any:
@@ -59,18 +53,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
-
-
-def _check_source(source: str) -> str:
-    if source not in SOURCES and not re.fullmatch(r"\w+(\.\w+)*:\w+", source):
-        near = did_you_mean(source, SOURCES)
-        raise ValueError(f"{source!r} is not one of {', '.join(SOURCES)}, nor a class of yours as module:Class.{near}")
-    return source
-
-
 class DataSection(Section):
-    source: Annotated[str, AfterValidator(_check_source)] = _field(
+    source: SourceName = _field(
         "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
     )
     root: PathText | None = _field(

@@ -5,27 +5,76 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
+from dino_ds.data.augmentation_params import AugmentationParams
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.multicrop import CropParameters, MultiCrop, crop_seed
-from dino_ds.data.photometric import AugmentationParams, augment, crops_per_plan
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.images import ValueRange
+from dino_ds.data.multicrop import Box, CropParameters, MultiCrop
+from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.errors import DataError
+from dino_ds.hashing import crop_seed
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 _Opened = EncodedImage | DecodedImage
-Augment = Literal["device", "worker"]
+_CPU = torch.device("cpu")
+_SHRINKS = (8, 4, 2)
+"""Factors by which a JPEG can be decoded smaller."""
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a loader makes batches of a source's images.
+
+    global_batch is a multiple of micro_batch * world_size. workers: loader processes, 0 = in this process, None = by
+    the cores; patience: seconds without a batch after which they are restarted, None = never. augment "worker": all is
+    done in the loader, by Pillow; "device": it only cuts the crops, and `device` does the rest. channels: of every
+    image; the colour operations that need RGB are left out where it is not 3. value_range: of images deeper than 8
+    bits; with one all crops are float32, and the device's code augments them in the worker too.
+    """
+
+    seed: int = 0
+    global_batch: int = 1
+    micro_batch: int = 1
+    rank: int = 0
+    world_size: int = 1
+    workers: int | None = 0
+    patience: float | None = None
+    augment: Literal["device", "worker"] = "worker"
+    max_pixels: int | None = None
+    channels: int = 3
+    value_range: ValueRange | None = None
+    device: torch.device = _CPU
+
+    @staticmethod
+    def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
+        """Those of a recipe, with these changed: ranks and micro-batch are not in it."""
+        data = recipe.data
+        options = LoaderOptions(
+            seed=recipe.seed,
+            global_batch=data.global_batch,
+            workers=data.workers,
+            # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+            patience=recipe.hang_seconds / 3 or None,
+            augment=data.augment,
+            max_pixels=data.max_pixels,
+            channels=recipe.model.in_chans,
+            value_range=data.known_range,
+        )
+        return replace(options, **changes)
 
 
 @dataclass(frozen=True)
@@ -46,12 +95,12 @@ class Batch:
 class LoaderBatch:
     """One micro-batch as the loader gives it: by group all its crops (v, b, ...) in one tensor; the rest as in Batch.
 
-    Augmented in the worker: crops (v, b, c, h, w) float32, no plans. To be augmented on the device: (v, b, h, w, c) of
-    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the plans of its v * b crops.
+    Augmented in the worker: crops (v, b, c, h, w) float32, no params. To be augmented on the device: (v, b, h, w, c) of
+    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the params of its v * b crops.
     """
 
     crops: dict[str, Tensor]
-    plans: dict[str, list[AugmentationParams]] | None
+    params: dict[str, list[AugmentationParams]] | None
     indices: Tensor
     epoch: int
     names: list[str]
@@ -62,56 +111,28 @@ class LoaderBatch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LoaderBatch:
         """The same batch with every tensor moved."""
-        plans = self.plans and {name: [plan.moved(move) for plan in plans] for name, plans in self.plans.items()}
+        params = self.params and {name: [one.moved(move) for one in group] for name, group in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
-        return LoaderBatch(crops, plans, move(self.indices), self.epoch, self.names, self.bad)
+        return replace(self, crops=crops, params=params, indices=move(self.indices))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
         # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
-        rest = pickle.dumps((self.plans, self.indices.numpy(), self.epoch, self.names, self.bad))
+        rest = pickle.dumps((self.params, self.indices.numpy(), self.epoch, self.names, self.bad))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    plans, indices, epoch, names, bad = pickle.loads(rest.numpy().tobytes())
-    return LoaderBatch(crops, plans, torch.from_numpy(indices), epoch, names, bad)
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The crops of one image and what is still to be done to them; `bad` images were tried in its place."""
-
-    crops: list[Tensor]
-    drawn: list[CropParameters]
-    name: str
-    bad: list[str]
+    params, indices, epoch, names, bad = pickle.loads(rest.numpy().tobytes())
+    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs. Crops depend on (seed, epoch, index) and on nothing else.
+    """Batches by (epoch, index) pairs. Crops depend on (seed, epoch, index) and on nothing else."""
 
-    augment "worker": all here, by Pillow. "device": crops are only cut here, and `device` does the rest. channels: of
-    every image; the colour operations that need RGB are left out where it is not 3. value_range: of images deeper than
-    8 bits; with one all crops are float32, and the device's code augments them in the worker too.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        multicrop: MultiCrop,
-        seed: int,
-        *,
-        augment: Augment,
-        max_pixels: int | None,
-        channels: int,
-        device: torch.device,
-        value_range: ValueRange | None = None,
-    ) -> None:
-        self._source, self._multicrop, self._seed = source, multicrop, seed
-        self._augment, self._max_pixels, self._channels, self._device = augment, max_pixels, channels, device
-        self._range = value_range
-        self._by_pillow = augment == "worker" and channels == 3 and value_range is None
+    def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
+        self._source, self._multicrop, self._options = source, multicrop, options
+        self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
         """One batch. An error comes as a value: torch would make its message a traceback."""
@@ -122,39 +143,47 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Crops are written where the training process will read them: there is no other copy."""
-        crops = _empty_crops(self._multicrop, len(keys), self._channels, self._by_pillow, self._range is not None)
-        drawn: list[list[CropParameters]] = []
-        names: list[str] = []
-        bad: list[str] = []
+        crops = {group.name: self._empty(group.count, len(keys), group.size) for group in self._multicrop.groups}
+        sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
         places = [place for group in crops.values() for place in group]
         for row, (epoch, index) in enumerate(keys):
-            sample = self._sample(epoch, index)
-            for place, crop in zip(places, sample.crops, strict=True):
+            cut, how, name, failures = self._sample(epoch, index)
+            for place, crop in zip(places, cut, strict=True):
                 place[row] = crop
-            drawn.append(sample.drawn)
-            names.append(sample.name)
-            bad += sample.bad
-        plans = None if self._by_pillow else self._plan(crops, drawn)
-        if plans and self._augment == "worker":
-            crops = {name: _augment_group(group, plans[name]) for name, group in crops.items()}
-            plans = None
-        return LoaderBatch(crops, plans, torch.tensor([index for _, index in keys]), keys[0][0], names, bad)
+            sampled.append(how)
+            names.append(name)
+            bad += failures
+        params = None if self._by_pillow else self._params(crops, sampled)
+        if params and self._options.augment == "worker":
+            crops = {name: _augment_group(group, params[name]) for name, group in crops.items()}
+            params = None
+        return LoaderBatch(crops, params, torch.tensor([index for _, index in keys]), keys[0][0], names, bad)
 
-    def _sample(self, epoch: int, index: int) -> _Sample:
-        """An unreadable image is replaced by a readable one drawn for (seed, epoch, index).
+    def _empty(self, count: int, images: int, size: int) -> Tensor:
+        """Room for the crops of a group; in a loader process, in memory that it shares with the training process."""
+        channels, augmented = self._options.channels, self._by_pillow
+        shape = (count, images, channels, size, size) if augmented else (count, images, size, size, channels)
+        dtype = torch.float32 if augmented or self._options.value_range is not None else torch.uint8
+        if get_worker_info() is None:
+            return torch.empty(shape, dtype=dtype)
+        storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # as torch's own collate does it
+        return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
-        Raises DataError after 100 unreadable ones in a row.
+    def _sample(self, epoch: int, index: int) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
+        """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it.
+
+        An unreadable image is replaced by a readable one sampled for (seed, epoch, index). Raises DataError after 100
+        unreadable ones in a row.
         """
-        bad: list[str] = []
+        seed, bad = self._options.seed, list[str]()
         for attempt in range(_MAX_TRIES):
             # Not the neighbour: files that are broken together lie together.
-            again = crop_seed(self._seed, epoch, index + attempt * len(self._source))
+            again = crop_seed(seed, epoch, index + attempt * len(self._source))
             actual = again % len(self._source) if attempt else index
             try:
                 image = self._open(actual)
-                cut = self._augment_by_pillow if self._by_pillow else self._cut
-                crops, drawn = cut(image, crop_seed(self._seed, epoch, index))
-                return _Sample(crops, drawn, self._source.name(actual), bad)
+                crops, sampled = self._cut(image, crop_seed(seed, epoch, index))
+                return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
         raise DataError(
@@ -163,66 +192,83 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _open(self, index: int) -> _Opened:
         try:
-            image = open_image(self._source, index, self._max_pixels, self._range)
+            image = open_image(self._source, index, self._options.max_pixels, self._options.value_range)
         except (UnreadableImage, DataError, MemoryError):
             raise
         except Exception as error:
             raise DataError(
-                f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source says "
-                "what it can't read by raising UnreadableImage"
+                f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
+                "reports what it can't read by raising UnreadableImage"
             ) from error
-        if image.channels != self._channels:
-            raise UnreadableImage(self._source.name(index), f"{image.channels} channels, {self._channels} are wanted")
+        if image.channels != self._options.channels:
+            reason = f"{image.channels} channels, {self._options.channels} are wanted"
+            raise UnreadableImage(self._source.name(index), reason)
         return image
 
-    def _augment_by_pillow(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
-        return self._multicrop(Image.fromarray(image.decode()), seed), []
-
     def _cut(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
-        """The crops, of an image that was decoded no larger than they need."""
-        drawn, sizes = self._multicrop.draw(image.width, image.height, seed), self._multicrop.sizes
-        boxes = [crop.box for crop in drawn]
+        """The crops of an image, which is decoded no larger than they need; augmented where Pillow does it."""
+        if self._by_pillow:
+            return self._multicrop(Image.fromarray(image.decode()), seed), []
+        sampled, sizes = self._multicrop.sample(image.width, image.height, seed), self._multicrop.sizes
+        boxes = [crop.box for crop in sampled]
         array = image.decode(largest_shrink(boxes, sizes))
         if array.shape[:2] != (image.height, image.width):
             across, down = array.shape[1] / image.width, array.shape[0] / image.height
             boxes = [shrunk_box(box, across, down) for box in boxes]
-        return [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)], drawn
+        return [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)], sampled
 
-    def _plan(self, crops: dict[str, Tensor], drawn: list[list[CropParameters]]) -> dict[str, list[AugmentationParams]]:
-        """For each group the plans of its crops: the first of all images, the second, ..."""
-        plans, first = {}, 0
+    def _params(
+        self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
+    ) -> dict[str, list[AugmentationParams]]:
+        """For each group the params of its crops: the first of all images, the second, ..."""
+        params, first = {}, 0
         for name, group in crops.items():
-            ordered = [of_image[place] for place in range(first, first + len(group)) for of_image in drawn]
-            piece = crops_per_plan(group.shape[2], self._device) or len(ordered)
+            ordered = [of_image[place] for place in range(first, first + len(group)) for of_image in sampled]
+            piece = crops_per_params(group.shape[2], self._options.device) or len(ordered)
             pieces = [ordered[i : i + piece] for i in range(0, len(ordered), piece)]
-            plans[name] = [AugmentationParams.build(some, self._channels) for some in pieces]
+            params[name] = [AugmentationParams.build(some, self._options.channels) for some in pieces]
             first += len(group)
-        return plans
+        return params
 
 
 def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
     """The crops (b, c, h, w) float32 of a batch by group, on its device."""
     crops = batch.crops
-    if batch.plans is not None:
-        crops = {name: _augment_group(group, batch.plans[name]) for name, group in crops.items()}
+    if batch.params is not None:
+        crops = {name: _augment_group(group, batch.params[name]) for name, group in crops.items()}
     return {name: list(group) for name, group in crops.items()}
 
 
-def _augment_group(group: Tensor, plans: Sequence[AugmentationParams]) -> Tensor:
+def _augment_group(group: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
-    return augment(group.flatten(0, 1), plans).unflatten(0, group.shape[:2])
+    return augment(group.flatten(0, 1), params).unflatten(0, group.shape[:2])
 
 
-def _empty_crops(multicrop: MultiCrop, images: int, channels: int, augmented: bool, deep: bool) -> dict[str, Tensor]:
-    """Room for the crops by group; in a loader process, in memory that it shares with the training process."""
-    crops = {}
-    for group in multicrop.groups:
-        count, size = group.count, group.size
-        shape = (count, images, channels, size, size) if augmented else (count, images, size, size, channels)
-        dtype = torch.float32 if augmented or deep else torch.uint8
-        if get_worker_info() is None:
-            crops[group.name] = torch.empty(shape, dtype=dtype)
-        else:  # as torch's own collate does it
-            storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)
-            crops[group.name] = torch.empty(0, dtype=dtype).set_(storage).view(shape)
-    return crops
+def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
+    """Image (h, w, c) -> its `box` (left, top, right, bottom) as (size, size, c), bicubic, antialiased.
+
+    uint8 stays uint8, float32 stays in [0, 1]. Pillow's filter; rounding of uint8 differs by a level or two. Pixels
+    stay interleaved, which is torch's fastest layout here.
+    """
+    left, top, right, bottom = box
+    pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
+    if pixels.shape[-2:] == (size, size):
+        return pixels[0].permute(1, 2, 0)
+    resized = F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True)
+    if resized.is_floating_point():
+        resized.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
+    return resized[0].permute(1, 2, 0)
+
+
+def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
+    """How many times smaller the image may be decoded so that still no crop is enlarged: 1, 2, 4 or 8."""
+    spare = min(
+        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
+    )
+    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
+
+
+def shrunk_box(box: Box, across: float, down: float) -> Box:
+    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
+    left, top = round(box[0] * across), round(box[1] * down)
+    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)

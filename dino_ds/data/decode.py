@@ -11,17 +11,14 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageOps
 
-from dino_ds.data.images import FORMATS, UnreadableImage, check_keeps_bits, deep_values, is_deep, to_rgb
-from dino_ds.data.value_range import ValueRange, prepared, to_unit
-
-if TYPE_CHECKING:
-    from dino_ds.data.sources import Source
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.images import FORMATS, ValueRange, check_keeps_bits, deep_values, is_deep, prepared, to_rgb, to_unit
 
 MAX_PIXELS = 50_000_000
 """Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""

@@ -1,18 +1,19 @@
-"""What sources of encoded image files have in common: bytes in, RGB out."""
+"""What sources of encoded image files have in common."""
 
 from __future__ import annotations
 
 import os
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.listing import Labels, Listing
+from dino_ds.data.listing import Labels, Listing, printable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -60,12 +61,55 @@ class ListedImages(EncodedImages):
     def __len__(self) -> int:
         return len(self._names)
 
+    def member(self, index: int) -> str:
+        return self._names[index]
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_names", "labels", "classes")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._open(state["_listing"])
+
+
+class ListedFiles(ListedImages):
+    """Image files whose paths, relative to `_folder`, are in a Listing."""
+
+    _folder: str
+
+    def read(self, index: int) -> bytes:
+        return read_file(self._path(index), self.name(index))
+
+    def name(self, index: int) -> str:
+        return printable(self._path(index))
+
+    def file_bytes(self, index: int) -> int:
+        return os.stat(self._path(index)).st_size
+
+    def _path(self, index: int) -> str:
+        return os.path.join(self._folder, self._names[index])
+
+
+class NamedFiles(EncodedImages):
+    """Image files by their paths, without labels; what they name is first looked at when it is read."""
+
+    labels: Sequence[int] | None = None
+    classes: list[str] | None = None
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = list(paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> bytes:
+        return read_file(self._paths[index], self.name(index))
+
+    def name(self, index: int) -> str:
+        return printable(self._paths[index])
+
+    def member(self, index: int) -> str:
+        return self._paths[index]
 
 
 def read_file(path: str, name: str) -> bytes:

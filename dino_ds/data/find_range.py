@@ -9,9 +9,9 @@ from typing import Any
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source
 from dino_ds.data.decode import MAX_PIXELS, is_deep_file, open_image
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange, extremes, range_text
+from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text
 from dino_ds.errors import ConfigError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
@@ -90,12 +90,13 @@ def look_at_values(sources: Sequence[Source]) -> Sample:
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
-            names = ((index, source.name(index).lower()) for index in _spread(range(len(source)), _NAMES))
-            sample.add(source, _spread([i for i, name in names if not name.endswith((".jpg", ".jpeg"))], _SAMPLE))
+            some = evenly_spaced_indices(len(source), _NAMES)
+            others = [i for i in some if not source.name(i).lower().endswith((".jpg", ".jpeg"))]
+            sample.add(source, [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)])
             continue
-        sample.add(source, _spread(range(len(source)), _FIRST))
+        sample.add(source, evenly_spaced_indices(len(source), _FIRST))
         if sample.deep:
-            sample.add(source, _spread(range(len(source)), _SAMPLE))
+            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE))
     return sample
 
 
@@ -128,8 +129,3 @@ def _check_channels(recipe: Recipe, channels: set[int], is_files: bool) -> None:
             f"{': files are read as RGB' if is_files else ''}; set --model.in_chans {min(channels)}"
             f"{f', or write a data.source module:Class whose images have {wanted}' if is_files else ''}"
         )
-
-
-def _spread(items: Sequence[int], count: int) -> list[int]:
-    count = min(count, len(items))
-    return [items[i * len(items) // count] for i in range(count)]

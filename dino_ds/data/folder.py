@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -13,21 +14,20 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import EXTENSIONS, ListedImages, read_file
-from dino_ds.data.labels import FolderLabels
-from dino_ds.data.listing import Contents, Listing, Packer, Texts, find_listing, printable
+from dino_ds.data.encoded import EXTENSIONS, ListedFiles
+from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, Texts, find_listing, printable
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _SUGGESTION_ENTRIES = 2000
-"""How many directory entries are looked at to find a better folder to suggest."""
+"""Files that are looked at to find a better folder to suggest."""
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
 """A folder that was changed so shortly before it was read may change again within one tick of its time."""
 
 
-class ImageFolder(ListedImages):
+class ImageFolder(ListedFiles):
     """All images under `root`, sorted by path.
 
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
@@ -39,21 +39,9 @@ class ImageFolder(ListedImages):
         folder = Path(os.path.expanduser(root))
         if not os.path.isdir(folder):
             raise DataError(describe_missing(folder))
-        self._root = str(folder)
+        self._folder = str(folder)
         real = os.path.realpath(folder)
         super().__init__(find_listing("folder", real, lambda known: _is_current(real, known), lambda: _build(folder)))
-
-    def read(self, index: int) -> bytes:
-        return read_file(os.path.join(self._root, self._names[index]), self.name(index))
-
-    def name(self, index: int) -> str:
-        return printable(os.path.join(self._root, self._names[index]))
-
-    def member(self, index: int) -> str:
-        return self._names[index]
-
-    def file_bytes(self, index: int) -> int:
-        return os.stat(os.path.join(self._root, self._names[index])).st_size
 
 
 @dataclass(frozen=True)
@@ -197,31 +185,18 @@ def describe_missing(root: Path) -> str:
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
+    """Suggests the folder beside `root` that holds images: train first, then names like its own."""
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    near = _find_sibling_with_images(root)
-    return f"no images under {root} ({looked}). " + (
-        f"Did you mean {near}?" if near else "Give the folder that holds the images"
-    )
-
-
-def _find_sibling_with_images(root: Path) -> Path | None:
-    """The folder beside `root` that holds images: train first, then names like its own."""
-    parent = root.resolve().parent
-    siblings = [entry.name for entry in os.scandir(parent) if entry.is_dir() and not entry.name.startswith(".")]
-    alike = [name for name in difflib.get_close_matches(root.name, siblings) if name != "train"]
-    for name in [*(["train"] if "train" in siblings else []), *alike]:
-        if name != root.resolve().name and _holds_images(parent / name):
-            return root.parent / name
-    return None
+    own = root.resolve()
+    siblings = [entry.name for entry in os.scandir(own.parent) if entry.is_dir() and not entry.name.startswith(".")]
+    alike = dict.fromkeys((["train"] if "train" in siblings else []) + difflib.get_close_matches(root.name, siblings))
+    near = next((name for name in alike if name != own.name and _holds_images(own.parent / name)), None)
+    advice = f"Did you mean {root.parent / near}?" if near else "Give the folder that holds the images"
+    return f"no images under {root} ({looked}). {advice}"
 
 
 def _holds_images(folder: Path) -> bool:
-    looked_at = 0
-    for _, _, names in os.walk(folder):
-        if any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in names):
-            return True
-        looked_at += 1 + len(names)
-        if looked_at > _SUGGESTION_ENTRIES:
-            return False
-    return False
+    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
+    looked_at = itertools.islice(names, _SUGGESTION_ENTRIES)
+    return any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in looked_at)

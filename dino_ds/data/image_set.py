@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.data.sources import Source
+from dino_ds.data.base import Source
 
 _SAMPLE = 1024
 _NO_SIZE = -1
@@ -20,7 +20,7 @@ _NO_SIZE = -1
 
 @dataclass(frozen=True)
 class ImageSet:
-    """count: of all images; names: a hash of all names in their order; sample: hash of a name -> bytes of its file.
+    """Number of images, a hash of all `names` in their order, and a `sample`: hash of a name -> bytes of its file.
 
     The sample has the 1,024 smallest hashes, so that two sets sample the same names: sets of up to 1,024 images are
     compared whole, larger ones by a part that is the same every time.

@@ -1,28 +1,22 @@
-"""Any Pillow image -> RGB of 8 bits, or its values where they are deeper; and how an unreadable one says why."""
+"""Any Pillow image -> RGB of 8 bits, or the values of a deeper one, scaled to [0, 1] by the range that a run has."""
 
 from __future__ import annotations
 
 import io
+import math
 import re
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
 
+from dino_ds.data.base import UnreadableImage
+
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
 """Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
+ValueRange = tuple[float, float]
+"""The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
 _BITS_PER_SAMPLE = 258
 _WHITE = 65535
-
-
-class UnreadableImage(Exception):
-    """An image that can't be decoded: `name` as the source calls it, `reason` in a few words."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(name, reason)
-        self.name, self.reason = name, reason
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.reason})"
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
@@ -88,6 +82,56 @@ def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
         alpha = values[:, :, 3:].astype(np.uint64)
         values = ((values[:, :, :3] * alpha + _WHITE * (_WHITE - alpha) + _WHITE // 2) // _WHITE).astype(np.uint16)
     return values
+
+
+def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
+    """uint8 divided by 255, all else scaled by the range: float32 in [0, 1].
+
+    Raises UnreadableImage for values beyond the range, for NaN and infinity, and where there is no range.
+    """
+    if values.dtype == np.uint8:
+        return values.astype(np.float32) / np.float32(255)
+    low, high = extremes(values, name)
+    found = f"{values.dtype.name} values, {low:.10g} to {high:.10g}"
+    if value_range is None:
+        raise UnreadableImage(name, f"{found}: deeper than 8 bits, and no data.value_range was given or found")
+    black, white = value_range
+    limit = values.dtype.type if values.dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
+    if low < limit(black) or high > limit(white):
+        raise UnreadableImage(name, f"{found}: beyond data.value_range {range_text(value_range)}")
+    fits = values.dtype.itemsize <= 2 or values.dtype == np.float32  # FP32 has no place for every larger integer
+    exact = values.astype(np.float32 if fits else np.float64)
+    scaled = (exact - exact.dtype.type(black)) / exact.dtype.type(white - black)
+    return np.clip(scaled, 0, 1, out=scaled).astype(np.float32)  # the last bit of a division
+
+
+def extremes(values: np.ndarray, name: str) -> ValueRange:
+    """The lowest and the highest value. Raises UnreadableImage for NaN, infinity and what is not numbers."""
+    if values.dtype.kind not in "uif" or not values.size:
+        raise UnreadableImage(name, f"{values.dtype.name} of shape {values.shape} is not an image")
+    low, high = float(values.min()), float(values.max())  # a NaN makes both NaN
+    if not math.isfinite(low + high):
+        raise UnreadableImage(name, "NaN or infinite pixels")
+    return low, high
+
+
+def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, name: str) -> Image.Image | np.ndarray:
+    """What evaluations take of what a source loads: 8 bits as they are, (h, w, c) in [0, 1] of deeper values.
+
+    Raises UnreadableImage as `to_unit`.
+    """
+    if isinstance(image, Image.Image):
+        check_keeps_bits(image, name)
+        if image.mode[0] not in "IF":
+            return image
+        image = deep_values(image)
+    image = image.reshape(*image.shape[:2], -1)
+    return image if image.dtype == np.uint8 else to_unit(image, value_range, name)
+
+
+def range_text(value_range: ValueRange) -> str:
+    """As one gives it on the command line."""
+    return ",".join(f"{value:.10g}" for value in value_range)
 
 
 def _mend_byte_order(image: Image.Image) -> None:

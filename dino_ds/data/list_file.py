@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from dino_ds.data.encoded import ListedImages, read_file
-from dino_ds.data.labels import label_arrays
-from dino_ds.data.listing import Contents, Packer, find_listing, printable
+from dino_ds.data.encoded import ListedFiles
+from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.listing import Contents, Packer, find_listing, label_arrays, printable
 from dino_ds.errors import DataError
 
 _LOOKED_AT = 20
 
 
-class ListFile(ListedImages):
+class ListFile(ListedFiles):
     """Images in the order of the lines, `path` or `path<TAB>class`; paths are relative to the list's own folder.
 
     Empty lines and those that begin with # are left out. The parsed list comes from the cache while the file has the
@@ -28,39 +28,18 @@ class ListFile(ListedImages):
         self._folder = str(listed.parent)
         try:
             now = listed.stat()
-            super().__init__(
-                find_listing(
-                    "list",
-                    f"{listed}\n{now.st_size}\n{now.st_mtime_ns}",
-                    lambda known: True,
-                    lambda: _parse(listed),
-                )
-            )
+            key = f"{listed}\n{now.st_size}\n{now.st_mtime_ns}"
+            super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed)))
         except OSError as error:
             raise DataError(f"{printable(str(listed))} cannot be read: {error.strerror or error}") from None
         if not len(self):
             raise DataError(f"{printable(str(listed))} lists no images: it must have one path a line")
-        some = [self._path(i * len(self) // _LOOKED_AT) for i in range(_LOOKED_AT)]
+        some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
         if not any(os.path.lexists(path) for path in some):
             raise DataError(
-                f"none of {len(set(some))} lines looked at in {printable(str(listed))} is a file, such as "
+                f"none of {len(some)} lines looked at in {printable(str(listed))} is a file, such as "
                 f"{printable(some[0])}; paths must be absolute or relative to the list's folder"
             )
-
-    def read(self, index: int) -> bytes:
-        return read_file(self._path(index), self.name(index))
-
-    def name(self, index: int) -> str:
-        return printable(self._path(index))
-
-    def member(self, index: int) -> str:
-        return self._names[index]
-
-    def file_bytes(self, index: int) -> int:
-        return os.stat(self._path(index)).st_size
-
-    def _path(self, index: int) -> str:
-        return os.path.join(self._folder, self._names[index])
 
 
 def _parse(path: Path) -> Contents:

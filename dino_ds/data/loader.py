@@ -15,21 +15,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
-from dino_ds.data.batches import Augment, LoaderBatch, MultiCropDataset
-from dino_ds.data.multicrop import MultiCrop, crop_seed
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.base import Source
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
-    end_after_a_hang,
-    end_now,
     handle_worker_crash,
+    handle_worker_hang,
+    kill_workers,
     main_module_left_out,
     stop_workers,
-    timed_out,
-    wait_at_most,
     worker_options,
 )
 from dino_ds.errors import DataError
+from dino_ds.hashing import crop_seed
 
 _LOOK_SECONDS = 2
 """Who waits for a batch looks so often at what else has happened."""
@@ -57,14 +55,11 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
     What does not fill a global batch at the end of an epoch is left out; each epoch leaves out other images.
     """
 
-    def __init__(
-        self, images: int, seed: int, global_batch: int, micro_batch: int, rank: int, world_size: int, start: Position
-    ) -> None:
-        self._images, self._seed, self._micro, self._rank = images, seed, micro_batch, rank
-        self._chunk = micro_batch * world_size
-        assert global_batch % self._chunk == 0
-        self._per_epoch = steps_per_epoch(images, global_batch) * global_batch
-        self._start = start
+    def __init__(self, images: int, options: LoaderOptions, start: Position) -> None:
+        self._images, self._options, self._start = images, options, start
+        self._chunk = options.micro_batch * options.world_size
+        assert options.global_batch % self._chunk == 0
+        self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
 
     def advance(self) -> None:
         """One batch has been used: an iterator that begins after this goes on behind it."""
@@ -82,11 +77,12 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         position, permuted, order = self._first(), -1, torch.empty(0)
+        micro = self._options.micro_batch
         while True:
             if position.epoch != permuted:
-                order, permuted = _permutation(self._images, self._seed, position.epoch), position.epoch
-            first = position.samples + self._rank * self._micro
-            yield [(position.epoch, index) for index in order[first : first + self._micro].tolist()]
+                order, permuted = _permutation(self._images, self._options.seed, position.epoch), position.epoch
+            first = position.samples + self._options.rank * micro
+            yield [(position.epoch, index) for index in order[first : first + micro].tolist()]
             position = position.advance(self._chunk, self._per_epoch)
 
 
@@ -95,24 +91,18 @@ class DataTimeout(Exception):
 
 
 class Loader:
-    """An endless iterator of LoaderBatch. `workers` as for `worker_options`.
+    """An endless iterator of LoaderBatch: this rank's micro-batches from `start` on.
 
-    Where a loader process dies, or none gives a batch for `patience` seconds (None: for ever), all of them are started
-    again at the same batch, once; `notes` says so.
+    Where a loader process dies, or none gives a batch for `options.patience` seconds, all of them are started again at
+    the same batch, once; `notes` says so. Raises DataError if there are fewer images than a global batch.
     """
 
-    def __init__(
-        self,
-        dataset: MultiCropDataset,
-        source: Source,
-        sampler: ResumableSampler,
-        workers: int | None,
-        patience: float | None = None,
-    ) -> None:
-        self._dataset, self._source, self._sampler = dataset, source, sampler
-        self._options = worker_options(workers)
+    def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions, start: Position) -> None:
+        self._source, self._patience = source, options.patience
+        self._dataset = MultiCropDataset(source, multicrop, options)
+        self._sampler = ResumableSampler(len(source), options, start)
+        self._options = worker_options(options.workers)
         self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
-        self._patience = patience
         self._restarted = self._gave_up = False
         self.notes: list[str] = []
         self._start()
@@ -128,7 +118,7 @@ class Loader:
         return self
 
     def __next__(self) -> LoaderBatch:
-        return self.next_unless(_never)
+        return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
         """The next batch; `give_up` is asked every few seconds without one.
@@ -143,7 +133,7 @@ class Loader:
                 self._gave_up = True
                 raise DataTimeout
             if self._patience is not None and waited >= self._patience:
-                self._start_again(end_after_a_hang(self._batches, waited))
+                self._start_again(handle_worker_hang(self._batches, waited))
         return batch
 
     def next_if_ready(self) -> LoaderBatch | None:
@@ -155,78 +145,40 @@ class Loader:
         while True:
             if self._batches is None:
                 raise StopIteration
-            wait_at_most(self._batches, seconds)
+            self._batches._timeout = seconds  # type: ignore[attr-defined]
             try:
                 batch = next(self._batches)
                 break
             except (RuntimeError, EOFError, OSError) as error:
-                if timed_out(error):
+                if str(error).startswith("DataLoader timed out"):
                     return None
-                obituary = handle_worker_crash(self._batches)
-                if obituary is None:
+                reason = handle_worker_crash(self._batches)
+                if reason is None:
                     raise
-                self._start_again(obituary, error)
+                self._start_again(reason, error)
         if isinstance(batch, DataError):
             self.close()
             raise batch
         self._sampler.advance()
         return batch
 
-    def _start_again(self, obituary: str, error: Exception | None = None) -> None:
+    def _start_again(self, reason: str, error: Exception | None = None) -> None:
         self.close()
         if self._restarted:
             raise DataError(
-                f"{obituary}, after a restart; what the run has saved is intact, --resume goes on from there"
+                f"{reason}, after a restart; what the run has saved is intact, --resume goes on from there"
             ) from error
         self._restarted = True
-        self.notes.append(f"{obituary}; the loader was started again at {self._sampler.where}")
+        self.notes.append(f"{reason}; the loader was started again at {self._sampler.where}")
         self._start()
         self._waits_since = time.monotonic()
 
     def close(self) -> None:
         """Stop the workers; what they have prefetched is dropped."""
         if self._gave_up:
-            end_now(self._batches)  # what gives no batch may not end when it is asked to
+            kill_workers(self._batches)  # what gives no batch may not end when it is asked to
         stop_workers(self._batches)
         self._batches = None
-
-
-def build_loader(
-    source: Source,
-    multicrop: MultiCrop,
-    seed: int,
-    global_batch: int,
-    micro_batch: int,
-    rank: int,
-    world_size: int,
-    workers: int | None,
-    start: Position,
-    *,
-    augment: Augment = "worker",
-    max_pixels: int | None = None,
-    channels: int = 3,
-    device: torch.device | None = None,
-    value_range: ValueRange | None = None,
-    patience: float | None = None,
-) -> Loader:
-    """This rank's micro-batches from `start` on. workers None = automatic; the rest as for MultiCropDataset, device
-    None = the CPU.
-
-    global_batch must be a multiple of micro_batch * world_size. Raises DataError if there are fewer images than that.
-    """
-    sampler = ResumableSampler(len(source), seed, global_batch, micro_batch, rank, world_size, start)
-    where = device or torch.device("cpu")
-    dataset = MultiCropDataset(
-        source,
-        multicrop,
-        seed,
-        augment=augment,
-        max_pixels=max_pixels,
-        channels=channels,
-        device=where,
-        value_range=value_range,
-    )
-    return Loader(dataset, source, sampler, workers, patience)
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
@@ -243,10 +195,6 @@ def _permutation(images: int, seed: int, epoch: int) -> Tensor:
     """(images,) int64, the order of an epoch, the same on all ranks."""
     generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
     return torch.randperm(images, generator=generator)
-
-
-def _never() -> bool:
-    return False
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -19,6 +19,8 @@ from torch import Tensor
 from dino_ds.config.crops import CropGroup, all_crops, crop_sizes
 from dino_ds.errors import ConfigError
 
+Box = tuple[int, int, int, int]
+"""left, top, right, bottom in pixels"""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 _ASPECT = (3 / 4, 4 / 3)
@@ -59,8 +61,7 @@ AUGMENTATIONS = {
 class CropParameters:
     """What is done to one crop, in this order."""
 
-    box: tuple[int, int, int, int]
-    """left, top, right, bottom, pixels of the image"""
+    box: Box
     flip: bool
     jitter: tuple[tuple[str, float], ...]
     """(operation, factor) in the order of application; empty = none"""
@@ -86,25 +87,25 @@ class MultiCrop:
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
-        drawn = self.draw(image.width, image.height, seed)
-        return [to_tensor(apply_crop(image, crop, size)) for crop, size in zip(drawn, self.sizes, strict=True)]
+        sampled = self.sample(image.width, image.height, seed)
+        return [to_tensor(apply_crop(image, crop, size)) for crop, size in zip(sampled, self.sizes, strict=True)]
 
-    def draw(self, width: int, height: int, seed: int) -> list[CropParameters]:
+    def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
         rng = random.Random(seed)
-        return [self._draw_crop(rng, width, height, group, kind) for group, kind in self.crops]
+        return [self._sample_crop(rng, width, height, group, kind) for group, kind in self.crops]
 
-    def _draw_crop(
+    def _sample_crop(
         self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None
     ) -> CropParameters:
         strength = self.augmentation
-        box, flip = _draw_box(rng, width, height, group.scale), rng.random() < strength.flip
+        box, flip = _sample_box(rng, width, height, group.scale), rng.random() < strength.flip
         if kind is None:
             return CropParameters(box, flip, (), gray=False, blur_radius=None, solarize=False)
         return CropParameters(
             box,
             flip,
-            jitter=_draw_jitter(rng, strength) if rng.random() < strength.jitter else (),
+            jitter=_sample_jitter(rng, strength) if rng.random() < strength.jitter else (),
             gray=rng.random() < strength.gray,
             blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < strength.blur[kind] else None,
             solarize=rng.random() < strength.solarize[kind],
@@ -171,10 +172,10 @@ class RandomCrop:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""
         rng = random.Random(seed)
         width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
-        box, flip = _draw_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
+        box, flip = _sample_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
         return _normalised(image, lambda plane: self._cut(plane, box, flip))
 
-    def _cut(self, image: Image.Image, box: tuple[int, int, int, int], flip: bool) -> Image.Image:
+    def _cut(self, image: Image.Image, box: Box, flip: bool) -> Image.Image:
         crop = image.crop(box).resize((self.size, self.size), Image.Resampling.BILINEAR)
         return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
 
@@ -191,18 +192,18 @@ def _normalised(image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Im
     return (pixels - mean) / std
 
 
-def apply_crop(image: Image.Image, drawn: CropParameters, size: int) -> Image.Image:
+def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
     """One crop (size x size pixels) of an RGB image."""
-    crop = image.crop(drawn.box).resize((size, size), _BICUBIC)
-    if drawn.flip:
+    crop = image.crop(sampled.box).resize((size, size), _BICUBIC)
+    if sampled.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    for name, factor in drawn.jitter:
+    for name, factor in sampled.jitter:
         crop = _JITTER[name](crop, factor)
-    if drawn.gray:
+    if sampled.gray:
         crop = crop.convert("L").convert("RGB")
-    if drawn.blur_radius is not None:
-        crop = crop.filter(ImageFilter.GaussianBlur(drawn.blur_radius))
-    if drawn.solarize:
+    if sampled.blur_radius is not None:
+        crop = crop.filter(ImageFilter.GaussianBlur(sampled.blur_radius))
+    if sampled.solarize:
         crop = ImageOps.solarize(crop, _SOLARIZE_THRESHOLD)
     return crop
 
@@ -223,24 +224,6 @@ def channel_statistics(channels: int) -> tuple[Sequence[float], Sequence[float]]
     return [sum(MEAN) / 3] * channels, [sum(STD) / 3] * channels
 
 
-def crop_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits that differ for any two (seed, epoch, index): crops depend on nothing else, no worker and no rank."""
-    value = 0
-    for part in (seed, epoch, index):
-        value = _splitmix64(value ^ (part & _MASK64))
-    return value
-
-
-_MASK64 = (1 << 64) - 1
-
-
-def _splitmix64(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
-
-
 def _kind(group: CropGroup, number: int) -> int | None:
     """Where an Augmentation's triples have the probabilities of this crop of a group; None: it is not augmented."""
     if not group.augmented:
@@ -251,7 +234,7 @@ def _kind(group: CropGroup, number: int) -> int | None:
     return kinds[min(number, len(kinds) - 1)]
 
 
-def _draw_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
+def _sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> Box:
     """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the center."""
     for _ in range(10):
         area = width * height * rng.uniform(*scale)
@@ -269,7 +252,7 @@ def _draw_box(rng: random.Random, width: int, height: int, scale: tuple[float, f
     return left, top, left + w, top + h
 
 
-def _draw_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tuple[str, float], ...]:
+def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tuple[str, float], ...]:
     names = list(_JITTER)
     rng.shuffle(names)
     strengths = {name: float(getattr(augmentation, name)) for name in names}

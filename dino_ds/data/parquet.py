@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Labels, printable
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
@@ -46,7 +46,7 @@ class ParquetImages(EncodedImages):
             except DataError:
                 raise
             except Exception as error:  # pyarrow has its own family of errors beside Python's
-                raise DataError(f"{printable(file)} cannot be read as Parquet: {_one_line(error)}") from None
+                raise DataError(f"{printable(file)} cannot be read as Parquet: {one_line(error, 200)}") from None
         if not first:
             raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
         self._rows, self._groups = first, np.array(groups, np.int64)
@@ -60,7 +60,7 @@ class ParquetImages(EncodedImages):
         try:
             data = _read_group(self._files[file], group, self._column)[row].as_py()
         except Exception as error:  # as above
-            raise UnreadableImage(self.name(index), f"Parquet: {_one_line(error)}") from None
+            raise UnreadableImage(self.name(index), f"Parquet: {one_line(error, 200)}") from None
         if isinstance(data, dict):
             data = data["bytes"]
         if not data:
@@ -68,11 +68,12 @@ class ParquetImages(EncodedImages):
         return data
 
     def name(self, index: int) -> str:
-        return printable(f"{self._files[self._find(index)[0]]}/{self._row_of_file(index)}")
+        file, row = self._row_of_file(index)
+        return printable(f"{file}/{row}")
 
     def member(self, index: int) -> str:
-        stem = os.path.splitext(os.path.basename(self._files[self._find(index)[0]]))[0]
-        return f"{stem}/{self._row_of_file(index):09d}"
+        file, row = self._row_of_file(index)
+        return f"{os.path.splitext(os.path.basename(file))[0]}/{row:09d}"
 
     def _find(self, index: int) -> tuple[int, int, int]:
         """File, row group of the file, row of the group."""
@@ -80,9 +81,9 @@ class ParquetImages(EncodedImages):
         first, file, group = self._groups[place].tolist()
         return file, group, index - first
 
-    def _row_of_file(self, index: int) -> int:
+    def _row_of_file(self, index: int) -> tuple[str, int]:
         file = self._find(index)[0]
-        return index - int(self._groups[np.searchsorted(self._groups[:, 1], file), 0])
+        return self._files[file], index - int(self._groups[np.searchsorted(self._groups[:, 1], file), 0])
 
 
 def import_parquet() -> Any:
@@ -152,7 +153,3 @@ def _number(values: list[Any], names: list[str]) -> tuple[Labels | None, list[st
         names = [str(value) for value in present]
     numbers = {value: number for number, value in enumerate(present)}
     return Labels(np.array([numbers.get(value, -1) for value in values], np.int32)), names
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,6 +1,6 @@
 """Photometric augmentation of whole batches on any device, every crop with its own parameters.
 
-The loader sends crops and a `Plan` of what is done to each. Every operation is that of torchvision's functional on
+The loader sends crops and the AugmentationParams of each. Every operation is that of torchvision's functional on
 float tensors in [0, 1]; Pillow's, which `data.augment worker` applies, round to 8 bits after each. Which crops an
 operation touches is known on the host, so nothing here waits for the device. On CUDA the kernels of
 `photometric_triton` do the same in four launches a crop size.
@@ -9,29 +9,27 @@ operation touches is known on the host, so nothing here waits for the device. On
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.data.augmentation_params import (
+    BLUR_REACH,
+    FLIP,
+    GRAY,
+    LUMA,
+    SIGMA,
+    SLOTS,
+    SOLARIZE,
+    AugmentationParams,
+)
 from dino_ds.data.multicrop import CropParameters, channel_statistics
-
-SLOTS = 4
-"""Jitter operations of one crop, in its own order."""
-FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
-COLUMNS = 4 * SLOTS + 4
-"""Numbers a crop: see `Plan`."""
-LUMA = (0.2989, 0.587, 0.114)
-BLUR_REACH = 6
-"""Pixels on either side that a blur looks at: 3 standard deviations of the widest one."""
 
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
-_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 _CACHED_PIXELS = 4 * 224**2
 """On a CPU crops are worked on in pieces of so many pixels: 2.4 MB in FP32."""
 _KERNEL_TOLERANCE = 1e-4
@@ -39,71 +37,25 @@ _KERNEL_TOLERANCE = 1e-4
 Kernels = Callable[[Tensor, Tensor, float, Tensor], None]
 
 
-@dataclass(frozen=True)
-class AugmentationParams:
-    """What is done to n crops of one size: a row (COLUMNS float32) for each.
-
-    Of each jitter slot four numbers: clamp(pixel, own grey, the crop's mean grey, weighted by the first three), then
-    the hue shift in turns of the colour circle. Then whether it is flipped, made grey, the blur's standard deviation in
-    pixels (0: none), and whether it is solarized. `table` stays on the host, `there` is its copy beside the crops.
-    """
-
-    table: Tensor
-    there: Tensor
-
-    @staticmethod
-    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
-        """Saturation, hue and grey are left out where the channels are not RGB. A jitter holds an operation once."""
-        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
-        return AugmentationParams(table, table)
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """The same plan with the copy moved."""
-        return AugmentationParams(self.table, move(self.there))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As plain bytes: between processes a tensor would take a file of shared memory.
-        return _plan_of_array, (self.table.numpy(),)
-
-
-def _row(crop: CropParameters, rgb: bool) -> list[float]:
-    row = _NOTHING.copy()
-    for slot, (name, factor) in enumerate(crop.jitter):
-        if name == "brightness":
-            row[4 * slot] = factor
-        elif name == "contrast":
-            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
-        elif rgb and name == "saturation":
-            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
-        elif rgb:
-            row[4 * slot + 3] = factor
-    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
-    return row
-
-
-def _plan_of_array(table: np.ndarray) -> AugmentationParams:
-    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
-
-
-def crops_per_plan(size: int, device: torch.device) -> int | None:
-    """How many crops of `size` pixels go into one plan: all (None), but on a CPU as many as its cache holds."""
+def crops_per_params(size: int, device: torch.device) -> int | None:
+    """How many crops of `size` pixels are augmented at once: all (None), but on a CPU as many as its cache holds."""
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
-def augment(crops: Tensor, plans: Sequence[AugmentationParams]) -> Tensor:
-    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and plans.
+def augment(crops: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
+    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and params.
 
-    Crops are uint8, or float32 in [0, 1]. The plans follow each other: the first is for the first crops.
+    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
-    sizes = [len(plan.table) for plan in plans]
+    sizes = [len(one.table) for one in params]
     kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
-    for some, plan, part in zip(crops.split(sizes), plans, out.split(sizes), strict=True):
+    for some, one, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
         if kernels:
-            kernels(some, plan.there, _scale(some), part)
+            kernels(some, one.there, _scale(some), part)
         else:
-            _augment(some, plan, _scale(some), part)
+            _augment(some, one, _scale(some), part)
     return out
 
 
@@ -131,19 +83,19 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
     second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))
     box = (0, 0, 1, 1)
-    drawn = [
+    sampled = [
         CropParameters(box, True, first, False, 2.0, False),
         CropParameters(box, False, second, False, 0.5, True),
         CropParameters(box, True, second, True, None, True),
         CropParameters(box, False, (), False, None, False),
     ]
     h, w, c = shape
-    levels = torch.rand(len(drawn), h, w, c, generator=torch.Generator().manual_seed(0))
+    levels = torch.rand(len(sampled), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
-    plan, expected = AugmentationParams.build(drawn, c), torch.empty(len(drawn), c, h, w)
-    _augment(crops, plan, _scale(crops), expected)
+    params, expected = AugmentationParams.build(sampled, c), torch.empty(len(sampled), c, h, w)
+    _augment(crops, params, _scale(crops), expected)
     found = torch.empty_like(expected, device=device)
-    kernels(crops.to(device), plan.table.to(device), _scale(crops), found)
+    kernels(crops.to(device), params.table.to(device), _scale(crops), found)
     return (expected - found.cpu()).abs().max().item()
 
 
@@ -152,8 +104,8 @@ def _scale(crops: Tensor) -> float:
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
-def _augment(crops: Tensor, plan: AugmentationParams, scale: float, x: Tensor) -> None:
-    (n, _, _, c), table, there = crops.shape, plan.table.numpy(), plan.there
+def _augment(crops: Tensor, params: AugmentationParams, scale: float, x: Tensor) -> None:
+    (n, _, _, c), table, there = crops.shape, params.table.numpy(), params.there
     which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
     counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()
     split = torch.from_numpy(crop).to(x.device, non_blocking=True).split(counts)

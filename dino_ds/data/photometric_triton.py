@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dino_ds.data.augmentation_params import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
 from dino_ds.data.multicrop import channel_statistics
-from dino_ds.data.photometric import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
 
 _COLUMNS, _SLOTS = tl.constexpr(COLUMNS), tl.constexpr(SLOTS)
 _FLIP, _GRAY, _SIGMA, _SOLARIZE = (tl.constexpr(column) for column in (FLIP, GRAY, SIGMA, SOLARIZE))
@@ -25,7 +25,7 @@ _BLOCK = 1024
 
 
 def augment(crops: Tensor, table: Tensor, scale: float, out: Tensor) -> None:
-    """Crops (n, h, w, c) times `scale`, their plan's table (n, COLUMNS), both on the device -> out (n, c, h, w)."""
+    """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w)."""
     n, height, width, channels = crops.shape
     pixels = height * width
     chunks = triton.cdiv(pixels, _BLOCK)

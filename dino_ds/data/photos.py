@@ -24,16 +24,13 @@ class PhotoPatches:
     """Patches of 40 x 40 pixels, all in memory (uint8), sorted by photograph; positions and sizes never change."""
 
     def __init__(self, split: str) -> None:
-        photos = list(_load_photos())
-        patches, names, labels = [], [], []
-        for label, (name, photo) in enumerate(photos):
+        photos, count = list(_load_photos()), _PER_PHOTO[split]
+        patches: list[np.ndarray] = []
+        for name, photo in photos:
             rng = random.Random(f"{name}/{split}")
-            for number in range(_PER_PHOTO[split]):
-                patches.append(_cut(photo, _PART[split], number, _PER_PHOTO[split], rng))
-                names.append(f"photos/{split}/{name}/{number}")
-                labels.append(label)
-        self._patches, self._names = np.stack(patches), names
-        self.labels: list[int] | None = labels
+            patches += [_cut(photo, _PART[split], number, count, rng) for number in range(count)]
+        self._patches, self._split, self._count = np.stack(patches), split, count
+        self.labels: list[int] | None = [label for label in range(len(photos)) for _ in range(count)]
         self.classes: list[str] | None = [name for name, _ in photos]
 
     def __len__(self) -> int:
@@ -43,7 +40,9 @@ class PhotoPatches:
         return Image.fromarray(self._patches[index])
 
     def name(self, index: int) -> str:
-        return self._names[index]
+        assert self.classes is not None
+        photo, number = divmod(range(len(self))[index], self._count)
+        return f"photos/{self._split}/{self.classes[photo]}/{number}"
 
 
 def _load_photos() -> Iterator[tuple[str, Image.Image]]:

@@ -33,7 +33,7 @@ class DevicePrefetcher:
         return self
 
     def __next__(self) -> Batch:
-        return self.next_unless(_never)
+        return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> Batch:
         """As `Loader.next_unless`."""
@@ -73,7 +73,7 @@ class DevicePrefetcher:
     def _to_device(self, batch: LoaderBatch) -> Batch:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             ready = to_device(batch, self._device)
-        if self._first and batch.plans:
+        if self._first and batch.params:
             reasons = [find_kernels(self._device, group.dtype, group.shape[2:])[1] for group in batch.crops.values()]
             if any(reasons):
                 self._notes.append(
@@ -90,7 +90,3 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     with named_range(AUGMENTATION):
         crops = augmented_crops(there)
     return Batch(crops, there.indices, batch.epoch, batch.names, batch.bad)
-
-
-def _never() -> bool:
-    return False

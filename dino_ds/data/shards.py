@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Listing, find_listing, printable
 from dino_ds.data.tar_index import index_beside, index_shards, is_same_file, shards_are_current
 from dino_ds.errors import DataError
@@ -32,12 +33,8 @@ class TarShards(ListedImages):
         listing, note = index_beside(shards)
         self._base = os.path.dirname(shards[0]) if listing else ""
         if listing is None:
-            listing = find_listing(
-                "shards",
-                "\n".join(shards),
-                lambda known: shards_are_current(known, ""),
-                lambda: index_shards(shards, shards),
-            )
+            build = functools.partial(index_shards, shards, shards)
+            listing = find_listing("shards", "\n".join(shards), lambda known: shards_are_current(known, ""), build)
         super().__init__(listing)
         self.notes = [*([note] if note else []), *listing.about["notes"]]
         if not len(self):
@@ -60,8 +57,8 @@ class TarShards(ListedImages):
         if size > MAX_BYTES:
             raise UnreadableImage(self.name(index), f"{size} bytes are no image")
         try:
-            handle = _open_shard(self._path(shard), *self._states[shard].tolist())
-            data = os.pread(handle.number, size, int(self._offset[index]))
+            file = _open_shard(self._path(shard), *self._states[shard].tolist())
+            data = os.pread(file.fileno(), size, int(self._offset[index]))
         except OSError as error:
             raise UnreadableImage(self.name(index), f"shard: {error.strerror or error}") from None
         if len(data) != size:
@@ -70,9 +67,6 @@ class TarShards(ListedImages):
 
     def name(self, index: int) -> str:
         return printable(f"{self._path(int(self._shard[index]))}/{self._names[index]}")
-
-    def member(self, index: int) -> str:
-        return self._names[index]
 
     def file_bytes(self, index: int) -> int:
         return int(self._size[index])
@@ -88,24 +82,15 @@ class TarShards(ListedImages):
         return os.path.join(self._base, self._shards[shard])
 
 
-class _Handle:
-    """An open file, closed when the last user is done with it, in whatever thread."""
-
-    def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):
-            os.close(self.number)
-
-
-@lru_cache(maxsize=_OPEN_SHARDS)
-def _open_shard(path: str, size: int, time: int, crc: int) -> _Handle:
-    """Reads give their own position, so a handle may be shared by threads and by forked processes.
+@functools.lru_cache(maxsize=_OPEN_SHARDS)
+def _open_shard(path: str, size: int, time: int, crc: int) -> io.FileIO:
+    """Reads give their own position, so a file may be shared by threads and by forked processes; it is closed when the
+    last user is done with it.
 
     Raises OSError, also where the file is no longer the one that was indexed.
     """
-    handle = _Handle(path)
-    if not is_same_file(handle.number, np.array([size, time, crc])):
+    file = io.FileIO(path)
+    if not is_same_file(file.fileno(), np.array([size, time, crc])):
+        file.close()
         raise OSError("changed since it was indexed")
-    return handle
+    return file

@@ -1,55 +1,32 @@
-"""Where images come from: one small map-style contract, and the sources by name."""
+"""The sources of images by name: a user's files, torchvision's data sets, the photographs, a class of the user's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+import importlib
+import inspect
+import os
+import pickle
+import sys
+from typing import Any, Literal
 
-from PIL import Image
-
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.own_files import open_files
-from dino_ds.data.own_source import build_own_source
+from dino_ds.config.fields import SOURCES
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.photos import PhotoPatches
-from dino_ds.data.torchvision_sets import TORCHVISION_SETS, TorchvisionImages
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.data.root import open_files
+from dino_ds.data.torchvision_sets import TorchvisionImages
+from dino_ds.errors import ConfigError, DataError, UserError, one_line
 from dino_ds.names import did_you_mean
 
-__all__ = ["SOURCES", "Source", "UnreadableImage", "build_source"]
+__all__ = ["Source", "UnreadableImage", "build_source"]
 
-SOURCES = ("folder", "photos", *TORCHVISION_SETS)
-
-
-class Source(Protocol):
-    """Images by index, always in the same order; picklable, since loader processes get a copy.
-
-    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder.
-    """
-
-    @property
-    def labels(self) -> Sequence[int] | None:
-        """One a sample, into `classes`; -1 = this image has none. None = no labels at all."""
-        ...
-
-    @property
-    def classes(self) -> list[str] | None: ...
-
-    def __len__(self) -> int: ...
-
-    def load(self, index: int) -> Image.Image | Any:
-        """RGB, or an array (h, w, c) of uint8, or of deeper values as they are stored. Raises UnreadableImage."""
-        ...
-
-    def name(self, index: int) -> str:
-        """One printable line: the file's path, or such as cifar10/train/17."""
-        ...
+_METHODS = ("__len__", "load", "name")
 
 
 def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:
     """The images of one split.
 
     A user's own files or class are taken whole, whatever the split: name another root for tests. Raises DataError where
-    nothing can be read, ConfigError for an unknown source or a class that is none.
+    nothing can be read, ConfigError for an unknown source or a class that is not a source.
     """
     if ":" in source:
         return build_own_source(source, root)
@@ -66,3 +43,62 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
     if source == "folder":
         return open_files(root)
     return TorchvisionImages(source, root, split, download)
+
+
+def build_own_source(path: str, root: str | None) -> Any:
+    """`Class(root)` of `module:Class`, a module on Python's path or in the current folder; checked for the contract.
+
+    `labels` and `classes` are None where the class has none. Raises ConfigError for a class that can't be found or is
+    not a source, DataError for one that can't be built from `root`, can't be pickled or has no images.
+    """
+    found = _find_class(path)
+    try:
+        source = found(root)
+        for name in ("labels", "classes"):
+            if not hasattr(source, name):
+                setattr(source, name, None)
+        images = len(source)
+    except UserError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be built from data.root {root}: {type(error).__name__}: {one_line(error)}"
+        ) from error
+    if images < 1:
+        raise DataError(f"{path} has no images with data.root {root}")
+    if source.labels is not None and (source.classes is None or len(source.labels) != images):
+        raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
+    try:
+        pickle.dumps(source)
+    except Exception as error:
+        raise DataError(
+            f"{path} can't be sent to loader processes ({type(error).__name__}: {one_line(error)}): open files and "
+            "connections in load, not in __init__"
+        ) from error
+    return source
+
+
+def _find_class(path: str) -> type:
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        why = f"it needs {missing}, which is not installed"
+        if f"{module_name}.".startswith(f"{missing}."):
+            why = f"there is no {missing} on Python's path or in {os.getcwd()}"
+        raise ConfigError(f"data.source {path}: {why}; set PYTHONPATH, or start where {module_name} lies") from None
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"data.source {path}: importing {module_name} fails: {reason}") from error
+    found = getattr(module, name, None)
+    if not inspect.isclass(found):
+        known = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(f"data.source {path}: {module_name} has no class {name}.{did_you_mean(name, known)}")
+    missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing_methods:
+        # Looked at before it is called: a recipe must not be able to start any class of the library.
+        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
+    return found

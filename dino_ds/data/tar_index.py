@@ -11,7 +11,6 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.labels import FolderLabels, label_arrays
-from dino_ds.data.listing import Contents, Listing, Packer, printable
+from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
+from dino_ds.errors import one_line
 
 INDEX = "index.safetensors"
 """The index beside the shards, which `dino-ds shard` writes."""
@@ -31,21 +30,73 @@ _BLOCK = 512
 _HEAD, _TAIL = 8 * _BLOCK, 32 * _BLOCK
 _THREADS = 16
 _MAX_LABEL_BYTES = 1000
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""How files of gzip, bzip2, xz and zstd begin."""
 _MAX_NOTES = 20
 
 
-@dataclass
 class _Members:
-    """The images of one shard; `labels` has the text of each one's .cls or None; `notes`, what could not be read."""
+    """The images of one shard; `labels` has the text of each one's .cls or None, `notes` what could not be read."""
 
-    size: int = 0
-    time: int = 0
-    crc: int = -1
-    names: list[bytes] = field(default_factory=list)
-    offsets: array[int] = field(default_factory=lambda: array("q"))
-    sizes: array[int] = field(default_factory=lambda: array("q"))
-    labels: list[bytes | None] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, path: str) -> None:
+        self.size, self.time, self.crc = 0, 0, -1
+        self.names, self.offsets, self.sizes = dict[bytes, None](), array("q"), array("q")
+        self.notes: list[str] = []
+        self._classes: dict[bytes, bytes] = {}
+        self._repeated: list[bytes] = []
+        try:
+            with open(path, "rb") as file:
+                state = os.fstat(file.fileno())
+                self.size, self.time = state.st_size, state.st_mtime_ns
+                self.crc = _crc_of_ends(file.fileno(), self.size)
+                problems = [self._walk(file)]
+        except OSError as error:
+            problems = [error.strerror or str(error)]
+        self.labels = [self._classes.get(_key(name)) for name in self.names]
+        if self._repeated:
+            shown = ", ".join(printable(os.fsdecode(name)) for name in self._repeated[:3])
+            more = " ..." if len(self._repeated) > 3 else ""
+            problems.append(
+                f"{len(self._repeated)} members have the name of an earlier one and are left out: {shown}{more}"
+            )
+        if any(problems):
+            found = "; ".join(filter(None, problems))
+            self.notes.append(f"{printable(path)}: {found}; {len(self.names)} images of it are used")
+
+    def _walk(self, file: BinaryIO) -> str | None:
+        """Note the members of a tar; what is wrong with it in a few words, None if nothing is."""
+        end = -1
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                while (member := archive.next()) is not None:
+                    archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
+                    if archive.offset <= end or member.size < 0:
+                        return f"damaged at byte {end}"
+                    if member.offset_data + member.size > self.size:
+                        return f"cut off in {printable(member.name)} at byte {member.offset}"
+                    if member.isreg() and member.sparse is None:
+                        self._note_member(file, member)
+                    end = max(end, archive.offset)
+                return _look_at_end(file, archive.offset)
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
+            if end < 0 and os.pread(file.fileno(), 6, 0).startswith(_COMPRESSED):
+                return "compressed: unpack it, images are read at their places"
+            return f"cut off or damaged after byte {max(end, 0)} ({one_line(error)})"
+
+    def _note_member(self, file: BinaryIO, member: tarfile.TarInfo) -> None:
+        name = os.fsencode(member.name).replace(b"\0", b"?")
+        lower = name.lower()
+        if os.path.basename(name).startswith(b"."):
+            return
+        if lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
+            text = os.pread(file.fileno(), member.size, member.offset_data).strip()
+            self._classes.setdefault(_key(name), text.replace(b"\0", b"?"))
+        elif name in self.names:
+            self._repeated.append(name)
+        elif lower.endswith(_ENDINGS):
+            self.names[name] = None
+            self.offsets.append(member.offset_data)
+            self.sizes.append(member.size)
 
 
 def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents:
@@ -58,10 +109,10 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
     labels, numbers, notes = array("i"), dict[bytes | None, int](), list[str]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(_find_members, shards):
+        for found in pool.map(_Members, shards):
             for name in found.names:
                 names.add(name)
-                folders.add(_without_root(name))
+                folders.add(name.removeprefix(b"./").lstrip(b"/"))
             for label in found.labels:
                 labels.append(numbers.setdefault(label, len(numbers)))
             counts.append(len(found.names))
@@ -145,76 +196,6 @@ def _columns_agree(listing: Listing) -> bool:
     )
 
 
-def _find_members(path: str) -> _Members:
-    found = _Members()
-    try:
-        with open(path, "rb") as file:
-            state = os.fstat(file.fileno())
-            found.size, found.time = state.st_size, state.st_mtime_ns
-            found.crc = _crc_of_ends(file.fileno(), found.size)
-            problem = _walk(file, found)
-    except OSError as error:
-        problem = error.strerror or str(error)
-    if problem:
-        found.notes.append(f"{printable(path)}: {problem}; {len(found.names)} images of it are used")
-    return found
-
-
-def _walk(file: BinaryIO, found: _Members) -> str | None:
-    """Fill `found` from a tar; what is wrong with it in a few words, None if nothing is."""
-    classes: dict[bytes, bytes] = {}
-    seen: set[bytes] = set()
-    twice: list[bytes] = []
-    end, problem = -1, None
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            while problem is None and (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
-                if archive.offset <= end or member.size < 0:
-                    problem = f"damaged at byte {end}"
-                elif member.offset_data + member.size > found.size:
-                    problem = f"cut off in {printable(member.name)} at byte {member.offset}"
-                elif member.isreg() and member.sparse is None:
-                    _note_member(file, member, found, classes, seen, twice)
-                end = max(end, archive.offset)
-            problem = problem or _look_at_end(file, archive.offset)
-    except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        problem = f"cut off or damaged after byte {max(end, 0)} ({text})"
-        if end < 0 and _is_compressed(file):
-            problem = "compressed: unpack it, images are read at their places"
-    found.labels = [classes.get(_key(name)) for name in found.names]
-    if twice:
-        again = f"{len(twice)} members have the name of an earlier one and are left out: {_show(twice)}"
-        problem = f"{problem}; {again}" if problem else again
-    return problem
-
-
-def _note_member(
-    file: BinaryIO,
-    member: tarfile.TarInfo,
-    found: _Members,
-    classes: dict[bytes, bytes],
-    seen: set[bytes],
-    twice: list[bytes],
-) -> None:
-    name = os.fsencode(member.name).replace(b"\0", b"?")
-    lower = name.lower()
-    if os.path.basename(name).startswith(b"."):
-        return
-    if lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
-        text = os.pread(file.fileno(), member.size, member.offset_data).strip()
-        classes.setdefault(_key(name), text.replace(b"\0", b"?"))
-    elif lower.endswith(_ENDINGS):
-        if name in seen:
-            twice.append(name)
-            return
-        seen.add(name)
-        found.names.append(name)
-        found.offsets.append(member.offset_data)
-        found.sizes.append(member.size)
-
-
 def _key(name: bytes) -> bytes:
     """WebDataset's: the path up to the first dot of the file's name."""
     folder, slash, base = name.rpartition(b"/")
@@ -227,10 +208,6 @@ def _look_at_end(file: BinaryIO, offset: int) -> str | None:
     if block == bytes(_BLOCK):
         return None
     return f"damaged at byte {offset}" if block else "ends without a tar's end mark, so it may be cut off"
-
-
-def _is_compressed(file: BinaryIO) -> bool:
-    return os.pread(file.fileno(), 6, 0).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
 
 
 def _crc_of_ends(handle: int, size: int) -> int:
@@ -247,25 +224,12 @@ def _class_arrays(
         return None
     whole = all(text.isdigit() for text in texts)
     texts.sort(key=int if whole else None)
-    names = _class_names(shards[0])
+    try:
+        names = Path(shards[0]).with_name(CLASSES).read_bytes().splitlines()
+    except OSError:
+        names = []
     called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
     of_images = np.asarray(labels, np.int32)
     if None in numbers:
         of_images[of_images == numbers[None]] = -1
     return label_arrays([numbers[text] for text in texts], of_images, called)
-
-
-def _class_names(shard: str) -> list[bytes]:
-    try:
-        return Path(shard).with_name(CLASSES).read_bytes().splitlines()
-    except OSError:
-        return []
-
-
-def _without_root(name: bytes) -> bytes:
-    return name.removeprefix(b"./").lstrip(b"/")
-
-
-def _show(names: list[bytes]) -> str:
-    shown = ", ".join(printable(os.fsdecode(name)) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} ..."

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage, to_rgb
-from dino_ds.errors import DataError
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import to_rgb
+from dino_ds.errors import DataError, one_line
 
-_Build = Callable[[Any, str, str, bool], list[Any]]
-"""(torchvision.datasets, root, split, download) -> data sets to be read one after the other."""
-
-
-def _by_split(class_name: str, train: tuple[str, ...], test: str) -> _Build:
-    def build(datasets: Any, root: str, split: str, download: bool) -> list[Any]:
-        parts = train if split == "train" else (test,)
-        return [getattr(datasets, class_name)(root, split=part, download=download) for part in parts]
-
-    return build
-
-
-def _by_flag(class_name: str) -> _Build:
-    def build(datasets: Any, root: str, split: str, download: bool) -> list[Any]:
-        return [getattr(datasets, class_name)(root, train=split == "train", download=download)]
-
-    return build
-
-
-def _eurosat(datasets: Any, root: str, split: str, download: bool) -> list[Any]:
-    return [datasets.EuroSAT(root, download=download)]
-
-
-TORCHVISION_SETS: dict[str, _Build] = {
-    "cifar10": _by_flag("CIFAR10"),
-    "cifar100": _by_flag("CIFAR100"),
+TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "cifar10": ("CIFAR10", [{"train": True}], [{"train": False}]),
+    "cifar100": ("CIFAR100", [{"train": True}], [{"train": False}]),
     # The labelled images come first, so that a bank made of the first ones has labels.
-    "stl10": _by_split("STL10", ("train", "unlabeled"), "test"),
-    "imagenette": _by_split("Imagenette", ("train",), "val"),
-    "food101": _by_split("Food101", ("train",), "test"),
-    "flowers102": _by_split("Flowers102", ("train", "val"), "test"),
-    "pets": _by_split("OxfordIIITPet", ("trainval",), "test"),
-    "eurosat": _eurosat,
+    "stl10": ("STL10", [{"split": "train"}, {"split": "unlabeled"}], [{"split": "test"}]),
+    "imagenette": ("Imagenette", [{"split": "train"}], [{"split": "val"}]),
+    "food101": ("Food101", [{"split": "train"}], [{"split": "test"}]),
+    "flowers102": ("Flowers102", [{"split": "train"}, {"split": "val"}], [{"split": "test"}]),
+    "pets": ("OxfordIIITPet", [{"split": "trainval"}], [{"split": "test"}]),
+    "eurosat": ("EuroSAT", [{}], [{}]),
 }
+"""torchvision's class, and the arguments of the data sets to be read one after the other: for training, for testing."""
 _EUROSAT_TEST = 10
 """EuroSAT has no split of its own: every tenth image is for testing."""
 
@@ -82,29 +59,35 @@ class TorchvisionImages:
 
 
 def _open(dataset: str, root: str, split: str, download: bool) -> list[Any]:
-    datasets = _import_datasets()
-    folder = Path(root).expanduser()
-    build = TORCHVISION_SETS[dataset]
+    datasets, folder = _import_datasets(), Path(root).expanduser()
     try:
-        return build(datasets, str(folder), split, False)
+        return _build(datasets, dataset, folder, split, download=False)
     except ImportError as error:  # flowers102 reads its labels with scipy
-        raise DataError(f"{dataset} needs one more package: {_one_line(error)}; pip install {error.name}") from None
+        raise DataError(f"{dataset} needs one more package: {one_line(error)}; pip install {error.name}") from None
     except (RuntimeError, OSError) as error:
         if not download:
             raise DataError(
                 f"{dataset} is not under {folder}: give the --data.root that holds it, or add --data.download true; "
-                f"for image files of your own add --data.source folder (torchvision: {_one_line(error)})"
+                f"for image files of your own add --data.source folder (torchvision: {one_line(error)})"
             ) from None
     try:
-        with _one_process_at_a_time(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".download.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             try:  # another process of this node may have fetched it while this one waited
-                return build(datasets, str(folder), split, False)
+                return _build(datasets, dataset, folder, split, download=False)
             except (RuntimeError, OSError):
-                return build(datasets, str(folder), split, True)
+                return _build(datasets, dataset, folder, split, download=True)
     except (RuntimeError, OSError) as error:
         raise DataError(
-            f"download of {dataset} into {folder} failed: {_one_line(error)}; fetch it elsewhere and give --data.root"
+            f"download of {dataset} into {folder} failed: {one_line(error)}; fetch it elsewhere and give --data.root"
         ) from error
+
+
+def _build(datasets: Any, dataset: str, folder: Path, split: str, download: bool) -> list[Any]:
+    class_name, train, test = TORCHVISION_SETS[dataset]
+    parts = train if split == "train" else test
+    return [getattr(datasets, class_name)(str(folder), **part, download=download) for part in parts]
 
 
 def _import_datasets() -> Any:
@@ -112,18 +95,10 @@ def _import_datasets() -> Any:
         import torchvision.datasets
     except (ImportError, RuntimeError) as error:
         raise DataError(
-            f"torchvision cannot be loaded: {_one_line(error)}; install the builds of torch and torchvision that "
+            f"torchvision cannot be loaded: {one_line(error)}; install the builds of torch and torchvision that "
             "belong together, or use --data.source folder"
         ) from error
     return torchvision.datasets
-
-
-@contextmanager
-def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".download.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _labels(images: Any) -> list[int]:
@@ -141,7 +116,3 @@ def _class_names(images: Any, labels: list[int]) -> list[str]:
     if names is None:
         return [str(number) for number in range(max(labels) + 1)]
     return [name if isinstance(name, str) else name[0] for name in names]
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Processes that load images: how many, how they start, and how they end."""
+"""Loader processes: how many there are, how they start, and how they end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from dino_ds.data.sources import Source
+from dino_ds.data.base import Source
 from dino_ds.distributed import local_world_size, usable_cores
 from dino_ds.errors import DataError
 
@@ -77,51 +78,49 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
 
 
 def handle_worker_crash(batches: object) -> str | None:
-    """If a process of a torch DataLoader's iterator has died: ends the others, says which it was and why; else None."""
+    """If a process of a torch DataLoader's iterator has died, kills the others; which it was and why, else None."""
     workers = list(getattr(batches, "_workers", []))
     wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
     if dead is None:
         return None
-    end_now(batches)
-    signals = {-number: number.name for number in signal.Signals}
-    name = signals.get(dead.exitcode, "")
+    kill_workers(batches)
+    name = {-number: number.name for number in signal.Signals}.get(dead.exitcode, "")
     how = f"was killed by {name}" if name else f"ended with code {dead.exitcode}"
-    hint = _HINTS.get(name, "")
-    return f"loader process {dead.pid} {how}{hint}"
+    return f"loader process {dead.pid} {how}{_HINTS.get(name, '')}"
 
 
-def end_after_a_hang(batches: object, seconds: float) -> str:
-    """Ends all processes of a torch DataLoader's iterator, which have given nothing for so long; says which."""
+def handle_worker_hang(batches: object, seconds: float) -> str:
+    """Kills all processes of a torch DataLoader's iterator, which have given nothing for `seconds`; names them."""
     pids = ", ".join(str(worker.pid) for worker in getattr(batches, "_workers", []))
-    end_now(batches)
+    kill_workers(batches)
     return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
 
 
-def timed_out(error: Exception) -> bool:
-    """Whether a torch DataLoader only says that no batch has come yet; it may be asked again."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
-
-
-def wait_at_most(batches: object, seconds: float) -> None:
-    """How long a torch DataLoader's iterator with processes waits before it says that no batch has come yet."""
-    batches._timeout = seconds  # type: ignore[attr-defined]
-
-
-def end_now(batches: object) -> None:
-    """Kill the processes of a torch DataLoader's iterator: they may wait for a dead one's lock, or be stopped."""
+def kill_workers(batches: object) -> None:
+    """Unlike `stop_workers` does not ask the processes: they may wait for a dead one's lock, or be stopped."""
     for worker in getattr(batches, "_workers", []):
         worker.kill()
 
 
 def stop_workers(batches: object) -> None:
-    """End the processes of a torch DataLoader's iterator, also where a traceback still refers to it.
+    """End the processes of a torch DataLoader's iterator, even if a traceback still refers to it.
 
-    Else Python would wait for them at its end, and for ever: they ignore SIGTERM.
+    Otherwise Python would wait for them at its end for ever: they ignore SIGTERM.
     """
-    stop = getattr(batches, "_shutdown_workers", None)  # without processes there is none
-    if stop is not None:
+    if stop := getattr(batches, "_shutdown_workers", None):  # without processes there is none
         stop()
+
+
+@contextmanager
+def started(loader: DataLoader[Any], source: Source) -> Iterator[Iterator[Any]]:
+    """An iterator over a torch DataLoader of this source's images; its processes end with the block."""
+    with main_module_left_out(unless_defines=source):
+        batches = iter(loader)
+    try:
+        yield batches
+    finally:
+        stop_workers(batches)
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.base import Source
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, Reading, extract_features
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from dino_ds import distributed
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.multicrop import EvalCrop, RandomCrop, crop_seed
-from dino_ds.data.sources import Source
+from dino_ds.data.multicrop import EvalCrop, RandomCrop
 from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, loaded
+from dino_ds.hashing import crop_seed
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -145,11 +146,11 @@ def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
     images = _Augmented(source, indices, RandomCrop(context.size), settings)
     progress = "linear-sgd" if context.progress else None
-    batches = loaded(images, source, settings.workers, progress, batch_sampler=sampler)
     unreadable = set[str]()
-    for step, (crops, rows, bad) in enumerate(batches):
-        unreadable.update(bad)
-        yield step // sampler.epoch_steps, crops, rows[:, 1]
+    with closing(loaded(images, source, settings.workers, progress, batch_sampler=sampler)) as batches:
+        for step, (crops, rows, bad) in enumerate(batches):
+            unreadable.update(bad)
+            yield step // sampler.epoch_steps, crops, rows[:, 1]
     of_all_ranks = sorted(set().union(*distributed.gather_objects(unreadable)))
     context.note(f"left out, unreadable: {text}" for text in of_all_ranks)
 

@@ -11,8 +11,9 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.data.multicrop import RandomCrop, crop_seed
+from dino_ds.data.multicrop import RandomCrop
 from dino_ds.evals.knn import nearest
+from dino_ds.hashing import crop_seed
 
 _PAIRS = 4096
 _RANK_IMAGES = 25600

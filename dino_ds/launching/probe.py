@@ -59,7 +59,7 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Look at this machine. Imports torch."""
     from dino_ds.measure.machine import find_gpus, hash_code, host_memory_gib
-    from dino_ds.training.run_folder import versions
+    from dino_ds.training.environment import versions
 
     return Answer(
         host=socket.gethostname(),
@@ -83,7 +83,7 @@ def _crc(path: Path) -> int | None:
 
 def _count_images(root: str) -> int:
     """Entries of the folder `root` (data.root), or the files of a pattern; 0 where there is nothing."""
-    from dino_ds.data.own_files import expand
+    from dino_ds.data.root import expand
     from dino_ds.errors import DataError
 
     path = os.path.expanduser(root)

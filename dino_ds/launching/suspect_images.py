@@ -8,6 +8,7 @@ from typing import Any
 
 from dino_ds.checkpoint.manifest import read_manifest, step_name
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Position, ResumableSampler, steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.launching.records import last_checkpoint_step
@@ -24,7 +25,7 @@ def write_step_images(run_dir: Path, done: int) -> Path:
     # A skipped step uses its images up as well.
     for _ in range(done - step + _skipped_steps(run_dir, done) - state["skipped_steps"]):
         position = position.advance(data.global_batch, per_epoch)
-    sampler = ResumableSampler(len(source), recipe.seed, data.global_batch, data.global_batch, 0, 1, position)
+    sampler = ResumableSampler(len(source), LoaderOptions.of(recipe, micro_batch=data.global_batch), position)
     images = next(iter(sampler))
     path = run_dir / f"suspect_images-{done + 1}.txt"
     head = f"# step {done + 1}, epoch {images[0][0]}: the {len(images)} images of its global batch, in order"

@@ -14,7 +14,7 @@ import torch
 
 from dino_ds.distributed import usable_cores
 from dino_ds.measure.timing import clock_of, synchronize
-from dino_ds.training.run_folder import versions
+from dino_ds.training.environment import versions
 
 _SIDES = {"cpu": 2048, "cuda": 8192}
 

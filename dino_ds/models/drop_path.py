@@ -12,21 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dino_ds.hashing import mix, shift_right
 from dino_ds.models.packing import Packing
-
-# splitmix64 (Steele, Lea, Flood 2014), its constants written as signed 64-bit numbers: torch has no arithmetic shift
-# for unsigned ones.
-_GOLDEN = -7046029254386353131
-_MIX1 = -4658895280553007687
-_MIX2 = -7723592293110705685
-
-
-def mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, element-wise: neighbouring inputs give unrelated outputs."""
-    x = x + _GOLDEN
-    x = (x ^ _shift(x, 30)) * _MIX1
-    x = (x ^ _shift(x, 27)) * _MIX2
-    return x ^ _shift(x, 31)
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
@@ -41,7 +28,7 @@ def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
     branch = torch.arange(2 * blocks, device=keys.device)
     rows = mix(keys.repeat(views) + view)
     hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
-    return (_shift(hashed, 11).to(torch.float64) * 2.0**-53).view(blocks, 2, -1)
+    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(blocks, 2, -1)
 
 
 def drop_path_scales(draws: Tensor, last_rate: float) -> Tensor:
@@ -110,8 +97,3 @@ def _scales(whole: Packing, kept: Packing, like: Tensor, by_row: bool) -> Tensor
     pairs = zip(whole.groups, kept.groups, strict=True)
     rows = [((n * tokens if by_row else n, 1), count / n) for (count, tokens), (n, _) in pairs]
     return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

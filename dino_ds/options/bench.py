@@ -28,7 +28,7 @@ class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
     compare: Annotated[
-        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, by turns in one process", "none")
+        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, interleaved in one process", "none")
     ] = None
     data: Annotated[bool, Help("real images through the loader, so that waiting for data is real")] = False
     steps: _Steps = 10
@@ -36,7 +36,7 @@ class BenchStepOptions(BenchOptions):
 
 @command("bench ladder", "dino_ds.bench.ladder:run", takes_recipe=True, recipe="vitti16")
 class BenchLadderOptions(BenchOptions):
-    """from the plain DINO step upwards, one lever at a time: speed and memory of each"""
+    """from the plain DINO step upwards, one option at a time: speed and memory of each"""
 
     out: Annotated[str | None, Help("folder for ladder.md, ladder.json and ladder.png", "none")] = None
     steps: _Steps = 7
@@ -76,7 +76,7 @@ class BenchKnnOptions:
     k: Annotated[int, Help("neighbours")] = 20
     images: Annotated[int, Help("images of 32 pixels whose features ViT-Ti computes")] = 10000
     patch_size: Annotated[int, Help("pixels of its patches")] = 8
-    rounds: Annotated[int, Help("rounds, all searches by turns")] = 5
+    rounds: Annotated[int, Help("rounds, all searches interleaved")] = 5
     threads: Annotated[int | None, Help("threads of the CPU's operators, measured beside 1", "the cores")] = None
     json: Json = False
 
@@ -93,7 +93,7 @@ class BenchPlanOptions:
 
 @command("bench inference", "dino_ds.bench.inference:run")
 class BenchInferenceOptions:
-    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, by turns"""
+    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
 
     model: Model
     random: Annotated[bool, Help("MODEL is an architecture: random weights, 224 pixels; they change no speed")] = False
@@ -112,7 +112,7 @@ class BenchDataOptions:
     """images/s of each way of making crops beside DINO's own, of decoding and of reading"""
 
     images: Annotated[int, Help("image files that are measured")] = 120
-    rounds: Annotated[int, Help("rounds, all pipelines by turns")] = 5
+    rounds: Annotated[int, Help("rounds, all pipelines interleaved")] = 5
     threads: Annotated[int, Help("threads of torch's operators")] = 1
     out: Annotated[str | None, Help("folder for data.json and data.png", "none")] = None
     json: Json = False

@@ -10,7 +10,7 @@ from dino_ds.config.fields import UNITS
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"
 _STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
-_METHOD = "the objective is DINO's; its knobs are --objective.KEY (docs/configs.md)"
+_METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
 _OPTIONS = {
     **dict.fromkeys(("epochs", "epoch", "max_epochs", "num_train_epochs"), 'write --length "{value} epochs"'),
     **dict.fromkeys(("steps", "iterations", "iters", "num_steps"), 'write --length "{value} steps"'),
@@ -37,7 +37,7 @@ _NOTHING_MEANT = "options are written --key value"
 
 
 def option_elsewhere(name: str, value: str) -> str | None:
-    """What stands here in the place of an option of other programs; None if we know none such."""
+    """What to use here for an option that other programs have; None if the option is unknown."""
     answer = _OPTIONS.get(name.rsplit(".", 1)[-1].replace("-", "_").lower())
     return answer and answer.format(value=value or "N")
 

@@ -13,13 +13,12 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.images import UnreadableImage, evenly_spaced_indices
+from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.named_files import NamedFiles
-from dino_ds.data.own_files import open_files
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.root import open_files
 from dino_ds.errors import ConfigError, DataError
 
 _MOST_OF_A_FOLDER = 16
@@ -77,7 +76,7 @@ def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]
         elif os.path.lexists(path):
             chosen.append(Picked(NamedFiles([path]), 0, named=True))
         else:
-            raise ConfigError(f"--{option} {word!r}: there is no such file or folder; wanted are {_FORMS}")
+            raise ConfigError(f"--{option} {word!r}: there is no such file or folder; give {_FORMS}")
     return chosen
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
 from dino_ds.errors import UserError

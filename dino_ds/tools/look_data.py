@@ -19,18 +19,19 @@ from tqdm import tqdm
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import MultiCropDataset, augmented_crops
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
-from dino_ds.data.multicrop import MultiCrop, channel_statistics, crop_seed
-from dino_ds.data.sources import Source, build_source
-from dino_ds.data.statistics import Facts, look_at, summarise
+from dino_ds.data.multicrop import MultiCrop, channel_statistics
+from dino_ds.data.sources import build_source
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.hashing import crop_seed
 from dino_ds.options.data import LookDataOptions
 from dino_ds.tools.data_report import report
+from dino_ds.tools.data_statistics import Facts, look_at, summarise
 from dino_ds.tools.sheet import Seen, draw_sheet
 from dino_ds.tools.sheet_page import build_page
 
@@ -94,7 +95,7 @@ def _check(images: int, sample: int, out: str) -> Path:
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: {path.parent} is no folder one may write to")
+        raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
 
 
@@ -125,8 +126,8 @@ def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]
     multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
     small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
     for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
-        drawn = multicrop.draw(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
-        for (group, _), crop in zip(multicrop.crops, drawn, strict=True):
+        sampled = multicrop.sample(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
+        for (group, _), crop in zip(multicrop.crops, sampled, strict=True):
             left, top, right, bottom = crop.box
             small[group.name].append((right - left) * (bottom - top) < group.size**2)
     return {
@@ -138,18 +139,11 @@ def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
-    data, channels, multicrop = recipe.data, recipe.model.in_chans, MultiCrop(recipe.crops.groups, recipe.crops.augment)
-    dataset = MultiCropDataset(
-        source,
-        multicrop,
-        recipe.seed,
-        augment=data.augment,
-        max_pixels=data.max_pixels,
-        channels=channels,
-        device=torch.device("cpu"),
-        value_range=data.known_range,
-    )
-    for keys in islice(ResumableSampler(len(source), recipe.seed, 1, 1, 0, 1, Position()), len(source)):
+    data, channels = recipe.data, recipe.model.in_chans
+    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    options = LoaderOptions.of(recipe, global_batch=1)
+    dataset = MultiCropDataset(source, multicrop, options)
+    for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
         [(epoch, index)] = keys
         try:
             array = pixels(source, index, data.max_pixels, data.known_range)
@@ -160,9 +154,9 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         batch = dataset.__getitems__(keys)
         assert not isinstance(batch, DataError)
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
-        drawn = multicrop.draw(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
         crops = [_picture(_levels(crop[0]).numpy()) for crop in all_crops(augmented_crops(batch))]
-        yield Seen(batch.names[0], original, drawn, crops, multicrop.groups[0].count)
+        yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
 def _levels(crop: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,11 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class Seen:
-    """One image, how its crops were `drawn`, and the crops as RGB pictures; the first `num_global` are shown large."""
+    """One image, how its crops were `sampled`, and these as RGB pictures; the first `num_global` are shown large."""
 
     name: str
     original: Image.Image
-    drawn: list[CropParameters]
+    sampled: list[CropParameters]
     crops: list[Image.Image]
     num_global: int
 
@@ -92,7 +92,7 @@ def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
 
 def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
     boxes = []
-    for crop in row.drawn:
+    for crop in row.sampled:
         left, top, right, bottom = (edge * scale for edge in crop.box)
         boxes.append((_MARGIN + left, y + top, _MARGIN + right - 1, y + bottom - 1))
     for number in reversed(range(len(boxes))):

@@ -43,11 +43,11 @@ def _card(number: int, row: Seen) -> dict[str, Any]:
     small = row.original.copy()
     small.thumbnail((_ORIGINAL_SIDE, _ORIGINAL_SIDE))
     crops = []
-    for place, (drawn, crop) in enumerate(zip(row.drawn, row.crops, strict=True)):
+    for place, (sampled, crop) in enumerate(zip(row.sampled, row.crops, strict=True)):
         kind, times = "global" if place < row.num_global else "local", max(1, _CROP_SIDE // crop.width)
         crops.append(
-            {"kind": kind, "key": f"{number}-{place}", "box": drawn.box, "picture": embedded_picture(crop)}
-            | {"words": f"{kind} crop {place + 1}: {describe(drawn)}"}
+            {"kind": kind, "key": f"{number}-{place}", "box": sampled.box, "picture": embedded_picture(crop)}
+            | {"words": f"{kind} crop {place + 1}: {describe(sampled)}"}
             | {"width": crop.width * times, "height": crop.height * times}
         )
     return {

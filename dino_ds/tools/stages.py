@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import LoaderBatch, MultiCropDataset, augmented_crops
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage, pixels
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import Source
-from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
+from dino_ds.data.workers import started, worker_options
 from dino_ds.errors import DataError
 from dino_ds.measure.timing import synchronize
 
@@ -56,7 +55,7 @@ class _Stages:
         self._source, self._recipe, self._device, self._images = source, recipe, device, images
         self._multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
         # Another order than the loader's: its files may be in memory already.
-        sampler = ResumableSampler(len(source), recipe.seed + 1, 1, 1, 0, 1, Position())
+        sampler = ResumableSampler(len(source), LoaderOptions(seed=recipe.seed + 1), Position())
         self._order = (index for [(_, index)] in sampler)
         self._rounds = 0
         self.seconds: dict[str, list[float]] = {}
@@ -79,12 +78,11 @@ class _Stages:
         """Finished batches from a loader process that has nothing else to do."""
         blank = np.zeros((64, 64, self._recipe.model.in_chans), np.uint8)
         ready = _Ready(self._dataset(_Decoded([blank])), self._images)
-        sampler = ResumableSampler(self._images, 0, self._images, self._images, 0, 1, Position())
+        whole = LoaderOptions(global_batch=self._images, micro_batch=self._images)
+        sampler = ResumableSampler(self._images, whole, Position())
         options = worker_options(1)
         loader: DataLoader[LoaderBatch] = DataLoader(ready, batch_sampler=sampler, collate_fn=_as_it_is, **options)
-        with main_module_left_out(unless_defines=self._source):
-            batches = iter(loader)
-        try:
+        with started(loader, self._source) as batches:
             for _ in range(options["prefetch_factor"] + 1):  # they were ready before anybody waited
                 next(batches)
             for _ in range(rounds):
@@ -92,8 +90,6 @@ class _Stages:
                 for _ in range(_BATCHES):
                     next(batches)
                 self._note("hand over", time.perf_counter() - begin, _BATCHES * self._images)
-        finally:
-            stop_workers(batches)
 
     def _decoded(self) -> list[np.ndarray]:
         """Pixels of `images` images; unreadable ones are passed over, and their time does not count."""
@@ -130,17 +126,7 @@ class _Stages:
         return {"read": middle - begin, "decode": time.perf_counter() - middle}, array
 
     def _dataset(self, source: Source) -> MultiCropDataset:
-        data = self._recipe.data
-        return MultiCropDataset(
-            source,
-            self._multicrop,
-            self._recipe.seed,
-            augment=data.augment,
-            max_pixels=data.max_pixels,
-            channels=self._recipe.model.in_chans,
-            device=self._device,
-            value_range=data.known_range,
-        )
+        return MultiCropDataset(source, self._multicrop, LoaderOptions.of(self._recipe, device=self._device))
 
     def _note(self, stage: str, seconds: float, images: int) -> None:
         self.seconds.setdefault(stage, []).append(seconds / images)

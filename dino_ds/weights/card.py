@@ -9,8 +9,8 @@ import yaml
 
 from dino_ds import __version__
 from dino_ds.architectures import ARCHITECTURES
+from dino_ds.data.images import range_text
 from dino_ds.data.multicrop import channel_statistics
-from dino_ds.data.value_range import range_text
 from dino_ds.weights.load import Backbone
 
 _USE = {

@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_ds.architectures import BackboneOptions
-from dino_ds.data.images import UnreadableImage, to_rgb
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import prepared, to_rgb
 from dino_ds.data.multicrop import EvalCrop
-from dino_ds.data.value_range import prepared
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.architectures import VITS
-from dino_ds.data.value_range import ValueRange
+from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network

@@ -9,9 +9,10 @@ from torch import Tensor
 from dino_ds.config.crops import all_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import photometric
+from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.batches import LoaderBatch
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment
+from dino_ds.data.photometric import augment
 from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, Counter, fake_cuda
 
@@ -20,7 +21,7 @@ IMAGES = 64
 
 def batch() -> LoaderBatch:
     crops = MultiCrop(Recipe().crops.groups, Recipe().crops.augment)
-    views = [crops.draw(500, 375, image) for image in range(IMAGES)]
+    views = [crops.sample(500, 375, image) for image in range(IMAGES)]
     groups, plans = {}, {}
     for name, side, group in (("global", 224, range(2)), ("local", 96, range(2, 10))):
         plans[name] = [AugmentationParams.build([view[crop] for crop in group for view in views], 3)]
@@ -54,7 +55,7 @@ def test_the_augmentation_by_single_operators():
     """What runs where the kernels can't. On the meta device, since the host reads here what is done to each crop."""
     here = batch()
     with Counter("meta") as gpu, gpu.part("augmentation"):
-        for group, plans in zip(here.crops.values(), here.plans.values(), strict=True):
+        for group, plans in zip(here.crops.values(), here.params.values(), strict=True):
             there = torch.empty(group.flatten(0, 1).shape, dtype=torch.uint8, device="meta")
             augment(there, [plan.moved(lambda table: table.to("meta")) for plan in plans])
     copies = [problem for problem in gpu.problems if "_to_copy between host and device" in problem]

@@ -12,13 +12,14 @@ import torch
 
 from dino_ds.config.crops import CropGroup, crop_sizes, describe_crops, student_sizes, teacher_crops, teacher_sizes
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.loader import build_loader
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop, to_tensor
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
 
-GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teacher=True, student=False, augmented=False)
+GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
 GROUPS = (*CROPS.groups, GRAM)
 
 
@@ -37,7 +38,9 @@ def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
     batches = []
     for groups in (GROUPS, GROUPS[:2]):
         crops = MultiCrop(groups, "low_res")
-        loader = build_loader(Noise(), crops, 0, 8, 8, 0, 1, workers, START, augment=augment)
+        loader = Loader(
+            Noise(), crops, LoaderOptions(global_batch=8, micro_batch=8, workers=workers, augment=augment), START
+        )
         with closing(DevicePrefetcher(loader, torch.device("cpu"))) as fed:
             batches.append(next(itertools.islice(fed, 1, None)))
     with_gram, without = batches
@@ -55,13 +58,13 @@ def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
 def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
     group, source = replace(GRAM, count=1, size=12, scale=(1.0, 1.0)), Noise(8)
     crops = MultiCrop([group], "low_res")
-    with closing(build_loader(source, crops, 0, 8, 8, 0, 1, 0, START, augment=augment)) as loader:
+    with closing(Loader(source, crops, LoaderOptions(global_batch=8, micro_batch=8, augment=augment), START)) as loader:
         batch = next(DevicePrefetcher(loader, torch.device("cpu")))
     [found], whole = batch.crops["gram"], 0
     for index, crop in zip(batch.indices.tolist(), found, strict=True):
         image = to_tensor(source.load(index))
         whole += any(torch.allclose(crop, some, atol=1e-5) for some in (image, image.flip(2)))
-    drawn = [crops.draw(12, 12, seed)[0] for seed in range(100)]
+    drawn = [crops.sample(12, 12, seed)[0] for seed in range(100)]
     assert whole > 0 and {crop.flip for crop in drawn} == {True, False}
     assert all(not (crop.jitter or crop.gray or crop.solarize or crop.blur_radius) for crop in drawn)
 

@@ -13,9 +13,10 @@ from PIL import Image, ImageOps
 
 from dino_ds.config.recipe import DataSection
 from dino_ds.data import decode
-from dino_ds.data.cropping import largest_shrink, resize_crop, shrunk_box
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
-from dino_ds.data.images import FORMATS, UnreadableImage
+from dino_ds.data.images import FORMATS
 from tests.data.test_multicrop import photo
 from tests.data.test_sources import encoded, images_of_every_mode
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from dino_ds.data import folder as folder_module
 from dino_ds.data import listing as listing_module
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import Contents, Packer, find_listing, printable
 from dino_ds.errors import DataError
 

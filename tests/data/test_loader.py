@@ -20,18 +20,13 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data import loader as loader_module
 from dino_ds.data import workers as workers_module
-from dino_ds.data.batches import LoaderBatch, MultiCropDataset, augmented_crops
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.loader import (
-    DataTimeout,
-    Position,
-    ResumableSampler,
-    build_loader,
-    steps_per_epoch,
-)
-from dino_ds.data.multicrop import MultiCrop, crop_seed
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
+from dino_ds.data.loader import DataTimeout, Loader, Position, ResumableSampler, steps_per_epoch
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
+from dino_ds.hashing import crop_seed
 
 IMAGES, GLOBAL = 21, 8
 START = Position()
@@ -86,18 +81,20 @@ def batches(
     augment="worker",
     channels=3,
 ) -> list[LoaderBatch]:
-    loader = build_loader(
+    loader = Loader(
         source or Noise(),
         CROPS,
-        seed,
-        GLOBAL,
-        micro,
-        rank,
-        world,
-        workers,
+        LoaderOptions(
+            seed=seed,
+            global_batch=GLOBAL,
+            micro_batch=micro,
+            rank=rank,
+            world_size=world,
+            workers=workers,
+            augment=augment,
+            channels=channels,
+        ),
         start,
-        augment=augment,
-        channels=channels,
     )
     try:
         return list(itertools.islice(loader, count))
@@ -190,9 +187,7 @@ def test_one_draw_decides_both_modes():
 
 
 def crops_of(key: tuple[int, int], source: Noise, seed: int, augment: str) -> list[torch.Tensor]:
-    dataset = MultiCropDataset(
-        source, CROPS, seed, augment=augment, max_pixels=None, channels=3, device=torch.device("cpu")
-    )
+    dataset = MultiCropDataset(source, CROPS, LoaderOptions(seed=seed, augment=augment))
     return all_crops(augmented_crops(dataset.__getitems__([key])))
 
 
@@ -242,10 +237,12 @@ def test_position_moves_to_the_next_epoch():
 def test_position_of_another_global_batch_still_fits():
     """A run resumed with another batch size goes on where it stopped; sampler and position agree on the epoch's end."""
     start = Position(0, 10)
-    sampler = iter(ResumableSampler(IMAGES, 0, 4, 4, 0, 1, start))
+    sampler = iter(ResumableSampler(IMAGES, LoaderOptions(global_batch=4, micro_batch=4), start))
     order = [
         i
-        for batch in itertools.islice(iter(ResumableSampler(IMAGES, 0, 20, 20, 0, 1, Position())), 1)
+        for batch in itertools.islice(
+            iter(ResumableSampler(IMAGES, LoaderOptions(global_batch=20, micro_batch=20), Position())), 1
+        )
         for _, i in batch
     ]
     got = [next(sampler) for _ in range(3)]
@@ -306,7 +303,7 @@ def test_sources_of_other_channels_are_augmented_alike_in_both_modes(workers):
         batches(1, source=Channels(), channels=5, augment=augment, workers=workers)[0]
         for augment in ("worker", "device")
     )
-    assert worker.plans is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)
+    assert worker.params is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)
     for a, b in zip(all_crops(worker.crops), all_crops(augmented_crops(device)), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     with pytest.raises(DataError, match="5 channels, 3 are wanted"):
@@ -321,7 +318,7 @@ class Faulty(Noise):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_source_that_raises_something_else_is_named_in_one_line(workers):
     with pytest.raises(
-        DataError, match=r"of Faulty raised KeyError: 'label'; a source says what it can't read"
+        DataError, match=r"of Faulty raised KeyError: 'label'; a source reports what it can't read"
     ) as caught:
         batches(1, source=Faulty(), workers=workers)
     assert "\n" not in str(caught.value)
@@ -341,9 +338,9 @@ def test_a_killed_worker_is_named_and_started_again_once():
     """
     import psutil
 
-    undisturbed = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 0, START)
+    undisturbed = Loader(Noise(200), CROPS, LoaderOptions(global_batch=8, micro_batch=8), START)
     everything = [next(undisturbed).indices.tolist() for _ in range(40)]
-    loader = build_loader(Noise(200), CROPS, 0, 8, 8, 0, 1, 2, START)
+    loader = Loader(Noise(200), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=2), START)
     seen = [next(loader).indices.tolist()]
     first = _workers_of_this_process()
     os.kill(first[0].pid, signal.SIGKILL)
@@ -376,7 +373,7 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     import psutil
 
     monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.2)
-    loader = build_loader(Stuck(8), CROPS, 0, 8, 8, 0, 1, 1, START, patience=2.0)
+    loader = Loader(Stuck(8), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=1, patience=2.0), START)
     assert loader.next_if_ready() is None
     with pytest.raises(DataTimeout):
         loader.next_unless(lambda: True)
@@ -445,11 +442,14 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
             open(sys.argv[1], "a").write("run\\n")
             if __name__ == "__main__":
                 from dino_ds.config.crops import dino_groups
-                from dino_ds.data.loader import Position, build_loader
+                from dino_ds.data.batches import LoaderOptions
+                from dino_ds.data.loader import Position, Loader
                 from dino_ds.data.multicrop import MultiCrop
                 from dino_ds.data.sources import build_source
                 crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-                loader = build_loader(build_source("photos", None, "train", False), crops, 0, 8, 8, 0, 1, 2, Position())
+                source = build_source("photos", None, "train", False)
+                options = LoaderOptions(global_batch=8, micro_batch=8, workers=2)
+                loader = Loader(source, crops, options, Position())
                 next(loader)
                 family = psutil.Process().children(recursive=True)
                 workers = [p for p in family if p.parent().pid != os.getpid()]
@@ -487,11 +487,14 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         import os, time
         import psutil
         from dino_ds.config.crops import dino_groups
-        from dino_ds.data.loader import Position, build_loader
+        from dino_ds.data.batches import LoaderOptions
+        from dino_ds.data.loader import Position, Loader
         from dino_ds.data.multicrop import MultiCrop
         from dino_ds.data.sources import build_source
         crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-        loader = build_loader(build_source("photos", None, "train", False), crops, 0, 8, 8, 0, 1, 1, Position())
+        source = build_source("photos", None, "train", False)
+        options = LoaderOptions(global_batch=8, micro_batch=8, workers=1)
+        loader = Loader(source, crops, options, Position())
         next(loader)
         print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
         time.sleep(600)

@@ -14,18 +14,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 
 from dino_ds.config.crops import dino_groups
-from dino_ds.data.multicrop import (
-    AUGMENTATIONS,
-    MEAN,
-    STD,
-    CropParameters,
-    EvalCrop,
-    MultiCrop,
-    apply_crop,
-    crop_seed,
-    to_tensor,
-)
+from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, EvalCrop, MultiCrop, apply_crop, to_tensor
 from dino_ds.errors import ConfigError
+from dino_ds.hashing import crop_seed
 
 IMAGES = 3000
 
@@ -60,7 +51,7 @@ def test_counts_sizes_and_type(num_local):
 def test_scales_and_ratios_fill_their_ranges():
     width, height = 500, 375
     crops = multicrop()
-    views = [crops.draw(width, height, seed) for seed in range(IMAGES)]
+    views = [crops.sample(width, height, seed) for seed in range(IMAGES)]
     for which, (low, high) in (([0, 1], (0.4, 1.0)), ([2, 3, 4], (0.05, 0.4))):
         boxes = np.array([view[i].box for view in views for i in which])
         left, top, right, bottom = boxes.T
@@ -76,7 +67,7 @@ def test_scales_and_ratios_fill_their_ranges():
 def test_boxes_are_distributed_as_torchvisions(size):
     """Means of area, ratio and place, equal within 5 standard errors; wide and tall images need the fallback."""
     width, height = size
-    ours = np.array([multicrop(num_local=0).draw(width, height, seed)[0].box for seed in range(IMAGES)], dtype=float)
+    ours = np.array([multicrop(num_local=0).sample(width, height, seed)[0].box for seed in range(IMAGES)], dtype=float)
     torch.manual_seed(0)
     image = torch.empty(1, height, width)
     reference = RandomResizedCrop(8, scale=(0.4, 1.0))
@@ -101,7 +92,7 @@ def test_drawn_boxes_are_what_is_cut():
     crops.augmentation = replace(crops.augmentation, blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0.0, gray=0.0)
     std, mean = torch.tensor(STD).view(3, 1, 1), torch.tensor(MEAN).view(3, 1, 1)
     for seed in range(50):
-        for view, crop in zip(crops.draw(width, height, seed), crops(image, seed), strict=True):
+        for view, crop in zip(crops.sample(width, height, seed), crops(image, seed), strict=True):
             pixels = (crop * std + mean) * 255
             across, down = pixels[0].mean(0), pixels[1].mean(1)
             if view.flip:
@@ -117,7 +108,7 @@ def test_drawn_boxes_are_what_is_cut():
     "augment,blur", [("dino", (1.0, 0.1, 0.5)), ("dinov2_as_trained", (0.0, 0.9, 0.5)), ("low_res", (0.0, 0.0, 0.0))]
 )
 def test_rates_of_every_variant(augment, blur):
-    views = [multicrop(augment, num_local=1).draw(100, 100, crop_seed(0, 0, i)) for i in range(IMAGES)]
+    views = [multicrop(augment, num_local=1).sample(100, 100, crop_seed(0, 0, i)) for i in range(IMAGES)]
     for kind in range(3):
         of_kind = [view[kind] for view in views]
         assert_rate(sum(view.flip for view in of_kind), IMAGES, 0.5)
@@ -129,14 +120,14 @@ def test_rates_of_every_variant(augment, blur):
 
 @pytest.mark.parametrize("augment,saturation", [("dino", 0.2), ("low_res", 0.4)])
 def test_jitter_strengths_and_orders(augment, saturation):
-    jitters = [view.jitter for seed in range(IMAGES) for view in multicrop(augment).draw(50, 50, seed) if view.jitter]
+    jitters = [view.jitter for seed in range(IMAGES) for view in multicrop(augment).sample(50, 50, seed) if view.jitter]
     assert len({tuple(name for name, _ in jitter) for jitter in jitters}) == 24
     middle = {"brightness": (1, 0.4), "contrast": (1, 0.4), "saturation": (1, saturation), "hue": (0, 0.1)}
     for name, (center, strength) in middle.items():
         factors = np.array([dict(jitter)[name] for jitter in jitters])
         assert center - strength <= factors.min() < center - 0.99 * strength
         assert center + 0.99 * strength < factors.max() <= center + strength
-    radii = [view.blur_radius for seed in range(IMAGES) for view in multicrop("dino", 0).draw(50, 50, seed)[:1]]
+    radii = [view.blur_radius for seed in range(IMAGES) for view in multicrop("dino", 0).sample(50, 50, seed)[:1]]
     assert 0.1 <= min(radii) < 0.11 and 1.99 < max(radii) <= 2.0
 
 
@@ -193,7 +184,7 @@ def test_pixels_equal_torchvisions_for_given_parameters(view):
 def test_whole_pipeline_equals_torchvisions_for_the_drawn_parameters(augment):
     crops = multicrop(augment)
     for seed in range(40):
-        for view, crop in zip(crops.draw(60, 45, seed), crops(photo(), seed), strict=True):
+        for view, crop in zip(crops.sample(60, 45, seed), crops(photo(), seed), strict=True):
             torch.testing.assert_close(crop, reference_view(photo(), view, crop.shape[-1]), rtol=0, atol=ROUNDING)
 
 
@@ -263,6 +254,6 @@ def test_picture_shows_the_crops():
     picture = crops.picture(batch, images=4)
     assert picture.shape == (3, 4 * 34, 5 * 34)
     assert picture.min() >= 0 and picture.max() <= 1
-    view = crops.draw(60, 45, 0)[0]
+    view = crops.sample(60, 45, 0)[0]
     shown = np.asarray(apply_crop(photo(), view, 32)).transpose(2, 0, 1) / 255
     np.testing.assert_allclose(picture[:, :32, :32], shown, atol=1e-5)

@@ -11,7 +11,8 @@ import pytest
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
@@ -42,7 +43,7 @@ def test_the_example_of_the_docs_runs(write, workers):
     source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
     assert len(source) == 8 and source.labels is None and source.classes is None
     crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-    loader = build_loader(source, crops, 0, 4, 4, 0, 1, workers, Position())
+    loader = Loader(source, crops, LoaderOptions(global_batch=4, micro_batch=4, workers=workers), Position())
     try:
         batches = list(itertools.islice(loader, 2))
     finally:
@@ -62,7 +63,7 @@ def test_the_example_of_the_docs_runs(write, workers):
         ("mod:Imagse", "class Images: pass", r"has no class Imagse\. Did you mean Images\?"),
         ("mod:A", "class A:\n    def load(self, i): pass", r"it lacks __len__, name"),
         ("os:system", None, r"os has no class system"),
-        ("subprocess:Popen", None, r"Popen is no source of images: it lacks __len__, load, name"),
+        ("subprocess:Popen", None, r"Popen is not a source of images: it lacks __len__, load, name"),
         (
             "mod:A",
             f"class A:\n    def __init__(self): pass\n    {GOOD}",

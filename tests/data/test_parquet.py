@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 

@@ -13,21 +13,9 @@ from PIL import Image
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
+from dino_ds.data.augmentation_params import FLIP, GRAY, SIGMA, SLOTS, SOLARIZE, AugmentationParams
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, MultiCrop, apply_crop, to_tensor
-from dino_ds.data.photometric import (
-    FLIP,
-    GRAY,
-    SIGMA,
-    SLOTS,
-    SOLARIZE,
-    AugmentationParams,
-    augment,
-    blend,
-    find_kernels,
-    gaussian_blur,
-    shift_hue,
-    solarize,
-)
+from dino_ds.data.photometric import augment, blend, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
 pytestmark = pytest.mark.numerical
@@ -104,7 +92,7 @@ def test_every_operation_equals_torchvisions(operation):
 def test_the_chain_equals_torchvisions_for_drawn_parameters(augmentation):
     """Every crop has its own operations in its own order. 1e-4: hue divides by the chroma of greyish pixels."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), augmentation)
-    views = [view for seed in range(30) for view in multicrop.draw(100, 80, seed)]
+    views = [view for seed in range(30) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))
     out, expected = pixels(augmented(some, views)), pixels(reference(some, views))
     solarized = torch.tensor([view.solarize for view in views])
@@ -132,7 +120,7 @@ def test_crops_smaller_than_the_blur_are_blurred():
 
 def test_pieces_give_what_the_whole_gives():
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
-    views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
+    views = [view for seed in range(4) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))
     pieces = [AugmentationParams.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
     torch.testing.assert_close(augment(some, pieces), augmented(some, views), rtol=0, atol=1e-5)
@@ -149,14 +137,14 @@ def test_crops_are_not_written_to():
 def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
     """Images of more than 8 bits come as numbers in [0, 1]."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
-    views = [view for seed in range(4) for view in multicrop.draw(100, 80, seed)]
+    views = [view for seed in range(4) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views), channels=channels)
     torch.testing.assert_close(augmented(some / 255, views), augmented(some, views), rtol=0, atol=1e-5)
 
 
 def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
-    views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").draw(100, 80, 0)
+    views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").sample(100, 80, 0)
     plan = AugmentationParams.build(views, 3).moved(lambda tensor: tensor.to("meta"))
     out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan])
     assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
@@ -165,7 +153,7 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch):
-    views = MultiCrop(dino_groups(64, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").draw(100, 80, 0)
+    views = MultiCrop(dino_groups(64, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").sample(100, 80, 0)
     some, plan = crops(len(views), 64), AugmentationParams.build(views, 3)
     there, moved = some.cuda(), plan.moved(torch.Tensor.cuda)
     assert find_kernels(there.device, there.dtype, there.shape[1:])[1] == ""
@@ -206,9 +194,9 @@ def test_a_blend_is_clamped_and_in_place():
 # the same distribution as the worker's
 
 
-def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
+def test_params_have_the_rates_and_ranges_of_the_sampled_crops():
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2), "dino")
-    views = [multicrop.draw(100, 80, seed) for seed in range(2000)]
+    views = [multicrop.sample(100, 80, seed) for seed in range(2000)]
     for kind, blur in ((0, 1.0), (1, 0.1), (2, 0.5)):
         table = AugmentationParams.build([view[kind] for view in views], 3).table
         jitter = table[:, : 4 * SLOTS].view(-1, SLOTS, 4)
@@ -231,7 +219,7 @@ def test_plans_have_the_rates_and_ranges_of_the_drawn_parameters():
 def test_the_worker_sees_nearly_the_same():
     """Pillow rounds after every operation, and its blur is three box filters that repeat the edge's pixels."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 4), "dino")
-    views = [replace(view, box=(0, 0, 32, 32)) for seed in range(20) for view in multicrop.draw(100, 80, seed)]
+    views = [replace(view, box=(0, 0, 32, 32)) for seed in range(20) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))
     worker = torch.stack(
         [to_tensor(apply_crop(Image.fromarray(x.numpy()), view, 32)) for x, view in zip(some, views, strict=True)]
@@ -242,7 +230,7 @@ def test_the_worker_sees_nearly_the_same():
     assert inner.mean() < 1.2 * LEVEL
 
 
-def test_a_plan_travels_between_processes_as_plain_bytes():
+def test_params_travel_between_processes_as_plain_bytes():
     plan = AugmentationParams.build([replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)], 3)
     other = pickle.loads(pickle.dumps(plan))
     assert torch.equal(other.table, plan.table) and torch.equal(other.there, plan.table)

@@ -10,8 +10,9 @@ import torch
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
+from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, find_kernels
+from dino_ds.data.photometric import augment, find_kernels
 from tests.data.test_photometric import NOTHING, crops
 
 triton = pytest.importorskip("triton")
@@ -53,7 +54,7 @@ def assert_same(kernels, some, views):
 def drawn(count, seed):
     """Views of all kinds: blurred and not, solarized and not, each with its own jitter."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")
-    return [view for i in range(count) for view in multicrop.draw(100, 80, seed + i)]
+    return [view for i in range(count) for view in multicrop.sample(100, 80, seed + i)]
 
 
 @pytest.mark.slow

@@ -11,17 +11,23 @@ import torch
 
 from dino_ds.config.crops import all_crops
 from dino_ds.data import prefetcher as feed_module
-from dino_ds.data.batches import augmented_crops
-from dino_ds.data.loader import DataTimeout
+from dino_ds.data.batches import LoaderOptions, augmented_crops
+from dino_ds.data.loader import DataTimeout, Loader
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import DataError
-from tests.data.test_loader import BOTH, CROPS, GLOBAL, START, Noise, batches, build_loader
+from tests.data.test_loader import BOTH, CROPS, GLOBAL, START, Noise, batches
 
 
 def prefetcher(device: str, augment: str, workers: int = 0) -> DevicePrefetcher:
     where = torch.device(device)
     return DevicePrefetcher(
-        build_loader(Noise(), CROPS, 0, GLOBAL, 4, 0, 1, workers, START, augment=augment, device=where), where
+        Loader(
+            Noise(),
+            CROPS,
+            LoaderOptions(global_batch=GLOBAL, micro_batch=4, workers=workers, augment=augment, device=where),
+            START,
+        ),
+        where,
     )
 
 
@@ -44,7 +50,7 @@ class Recorder:
 
     def __init__(self, monkeypatch, ready):
         self.did, self.ready, self.notes = [], ready, []
-        self.batches = (SimpleNamespace(number=number, plans=None) for number in itertools.count(1))
+        self.batches = (SimpleNamespace(number=number, params=None) for number in itertools.count(1))
         self.streams = ["step"]
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: "side")
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)

@@ -16,8 +16,8 @@ from PIL import Image
 
 from dino_ds.data import shards as shards_module
 from dino_ds.data import tar_index
-from dino_ds.data.images import UnreadableImage
-from dino_ds.data.own_files import expand
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.root import expand
 from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
@@ -127,8 +127,8 @@ def test_labels_come_from_folders_where_there_is_no_cls(tmp_path):
 
 def count_walks(monkeypatch) -> list[str]:
     walked: list[str] = []
-    find = tar_index._find_members
-    monkeypatch.setattr(tar_index, "_find_members", lambda path: walked.append(path) or find(path))
+    find = tar_index._Members
+    monkeypatch.setattr(tar_index, "_Members", lambda path: walked.append(path) or find(path))
     return walked
 
 

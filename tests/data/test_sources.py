@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.config import recipe
+from dino_ds.config.fields import SOURCES
 from dino_ds.data import torchvision_sets
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
 from dino_ds.data.encoded import read_file
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.photos import PATCH_PIXELS
-from dino_ds.data.sources import SOURCES, build_source
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 
 ORANGE = (240, 120, 40)
@@ -285,13 +285,13 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
         targets = (0, 1)
         classes = ("a", ("b", "bee"))
 
-    def build(datasets, root, split, download):
+    def build(datasets, dataset, root, split, download):
         calls.append(download)
         if not download:
             raise RuntimeError("Dataset not found.\nYou can use download=True to download it")
         return [Fake([(Image.new("L", (4, 4), 9), 0), (None, 1)])]
 
-    monkeypatch.setitem(torchvision_sets.TORCHVISION_SETS, "cifar10", build)
+    monkeypatch.setattr(torchvision_sets, "_build", build)
     with pytest.raises(
         DataError, match=r"--data\.download true; for .*--data\.source folder \(torchvision: Dataset not found\. You"
     ):
@@ -306,14 +306,14 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
 
 
 def test_failed_download_is_one_line(tmp_path, monkeypatch):
-    def build(datasets, root, split, download):
+    def build(datasets, dataset, root, split, download):
         raise OSError("no route\nto host")
 
-    monkeypatch.setitem(torchvision_sets.TORCHVISION_SETS, "pets", build)
+    monkeypatch.setattr(torchvision_sets, "_build", build)
     with pytest.raises(DataError, match=r"download of pets into .* failed: no route to host"):
         build_source("pets", str(tmp_path), "train", True)
 
 
 def test_the_recipe_knows_these_sources():
     """The schema names them without importing torchvision."""
-    assert recipe.SOURCES == SOURCES
+    assert set(SOURCES) == {"folder", "photos", *torchvision_sets.TORCHVISION_SETS}

@@ -14,14 +14,13 @@ from dino_ds import distributed
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.batches import MultiCropDataset, augmented_crops
-from dino_ds.data.cropping import resize_crop
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.find_range import Sample, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, Augmentation, EvalCrop, MultiCrop, RandomCrop
-from dino_ds.data.value_range import ValueRange, to_unit
 from dino_ds.errors import ConfigError
 from tests.data.deep import png16, ppm, tiff
 from tests.data.test_multicrop import photo
@@ -236,12 +235,7 @@ def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> lis
     dataset = MultiCropDataset(
         source,
         crops or MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino"),
-        0,
-        augment=augment,
-        max_pixels=None,
-        channels=3,
-        device=torch.device("cpu"),
-        value_range=value_range,
+        LoaderOptions(augment=augment, value_range=value_range),
     )
     return [view for epoch in range(epochs) for view in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
 
@@ -276,12 +270,10 @@ def test_both_modes_augment_deep_images_alike():
 
 
 def test_a_file_beyond_the_range_is_named():
-    dataset = partial(MultiCropDataset, augment="device", max_pixels=None, channels=3, device=torch.device("cpu"))
     source = Files(png16(GREY % 4096), png16(np.full_like(GREY, 5000)))
-    batch = dataset(
-        source, MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino"), 0, value_range=(0, 4095)
-    )
-    found = batch.__getitems__([(0, 1)])
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")
+    dataset = MultiCropDataset(source, crops, LoaderOptions(augment="device", value_range=(0, 4095)))
+    found = dataset.__getitems__([(0, 1)])
     assert found.bad[0] == "files/1.png (uint16 values, 5000 to 5000: beyond data.value_range 0,4095)"
     assert found.names == ["files/0.png"] and found.crops["global"].dtype == torch.float32
 

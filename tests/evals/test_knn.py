@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.data.images import UnreadableImage, evenly_spaced_indices
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.evals.features import Reading, extract_features, generators_kept, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 import dino_ds.evals.linear_sgd as module
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.multicrop import STD, RandomCrop, to_tensor
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp

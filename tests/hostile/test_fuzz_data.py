@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import decode_rgb
-from dino_ds.data.images import UnreadableImage
 from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX, index_shards

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from dino_ds.config.loading import dump_recipe, load_recipe
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.health.lock import RunLock
@@ -168,7 +169,14 @@ def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
     loaded = []
     for micro_step in range(2):  # accumulation 2
         for rank in range(2):
-            with closing(build_loader(source, crops, recipe.seed, 8, 2, rank, 2, 0, Position())) as loader:
+            with closing(
+                Loader(
+                    source,
+                    crops,
+                    LoaderOptions(seed=recipe.seed, global_batch=8, micro_batch=2, rank=rank, world_size=2),
+                    Position(),
+                )
+            ) as loader:
                 loaded += next(islice(loader, 4 * 2 + micro_step, None)).names
     assert [line for line in named if not line.startswith("#")] == loaded
 

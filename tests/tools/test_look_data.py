@@ -13,14 +13,15 @@ from PIL import Image
 
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
-from dino_ds.data.statistics import look_at
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
 from dino_ds.tools import look_data
+from dino_ds.tools.data_statistics import look_at
 from dino_ds.tools.sheet import _font, describe
 from tests.data.deep import tiff
 
@@ -139,7 +140,8 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     rows = list(look_data._seen(source, recipe))
     crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
-        build_loader(source, crops, 0, 7, 7, 0, 1, 0, Position(), augment=augment), torch.device("cpu")
+        Loader(source, crops, LoaderOptions(global_batch=7, micro_batch=7, augment=augment), Position()),
+        torch.device("cpu"),
     )
     batch = next(prefetcher)
     prefetcher.close()
@@ -148,7 +150,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     assert [row.name for row in rows] == [name for name in order if name not in replaced]
     for row in rows:
         place = order.index(row.name)
-        assert len(row.crops) == len(row.drawn) == 5
+        assert len(row.crops) == len(row.sampled) == 5
         for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
             # A batch of 7 may be summed in another order than one of 1.
             seen = look_data._levels(crop[place]).int() - torch.from_numpy(np.array(shown)).int()
@@ -270,7 +272,7 @@ def test_nothing_to_look_at(tmp_path):
 
 def test_descriptions_of_crops_name_every_operation():
     crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino")
-    text = " ".join(describe(view) for seed in range(50) for view in crops.draw(90, 60, seed))
+    text = " ".join(describe(view) for seed in range(50) for view in crops.sample(90, 60, seed))
     for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
         assert word in text
 

@@ -19,7 +19,8 @@ from PIL import Image
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import tar_index
-from dino_ds.data.loader import Position, build_loader
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
@@ -311,7 +312,12 @@ def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_pa
     crops = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 2), "low_res")
     seen = []
     for root in ("images", "images/list.txt", "shards"):
-        loader = build_loader(read(tmp_path / root), crops, 3, 8, 8, 0, 1, workers, Position(1, 8))
+        loader = Loader(
+            read(tmp_path / root),
+            crops,
+            LoaderOptions(seed=3, global_batch=8, micro_batch=8, workers=workers),
+            Position(1, 8),
+        )
         batches = list(itertools.islice(loader, 4))
         loader.close()
         seen.append(

@@ -14,11 +14,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds import distributed
+from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
-from dino_ds.data.encoded import read_file
-from dino_ds.data.images import UnreadableImage
+from dino_ds.data.encoded import NamedFiles, read_file
 from dino_ds.data.listing import printable
-from dino_ds.data.named_files import NamedFiles
 from dino_ds.errors import ConfigError, DataError, one_line
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
@@ -89,7 +88,7 @@ R = TypeVar("R")
 
 
 class Files(NamedFiles):
-    """Of each image the part in its box (left, top, right, bottom), or all of it."""
+    """Image files, each cropped to its box (left, top, right, bottom) where boxes are given."""
 
     def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, float, float, float]] | None = None) -> None:
         super().__init__([str(path) for path in paths])
@@ -153,7 +152,7 @@ def read_image(path: Path) -> Image.Image:
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     """uint8 (h, w): the palette's indices, or the values of a grey image; `size` is the photo's (width, height).
 
-    Raises DataError for what is no such image.
+    Raises DataError for any other file.
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:

@@ -1,4 +1,4 @@
-"""What a data set is made of: sizes, shapes, modes, formats, unreadable files, look-alikes and classes."""
+"""What a data set is made of: sizes, shapes, modes, formats, unreadable files, near-duplicates and classes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_image
-from dino_ds.data.duplicates import MAX_DISTANCE, difference_hash, find_groups
-from dino_ds.data.images import FORMATS, UnreadableImage
-from dino_ds.data.sources import Source
-from dino_ds.data.value_range import extremes
-from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
+from dino_ds.data.images import FORMATS, extremes
+from dino_ds.data.workers import started, worker_options
 
+MAX_DISTANCE = 3
+"""Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
+_BLOCKS = 6
+_SET_BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
 SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
 """Edges of the histogram, pixels."""
 ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, math.inf)
@@ -28,8 +31,6 @@ _SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
 _NO_FORMAT = "none"
 """Of images that do not come from files."""
-_EXIF_ORIENTATION = 0x0112
-_TURNED = (5, 6, 7, 8)
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,9 @@ def look_at(
     loader: DataLoader[Facts] = DataLoader(
         _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
     )
-    with main_module_left_out(unless_defines=source):
-        batches = iter(loader)
-    try:
+    with started(loader, source) as batches:
         for batch in batches:
             yield from batch
-    finally:
-        stop_workers(batches)
 
 
 class _FactsOf(Dataset[Facts]):
@@ -79,13 +76,11 @@ class _FactsOf(Dataset[Facts]):
             if read is None:
                 return self._of_pixels(index)
             data = read(index)
-            values = EncodedImage(data, self._source.name(index), self._max_pixels).values()
-            found = _facts_of_values(values)
+            image = EncodedImage(data, self._source.name(index), self._max_pixels)
+            width, height, found = image.width, image.height, _facts_of_values(image.values())
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
         with Image.open(io.BytesIO(data), formats=FORMATS) as header:
-            turned = header.getexif().get(_EXIF_ORIENTATION) in _TURNED
-            width, height = reversed(header.size) if turned else header.size
             return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), **found)
 
     def _of_pixels(self, index: int) -> Facts:
@@ -132,13 +127,13 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
 
 def _values(good: Sequence[Facts]) -> dict[str, Any]:
     """By type of the values stored: images, and the extremes of types deeper than uint8."""
-    types = _counts(fact.type for fact in good)
-    of = {name: [fact for fact in good if fact.type == name] for name in types}
-    return {
-        name: {"images": images}
-        | ({} if name == "uint8" else {"min": min(f.low for f in of[name]), "max": max(f.high for f in of[name])})
-        for name, images in types.items()
-    }
+    found: dict[str, Any] = {}
+    for name, images in _counts(fact.type for fact in good).items():
+        found[name] = {"images": images}
+        if name != "uint8":
+            some = [fact for fact in good if fact.type == name]
+            found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+    return found
 
 
 def _unreadable(bad: Sequence[Facts], source: Source) -> dict[str, Any]:
@@ -178,11 +173,7 @@ def _classes(source: Source) -> dict[str, Any] | None:
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:
-    return {
-        "min": _number(values.min()),
-        "median": _number(np.median(values)),
-        "max": _number(values.max()),
-    }
+    return {"min": _number(values.min()), "median": _number(np.median(values)), "max": _number(values.max())}
 
 
 def _number(value: float) -> float:
@@ -193,15 +184,68 @@ def _histogram(values: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any
     """Bins [from, below), without empty ones at both ends; below None = no limit."""
     counts, _ = np.histogram(values, bins=[*edges[:-1], np.inf])
     filled = np.flatnonzero(counts)
+    below = [None if math.isinf(edge) else round(edge, 4) for edge in edges[1:]]
     return [
-        {
-            "from": round(edges[i], 4),
-            "below": None if math.isinf(edges[i + 1]) else round(edges[i + 1], 4),
-            "images": int(counts[i]),
-        }
+        {"from": round(edges[i], 4), "below": below[i], "images": int(counts[i])}
         for i in range(filled[0], filled[-1] + 1)
     ]
 
 
 def _counts(values: Iterator[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
+
+
+# near-duplicates: a 64-bit hash of each image, and all pairs of hashes that differ in a few bits
+
+
+def difference_hash(image: Image.Image) -> int:
+    """64 bits: is each pixel of the 9 x 8 grey thumbnail brighter than its left neighbour? (dHash, N. Krawetz 2013)"""
+    small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
+    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
+
+
+def find_groups(hashes: np.ndarray) -> list[list[int]]:
+    """Hashes (n,) uint64 -> groups of at least two places, largest first, linked by distances <= MAX_DISTANCE.
+
+    Exact: no pair is missed. A million random hashes take seconds, since equal ones are compared once.
+    """
+    values, inverse = np.unique(hashes, return_inverse=True)
+    parent = list(range(len(values)))
+    for one, other in _close_pairs(values):
+        parent[_root(parent, one)] = _root(parent, other)
+    groups: dict[int, list[int]] = {}
+    for place, value in enumerate(inverse.tolist()):
+        groups.setdefault(_root(parent, value), []).append(place)
+    return sorted((group for group in groups.values() if len(group) > 1), key=lambda group: (-len(group), group))
+
+
+def _close_pairs(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Places (a, b) of different values with distance <= MAX_DISTANCE; a pair may come more than once.
+
+    Of 6 blocks of bits, 3 wrong bits leave at least 3 untouched: for each choice of 3 blocks, the values that agree
+    in them are neighbours after sorting (Manku, Jain, Das Sarma 2007, "Detecting near-duplicates for web crawling").
+    """
+    edges = [round(64 * block / _BLOCKS) for block in range(_BLOCKS + 1)]
+    masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
+    for kept in combinations(masks, _BLOCKS - MAX_DISTANCE):
+        keys = values & np.uint64(sum(kept))
+        order = np.argsort(keys)
+        keys = keys[order]
+        place = np.arange(len(keys) - 1)
+        step = 1
+        while len(place := place[place < len(keys) - step]):  # neighbours, then neighbours but one, ...
+            place = place[keys[place] == keys[place + step]]
+            one, other = order[place], order[place + step]
+            close = _distances(values[one], values[other]) <= MAX_DISTANCE
+            yield from zip(one[close].tolist(), other[close].tolist(), strict=True)
+            step += 1
+
+
+def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return _SET_BITS[(a ^ b).view(np.uint8).reshape(-1, 8)].sum(1)
+
+
+def _root(parent: list[int], node: int) -> int:
+    while parent[node] != node:
+        parent[node] = node = parent[parent[node]]
+    return node

@@ -1,0 +1,36 @@
+"""Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighbouring numbers give unrelated ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (_GOLDEN, _MIX1, _MIX2))
+
+
+def crop_seed(seed: int, epoch: int, index: int) -> int:
+    """64 bits that differ for any two (seed, epoch, index): crops depend on nothing else, no worker and no rank."""
+    value = 0
+    for part in (seed, epoch, index):
+        value = ((value ^ (part & _MASK)) + _GOLDEN) & _MASK
+        value = ((value ^ (value >> 30)) * _MIX1) & _MASK
+        value = ((value ^ (value >> 27)) * _MIX2) & _MASK
+        value ^= value >> 31
+    return value
+
+
+def mix(x: Tensor) -> Tensor:
+    """The same step on int64, element-wise."""
+    x = x + _SIGNED_GOLDEN
+    x = (x ^ shift_right(x, 30)) * _SIGNED_MIX1
+    x = (x ^ shift_right(x, 27)) * _SIGNED_MIX2
+    return x ^ shift_right(x, 31)
+
+
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """The logical shift of int64: torch has none for unsigned numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
