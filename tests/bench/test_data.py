@@ -26,6 +26,7 @@ def bench(changes: dict[str, str], **flags) -> None:
     run(BenchDataOptions(**given), recipe=load_recipe(None, {**SMALL, **changes}))
 
 
+@pytest.mark.slow
 def test_every_pipeline_is_measured(capsys, tmp_path):
     bench({}, out=str(tmp_path / "out"))
     result = json.loads(capsys.readouterr().out)

@@ -14,6 +14,7 @@ from dino_ds.options.bench import BenchKnnOptions
 TINY = {"queries": 40, "bank": 300, "width": 8, "k": 5, "images": 3, "patch_size": 16, "rounds": 1, "threads": 1}
 
 
+@pytest.mark.slow
 def test_beside_faiss(capsys):
     pytest.importorskip("faiss")
     run(BenchKnnOptions(**TINY, json=True))
