@@ -59,11 +59,6 @@ class PlanOptions:
         None
     )
     write: Annotated[str | None, Help("new file for the recommended ds JSON", "none")] = None
-    sweep: Annotated[bool, Help("model size x card x ZeRO stage: what fits, as table and picture in --out")] = False
-    scaling: Annotated[bool, Help("simulated weak scaling to 1024 GPUs of --gpu, as table and picture in --out")] = (
-        False
-    )
-    out: Annotated[str | None, Help("folder of --sweep or --scaling", "none")] = None
     json: Json = False
 
 
