@@ -93,14 +93,9 @@ def plain():
     return _losses_and_teacher(EXACT[0])
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
-@pytest.mark.slow
-def test_exact_rungs_are_the_plain_step(rung, plain):
-=======
 @pytest.mark.parametrize("step", EXACT[1:], ids=lambda step: step.name)
+@pytest.mark.slow
 def test_exact_steps_are_the_plain_step(step, plain):
->>>>>>> main
     """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
     losses, teacher, center = _losses_and_teacher(step)
