@@ -204,7 +204,7 @@ class RunFolder:
     def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
         model = arch.timm_model(self.recipe.model.backbone)
         if model is None:
-            return {"backbone": self.recipe.model.backbone}
+            return {"backbone": self.recipe.model.backbone, "image_size": self.recipe.crops.global_size}
         name, arguments = model[0], model[1] | {"img_size": self.recipe.crops.global_size, "num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
         return {

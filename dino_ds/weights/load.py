@@ -15,17 +15,18 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.architectures import BackboneOptions
+from dino_ds.architectures import BackboneOptions, BackboneSpec
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.images import prepared, to_rgb
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
+from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, take_weights
-from dino_ds.weights.read import range_of
+from dino_ds.weights.read import Weights, other_spec, range_of
 
 
 class Backbone(nn.Module):
@@ -134,6 +135,8 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     where heads must be named.
     """
     weights = find_weights(path)
+    if (spec := other_spec(weights.about)) is not None:
+        return _load_other(spec, weights, str(path)).to(device)
     try:
         found = describe(weights, heads)
         if heads not in (None, found.arch.heads):
@@ -146,3 +149,16 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
     return Backbone(vit, found.image_size, str(path), weights.about, weights.head, notes).to(device)
+
+
+def _load_other(spec: BackboneSpec, weights: Weights, source: str) -> Backbone:
+    """A backbone that is not a Vision Transformer. Raises CheckpointError where the tensors are not its own."""
+    size = weights.about.get("image_size")
+    if not isinstance(size, int) or size <= 0:
+        raise CheckpointError(f"{source}: the JSON beside the weights does not say the image_size")
+    network = build_backbone(spec, size)
+    try:
+        network.load_state_dict(weights.backbone)
+    except RuntimeError as error:
+        raise CheckpointError(f"{source}: {' '.join(str(error).split())[:200]}") from None
+    return Backbone(network, size, source, weights.about)

@@ -6,7 +6,8 @@ import json
 import math
 import pickle
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.architectures import VITS
+from dino_ds.architectures import ARCHITECTURES, VITS, BackboneSpec
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.weights.huggingface import from_huggingface
@@ -55,11 +56,15 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
+    counters: set[str] = set()
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
             backbone, notes = from_huggingface(tensors)
             weights = Weights("huggingface", checked(backbone), {}, about, notes)
+        elif other_spec(about) is not None:
+            weights = Weights("dino_ds", tensors, {}, about, [])
+            counters = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}  # of buffers
         else:
             found = split_network(tensors, network)
             kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
@@ -70,8 +75,22 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
             weights = Weights(kind, checked(found.backbone), found.head, about, found.notes)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    check_numbers(path, weights.backbone | weights.head)
+    numbers = weights.backbone | weights.head
+    check_numbers(path, {name: tensor for name, tensor in numbers.items() if name not in counters})
     return weights
+
+
+def other_spec(about: Mapping[str, Any]) -> BackboneSpec | None:
+    """The backbone that teacher.json names, if it is one of dino_ds and not a Vision Transformer."""
+    name, numbers = about.get("backbone"), about.get("architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES or name in VITS or not isinstance(numbers, dict):
+        return None
+    spec: Any = ARCHITECTURES[name]
+    try:
+        found: BackboneSpec = replace(spec, **{key: int(value) for key, value in numbers.items()})
+    except (TypeError, ValueError):
+        raise CheckpointError(f"the JSON beside the weights has numbers that are not those of a {name}") from None
+    return found
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.architectures import BackboneOptions
+import dino_ds
+from dino_ds.errors import ConfigError
 from dino_ds.models.base import CLS
 from dino_ds.models.build import build_backbone
 from tests.ranks import run_on_ranks
@@ -74,9 +75,16 @@ def _check_the_toy(run, whole, written):
     assert "memory   not estimated for this backbone" in log_of(run)
     about = json.loads((run / "teacher.json").read_text())
     assert about["backbone"] == "toy" and about["architecture"]["width"] == 24
-    loaded = build_backbone(ToySpec(), 32, BackboneOptions())
-    loaded.load_state_dict(written)
-    assert loaded.eval().features(torch.randn(2, 3, 32, 32)).shape == (2, 24)
+    network = build_backbone(ToySpec(), 32)
+    network.load_state_dict(written)
+    images = torch.randn(2, 3, 32, 32)
+    with installed():
+        model = dino_ds.load(run)
+        with pytest.raises(ConfigError, match="not a Vision Transformer"):
+            model.attention(images)
+    with torch.no_grad():
+        assert torch.equal(model.features(images), network.eval().features(images))
+    assert model.patch_tokens(images).shape == (2, 4, 4, 24)
 
 
 def test_what_a_backbone_does_not_have_is_refused(tmp_path):
