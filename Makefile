@@ -57,22 +57,22 @@ tiers: setup
 BENCH_PARTS := step_s16 step_b16 step_l16 attention_s16 engine_s16 ladder_s16 inference_s16
 PART ?= $(BENCH_PARTS)
 BENCH_PYTHON := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
-BENCH_STEP := step --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
+BENCH_STEP := dino_ds bench step --json --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
 	--compare ds.dino_ds.compile=off,default --steps 15 --warmup 5
 bench_step_s16 := $(BENCH_STEP) --batch 256
 bench_step_b16 := $(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_224
 bench_step_l16 := $(BENCH_STEP) --batch 96 --model.backbone vit_large_patch16_224
-bench_attention_s16 := attention --config vits16 --batch 64
-bench_engine_s16 := engine --config vits16 --batch 64
-bench_ladder_s16 := ladder --config vits16 --batch 64 --out bench_results
-bench_inference_s16 := inference vit_small_patch16_224 --random --batches 1,16,256
+bench_attention_s16 := scripts.bench_attention --config vits16 --batch 64 --as_json
+bench_engine_s16 := dino_ds bench ladder --only engine --json --config vits16 --batch 64
+bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64 --out bench_results
+bench_inference_s16 := dino_ds bench inference --json vit_small_patch16_224 --random --batches 1,16,256
 bench-gpu: $(if $(VENV),setup)
 	@$(BENCH_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "bench-gpu: no GPU is found")'
 	@$(MAKE) --no-print-directory -j1 --keep-going $(PART:%=bench-gpu-%)
 
 $(BENCH_PARTS:%=bench-gpu-%): bench-gpu-%:
 	@mkdir -p bench_results
-	timeout 355 $(BENCH_PYTHON) -m dino_ds bench $(bench_$*) --json > bench_results/$*.part
+	timeout 355 $(BENCH_PYTHON) -m $(bench_$*) > bench_results/$*.part
 	@mv bench_results/$*.part bench_results/$*.json && ls -l bench_results/$*.json
 
 setup: $(READY)

@@ -1,4 +1,4 @@
-"""Nearest names for what was mistyped, and the right home for a knob found in the wrong file.
+"""The nearest names for a mistyped one, and the right file for a setting that was found in the wrong one.
 
 The recipe says what is learned, the ds JSON how fast and on what hardware: one fact has one home.
 """
@@ -14,89 +14,68 @@ MODEL_FORMS = "a run folder, a file of weights, a Hugging Face folder or a timm 
 """What a model is given as."""
 MOST_PROBLEMS = 100
 """Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
-# What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it.
 DS_HOMES: dict[str, str] = {
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
-    "train_batch_size": "train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "grad_accum": "gradient_accumulation_steps",
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "clip_grad": "gradient_clipping",
-    "clip": "gradient_clipping",
-    "clipping": "gradient_clipping",
-    "max_grad_norm": "gradient_clipping",
-    "gradient_clipping": "gradient_clipping",
-    "fp16": "fp16.enabled",
-    "use_fp16": "fp16.enabled",
-    "loss_scale": "fp16.loss_scale",
-    "initial_scale_power": "fp16.initial_scale_power",
-    "bf16": "bf16.enabled",
-    "precision": "bf16.enabled",
-    "mixed_precision": "bf16.enabled",
-    "zero": "zero_optimization.stage",
-    "zero_stage": "zero_optimization.stage",
-    "zero_optimization": "zero_optimization.stage",
-    "stage": "zero_optimization.stage",
-    "offload_optimizer": "zero_optimization.offload_optimizer.device",
-    "offload_param": "zero_optimization.offload_param.device",
-    "grad_checkpointing": "activation_checkpointing.number_checkpoints",
-    "gradient_checkpointing": "activation_checkpointing.number_checkpoints",
-    "activation_checkpointing": "activation_checkpointing.number_checkpoints",
-    "grad_accum_dtype": "data_types.grad_accum_dtype",
-    "communication_data_type": "communication_data_type",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "steps_per_print": "steps_per_print",
+    word: home
+    for home, words in {
+        "train_micro_batch_size_per_gpu": "micro_batch micro_batch_size batch_size_per_gpu "
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size": "train_batch_size",
+        "gradient_accumulation_steps": "accumulation grad_accum accumulate_grad_batches gradient_accumulation_steps",
+        "gradient_clipping": "clip_grad clip clipping max_grad_norm gradient_clipping",
+        "fp16.enabled": "fp16 use_fp16",
+        "fp16.loss_scale": "loss_scale",
+        "fp16.initial_scale_power": "initial_scale_power",
+        "bf16.enabled": "bf16 precision mixed_precision",
+        "zero_optimization.stage": "zero zero_stage zero_optimization stage",
+        "zero_optimization.offload_optimizer.device": "offload_optimizer",
+        "zero_optimization.offload_param.device": "offload_param",
+        "activation_checkpointing.number_checkpoints": "grad_checkpointing gradient_checkpointing "
+        "activation_checkpointing",
+        "data_types.grad_accum_dtype": "grad_accum_dtype",
+        "communication_data_type": "communication_data_type",
+        "wall_clock_breakdown": "wall_clock_breakdown",
+        "steps_per_print": "steps_per_print",
+    }.items()
+    for word in words.split()
 }
+"""What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it."""
 
-# What people write in a ds JSON -> the recipe key that holds it (first parts: whole sections).
 RECIPE_HOMES: dict[str, str] = {
-    "optimizer": "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...",
-    "scheduler": "optimizer.warmup, optimizer.min_lr and length",
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "min_lr": "optimizer.min_lr",
-    "weight_decay": "optimizer.weight_decay",
-    "weight_decay_end": "optimizer.weight_decay_end",
-    "betas": "optimizer.beta1 and optimizer.beta2",
-    "warmup": "optimizer.warmup",
-    "warmup_epochs": "optimizer.warmup",
-    "warmup_steps": "optimizer.warmup",
-    "seed": "seed",
-    "epoch": "length",
-    "epochs": "length",
-    "max_epochs": "length",
-    "num_train_epochs": "length",
-    "max_steps": "length",
-    "length": "length",
-    "global_batch": "data.global_batch",
-    "batch_size": "data.global_batch",
-    "data": "data.source, data.root, ...",
-    "dataloader_drop_last": "data.global_batch (an incomplete last batch is always dropped)",
-    "num_workers": "data.workers",
-    "workers": "data.workers",
-    "model": "model.backbone, model.patch_size, ...",
-    "backbone": "model.backbone",
-    "drop_path": "model.drop_path",
-    "crops": "crops.global_size, crops.num_local, ...",
-    "head": "head.prototypes, ...",
-    "objective": "objective.student_temp, ...",
-    "dino": "objective.student_temp, head.prototypes, ...",
-    "teacher": "teacher.momentum",
-    "ema": "teacher.momentum",
-    "teacher_momentum": "teacher.momentum",
-    "teacher_temp": "objective.teacher_temp",
-    "eval": "eval.every, ...",
-    "arch": "model.backbone",
-    "data_path": "data.root",
-    "out_dim": "head.prototypes",
-    "local_crops_number": "crops.num_local",
-    "log_every": "log_every",
-    "save_every": "save_every",
+    word: home
+    for home, words in {
+        "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...": "optimizer",
+        "optimizer.warmup, optimizer.min_lr and length": "scheduler",
+        "optimizer.lr": "lr learning_rate",
+        "optimizer.min_lr": "min_lr",
+        "optimizer.weight_decay": "weight_decay",
+        "optimizer.weight_decay_end": "weight_decay_end",
+        "optimizer.beta1 and optimizer.beta2": "betas",
+        "optimizer.warmup": "warmup warmup_epochs warmup_steps",
+        "seed": "seed",
+        "length": "epoch epochs max_epochs num_train_epochs max_steps length",
+        "data.global_batch": "global_batch batch_size",
+        "data.source, data.root, ...": "data",
+        "data.global_batch (an incomplete last batch is always dropped)": "dataloader_drop_last",
+        "data.workers": "num_workers workers",
+        "model.backbone, model.patch_size, ...": "model",
+        "model.backbone": "backbone arch",
+        "model.drop_path": "drop_path",
+        "crops.global_size, crops.num_local, ...": "crops",
+        "head.prototypes, ...": "head",
+        "objective.student_temp, ...": "objective",
+        "objective.student_temp, head.prototypes, ...": "dino",
+        "teacher.momentum": "teacher ema teacher_momentum",
+        "objective.teacher_temp": "teacher_temp",
+        "eval.every, ...": "eval",
+        "data.root": "data_path",
+        "head.prototypes": "out_dim",
+        "crops.num_local": "local_crops_number",
+        "log_every": "log_every",
+        "save_every": "save_every",
+    }.items()
+    for word in words.split()
 }
+"""What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -109,7 +88,7 @@ def suggestion(near: list[str]) -> str:
 
 
 def hub_id(text: str) -> str | None:
-    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is no path."""
+    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
     name = text.removeprefix("hf://").removeprefix("datasets/")
     return name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).parent.is_dir() else None
 

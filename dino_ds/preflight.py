@@ -1,7 +1,9 @@
-"""Traps of the surroundings that end in a wrong run or in a page of traceback, looked for before the heavy imports."""
+"""Checks of the environment before the slow imports: launchers, hostfile, torchvision."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import os
 from collections.abc import MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +22,7 @@ _RANK_VARIABLES = {
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     """Under `mpirun` or `srun`, set the variables of torch's launchers; else every process would train by itself.
 
-    Raises ConfigError if it is not said where the ranks meet.
+    Raises ConfigError if MASTER_ADDR is missing.
     """
     if "RANK" in environment:
         return
@@ -70,18 +72,11 @@ def hostfile_of(command: Sequence[str]) -> str | None:
     start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
     if start is None:
         return None
-    words = list(command[start:])
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        # argparse takes unambiguous beginnings of a long option.
-        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
-            return value if equals else (words[0] if words else None)
-        if word.startswith("-H"):
-            return word[2:]
-        if word.endswith(".py"):
-            return None  # the script: what follows is for us
-    return None
+    # What follows the script is for us.
+    words = itertools.takewhile(lambda word: not word.endswith(".py"), command[start:])
+    parser = argparse.ArgumentParser(add_help=False)  # as DeepSpeed's, which takes beginnings of a long option too
+    parser.add_argument("-H", "--hostfile")
+    return parser.parse_known_args(list(words))[0].hostfile
 
 
 def _is_launcher(word: str) -> bool:
@@ -93,7 +88,7 @@ def _is_launcher(word: str) -> bool:
 
 
 def check_torchvision() -> None:
-    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a riddle."""
+    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error."""
     try:
         import torchvision  # noqa: F401
     except ModuleNotFoundError as error:

@@ -33,7 +33,6 @@ from dino_ds.costs.memory import Memory
 from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
@@ -154,10 +153,10 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory 
     Raises ConfigError where that is more than there is.
     """
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
-    overrides, before, saved = request.ds_overrides, None, request.path / "ds_config.json"
-    resumed = request.options.resume is not False and saved.is_file()
+    options, overrides, before, saved = request.options, request.ds_overrides, None, request.path / "ds_config.json"
+    resumes = overrides is not None and options.resume is not False
     with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and overrides is not None and resumed:
+        if distributed.rank() == 0 and resumes and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
     start = given(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
@@ -165,7 +164,7 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory 
         start = kept(recipe, before, str(saved), overrides, machine)
     elif overrides is not None and machine.card_gib is not None:
         start = chosen(recipe, overrides, machine)
-    if not request.options.allow_oversize:
+    if not options.allow_oversize:
         check_fits(recipe, start, machine)
     return start, predict(recipe, start.config, machine)
 
@@ -198,10 +197,10 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
 def _build(
     folder: RunFolder, source: Source, max_steps: int | None, predicted_gib: float | None
 ) -> tuple[Run, Saver, list[str]]:
-    """The run, new or as its checkpoint has it, what saves it, and notes for people. Every rank must call it.
+    """The run, new or as its checkpoint has it, its saver, and notes for people; on return the folder is this run's.
 
-    From its end on the folder is this run's. Raises UserError for data, a ds config or a checkpoint that can't be used,
-    and where there is no room for one checkpoint.
+    Every rank must call it. Raises UserError for data, a ds config or a checkpoint that can't be used, and where the
+    disk has no room for one checkpoint.
     """
     recipe, config, batch = folder.recipe, folder.config, folder.recipe.data.global_batch
     with distributed.raise_on_all_ranks():
@@ -225,33 +224,23 @@ def _build(
     if choice.saved is not None:
         saver.load(choice.saved)
         notes += [*folder.notes_on(choice.saved.manifest), *other_images.notes(choice.saved.manifest)]
-    distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     last_step = min(step.schedules.steps, max_steps or step.schedules.steps)
+    distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     if step.applied_steps < last_step:
         saver.check_space()
     folder.write()
     notes += saver.tidy()
+    log = _open_log(folder.path, step.applied_steps, last_step)
+    facts = (recipe, config, folder.path, len(source), epoch_steps, last_step, predicted_gib)
+    return Run(*facts, step, state, evaluations, pictures, log), saver, notes
+
+
+def _open_log(path: Path, step: int, last_step: int) -> RunLog:
     with distributed.raise_on_all_ranks():
         try:
-            log = RunLog(folder.path, step.applied_steps, last_step)
+            return RunLog(path, step, last_step)
         except OSError as error:
-            raise unwritable(error.filename or folder.path, error) from None
-    run = Run(
-        recipe=recipe,
-        config=config,
-        path=folder.path,
-        images=len(source),
-        crops=MultiCrop(recipe.crops.groups, recipe.crops.augment),
-        epoch_steps=epoch_steps,
-        last_step=last_step,
-        predicted_gib=predicted_gib,
-        step=step,
-        state=state,
-        evaluations=evaluations,
-        pictures=pictures,
-        log=log,
-    )
-    return run, saver, notes
+            raise unwritable(error.filename or path, error) from None
 
 
 def _choose_checkpoint(folder: RunFolder, checkpoints: Checkpoints, images: OtherImages) -> Choice:

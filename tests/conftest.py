@@ -64,7 +64,7 @@ def starts_ranks(item: pytest.Item) -> bool:
     seen: set[int] = set()
     while todo:
         value = inspect.unwrap(todo.pop())
-        if id(value) in seen or not isinstance(value, FunctionType | type) or not value.__module__.startswith("tests"):
+        if id(value) in seen or not isinstance(value, FunctionType | type) or not _is_ours(value):
             continue
         seen.add(id(value))
         if (value.__module__, value.__qualname__) in STARTS_RANKS:
@@ -73,13 +73,18 @@ def starts_ranks(item: pytest.Item) -> bool:
     return False
 
 
+def _is_ours(value: FunctionType | type) -> bool:
+    return value.__module__.startswith("tests.")
+
+
 def _mentioned(function: FunctionType, cls: type | None) -> Iterable[Any]:
     """What the names in a function can stand for: globals, attributes of modules, methods of classes, closures."""
     names, scope = set(_names(function.__code__)), function.__globals__
     found = [scope[name] for name in names & scope.keys()]
     modules = [value for value in (*found, *map(sys.modules.get, names)) if isinstance(value, ModuleType)]
-    classes = [value for value in (*scope.values(), cls) if isinstance(value, type)]
-    for owner in (*modules, *classes):
+    owners = [module for module in modules if module.__name__.startswith("tests")]
+    owners += [value for value in (*scope.values(), cls) if isinstance(value, type) and _is_ours(value)]
+    for owner in owners:
         found += [getattr(owner, name) for name in names if hasattr(owner, name)]
     return [*found, *(cell.cell_contents for cell in function.__closure__ or ())]
 

@@ -20,7 +20,7 @@ from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
-from tests.engine.harness import ds_config, fp32_student
+from tests.engine.harness import GROUPS, ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import (
     by_group,
@@ -172,8 +172,7 @@ def _trajectory(stage, freeze):
     engine = Engine(network, config, betas=(0.9, 0.999), eps=1e-8)
     teacher = EmaTeacher(teacher_network, engine.masters())
     dino = DinoTerm(META["head"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
-    teachers = Teachers({"ema": teacher}, {"ema": ("global",)})
-    step = TrainingStep(engine, teachers, Objective({"dino": dino}), schedules)
+    step = TrainingStep(engine, Teachers({"ema": teacher}, GROUPS), Objective({"dino": dino}), schedules, GROUPS)
     for i, expected in enumerate(run["losses"]):
         views = [recorded[f"step{i}.crop{c}"] for c in range(len(settings["crops"]))]
         out = step.micro_batch(by_group(views), None)

@@ -1,1 +1,1 @@
-"""`dino-ds bench ...`: what a step, its levers and its parts cost on this host."""
+"""`dino-ds bench ...`: measures what a step, its optimizations and its parts cost on this host."""

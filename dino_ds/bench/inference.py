@@ -20,7 +20,7 @@ from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
-from dino_ds.measure.timing import Timing, synchronize, time_interleaved
+from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.models.build import build_backbone
 from dino_ds.names import did_you_mean
 from dino_ds.options.bench import BenchInferenceOptions
@@ -41,7 +41,10 @@ Features = Callable[[Tensor], Tensor]
 
 
 def run(options: BenchInferenceOptions) -> None:
-    """Every way to run `model` at every batch size, by turns; random images. Raises ConfigError, CheckpointError."""
+    """Measure every way to run `model` at every batch size, interleaved, on random images.
+
+    Raises ConfigError, CheckpointError.
+    """
     if options.random and options.model not in ARCHITECTURES:
         raise ConfigError(
             f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(options.model, ARCHITECTURES)}"
@@ -54,7 +57,7 @@ def run(options: BenchInferenceOptions) -> None:
     backbone = _random(options.model).to(device()) if options.random else load(options.model, device(), options.heads)
     side = options.size or backbone.image_size
     channels = backbone.vit.arch.in_chans
-    backbone.features(torch.zeros(1, channels, side, side, device=device()))  # says now that a size is none
+    backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +94,7 @@ def _random(name: str) -> Backbone:
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
-    """Name -> what computes the features, each tried once; and why others are left out."""
+    """The functions that compute the features by name, each tried once, and why others are left out."""
     builders: dict[str, Callable[[], Features]] = {
         BASELINE: lambda: backbone.features,
         "bf16": lambda: _bf16(backbone, compiled=False),
@@ -157,9 +160,10 @@ def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
 def _measured(
     batch: int, ways: dict[str, Features], images: Tensor, rounds: int, seconds: float, warmup: int
 ) -> list[dict[str, Any]]:
-    """A row for each way. As many of `rounds` as `seconds` have room for, by the time of the first."""
+    """Measure each way, with as many of `rounds` as fit into `seconds` by the time of the first."""
     began = time.monotonic()
     features = {name: way(images).float().cpu() for name, way in ways.items()}
+    exact = features[BASELINE]
     synchronize(device())
     fitting = int(seconds / max(time.monotonic() - began, 1e-9))
     repeats = max(LEAST_ROUNDS, min(rounds, fitting))
@@ -169,25 +173,15 @@ def _measured(
         {
             "batch": batch,
             "way": name,
-            **{f"p{percent}_ms": _percentile(timing, percent) for percent in (50, 95, 99)},
+            **{f"p{p}_ms": 1000 * float(np.percentile(timing.all_seconds, p)) for p in (50, 95, 99)},
             "images_per_second": batch / timing.seconds,
             "ratio": timings[BASELINE].seconds / timing.seconds,
-            "deviation": _deviation(features[name], features[BASELINE]),
+            "deviation": float(((features[name] - exact).norm(dim=1) / exact.norm(dim=1)).max()),
             "rounds": repeats,
             "clock": timing.clock,
         }
         for name, timing in timings.items()
     ]
-
-
-def _percentile(timing: Timing, percent: int) -> float:
-    """Milliseconds; between two rounds by their distance."""
-    return 1000 * float(np.percentile(timing.all_seconds, percent))
-
-
-def _deviation(features: Tensor, exact: Tensor) -> float:
-    """The largest over the images of |difference| / |features|."""
-    return float(((features - exact).norm(dim=1) / exact.norm(dim=1)).max())
 
 
 def _page(result: dict[str, Any]) -> str:

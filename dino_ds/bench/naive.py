@@ -1,4 +1,4 @@
-"""The plain forms of the parts of a step, as one writes them first: the start of the ladder.
+"""The parts of a training step as one would write them first: the start of the ladder.
 
 They fit into `TrainingStep` in place of ours, so that the step around them is the same.
 """
@@ -28,7 +28,7 @@ from dino_ds.teachers.ema import EmaTeacher
 
 
 class PairwiseTerm(DinoTerm):
-    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, whose entropy nobody asks for."""
+    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy."""
 
     def targets(self, teachers: Outputs, schedule: ScheduleValues) -> tuple[Tensor, Tensor]:
         logits = teachers["ema"][HEAD]
@@ -122,6 +122,9 @@ class PlainEngine:
 
     def freeze_backbone(self, frozen: bool) -> None:
         self._network.freeze_backbone(frozen)
+
+    def buffers(self, saved: bool = False) -> dict[str, Tensor]:
+        return dict(self._network.named_buffers())
 
     def masters(self) -> list[WholeMasters]:
         return [WholeMasters(list(self._network.named_parameters()))]

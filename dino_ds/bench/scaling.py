@@ -12,7 +12,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading
-from dino_ds.bench.rungs import CLIPPING
+from dino_ds.bench.ladder_steps import CLIPPING
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
@@ -26,13 +26,11 @@ STAGES = (0, 1, 2, 3)
 
 
 def run(options: BenchScalingOptions, *, recipe: Recipe) -> None:
-    """The step at every ZeRO stage on 1 and on `ranks` processes, `batch` images on each. Raises ConfigError."""
-    batch = begin(options.batch, options.threads, "bench scaling")
+    """Measure the step at every ZeRO stage on 1 and on `ranks` processes, `batch` images each. Raises ConfigError."""
+    ranks, batch = options.ranks, begin(options.batch, options.threads, "bench scaling")
     places = torch.cuda.device_count() if torch.cuda.is_available() else len(distributed.usable_cores())
-    if not 1 < options.ranks <= places:
-        raise ConfigError(
-            f"--ranks {options.ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)"
-        )
+    if not 1 < ranks <= places:
+        raise ConfigError(f"--ranks {ranks}: bench scaling wants 2 or more, and this machine has {places} place(s)")
     arguments: dict[str, Any] = {
         "recipe": recipe.model_dump(mode="json"),
         "batch": batch,
@@ -40,35 +38,29 @@ def run(options: BenchScalingOptions, *, recipe: Recipe) -> None:
         "warmup": options.warmup,
         "stages": list(STAGES),
     }
-    found = {
-        n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, options.ranks)
-    }
+    found = {n: run_in_children("dino_ds.bench.scaling:take_steps", n, 1, **arguments)[0].value for n in (1, ranks)}
     rows = []
-    for stage in map(str, STAGES):
-        alone, raise_on_all_ranks = found[1][stage], found[options.ranks][stage]
-        rate = {n: n * batch / timing["seconds"] for n, timing in ((1, alone), (options.ranks, raise_on_all_ranks))}
+    for stage in STAGES:
+        alone, several = (found[n][str(stage)] for n in (1, ranks))
+        rate, rates = batch / alone["seconds"], ranks * batch / several["seconds"]
         rows.append(
             {
-                "stage": int(stage),
-                "images_per_second_1": rate[1],
-                "images_per_second": rate[options.ranks],
-                "speedup": rate[options.ranks] / rate[1],
-                "communication_share": raise_on_all_ranks["communication_share"],
-                "spread": raise_on_all_ranks["spread"],
+                "stage": stage,
+                "images_per_second_1": rate,
+                "images_per_second": rates,
+                "speedup": rates / rate,
+                "communication_share": several["communication_share"],
+                "spread": several["spread"],
             }
         )
-    result = about(recipe, batch) | {
-        "processes": f"1 and {options.ranks}",
-        "ranks": options.ranks,
-        "stages": rows,
-    }
+    result = about(recipe, batch) | {"processes": f"1 and {ranks}", "ranks": ranks, "stages": rows}
     print_result(_page(result), result, options.json)
 
 
 def take_steps(
     recipe: dict[str, Any], batch: int, steps: int, warmup: int, stages: list[int]
 ) -> dict[str, dict[str, float]]:
-    """What each rank does: by ZeRO stage its seconds and its share of communication."""
+    """Measure the step on one rank: by ZeRO stage its seconds and its share of communication."""
     if device().type == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {distributed.usable_cores()[distributed.rank()]})
     trials = {}
@@ -88,7 +80,7 @@ def take_steps(
 
 
 def _communication_share(trial: Trial, step_seconds: float) -> float:
-    """Time in collectives in one step, waiting for the other ranks included, as the profiler sees it."""
+    """The profiler's share of one step spent in collectives, waiting for the other ranks included."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
-from dino_ds.bench.common import about, begin, heading, memory_of_step, recipe_flops
+from dino_ds.bench.common import MEMORY_STEPS, about, begin, clock_name, heading
 from dino_ds.config.ds_config import DsConfig, change_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -17,17 +17,18 @@ from dino_ds.costs.memory import estimate_memory
 from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
-from dino_ds.measure.memory import MIB, GpuPeak
+from dino_ds.measure.memory import MIB, GpuPeak, run_in_child
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
 from dino_ds.options.bench import BenchStepOptions
+from dino_ds.plan.speed import recipe_step_flops
 from dino_ds.ranges import AUGMENTATION, PARTS
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the things that are compared."""
+    """One of the settings that are compared."""
 
     name: str
     recipe: Recipe
@@ -47,14 +48,10 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     batch = begin(options.batch, options.threads)
     resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
     if torch.cuda.is_available():  # one at a time: two may not fit
-        summaries = [
-            s
-            for name, pair in resolved.items()
-            for s in _measure({name: pair}, {}, options.steps, options.warmup, options.data)
-        ]
+        summaries = [found for name, pair in resolved.items() for found in _measure({name: pair}, {}, options)]
     else:
         memory = {s.name: _peak_memory(s, ds_path, batch, options.threads) for s in settings}
-        summaries = _measure(resolved, memory, options.steps, options.warmup, options.data)
+        summaries = _measure(resolved, memory, options)
     result = about(recipe, batch) | {"settings": summaries}
     if options.compare:
         first, second = summaries
@@ -84,26 +81,32 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
 
 
 def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> dict[str, float]:
-    """From a process of its own; with several ranks from this one, later."""
+    """Measure it in a process of its own; with several ranks it is read in this one, later."""
     if distributed.world_size() > 1:
         return {}
-    child = memory_of_step(setting.recipe, setting.ds, ds_path, batch, threads)
+    arguments = {"recipe": setting.recipe.model_dump(mode="json"), "ds": dict(setting.ds)}
+    child = run_in_child("dino_ds.bench.step:take_steps", threads, **arguments, ds_path=ds_path, batch=batch)
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 
 
+def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: int) -> None:
+    """Run a few steps in the process whose memory is measured."""
+    trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
+    for _ in range(MEMORY_STEPS):
+        trial.run()
+
+
 def _measure(
-    resolved: dict[str, tuple[Recipe, DsConfig]],
-    memory: dict[str, dict[str, float]],
-    steps: int,
-    warmup: int,
-    data: bool,
+    resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
-    """The settings, interleaved. `memory` of each where it is known; a GPU's is measured here, for one setting."""
-    peak = None if memory else GpuPeak()
+    """Time the settings, interleaved. memory: of each, if known; a GPU's is measured here, for one setting."""
+    peak, waits = None if memory else GpuPeak(), options.data or distributed.world_size() > 1
     with ExitStack() as open_feeds:
-        steppers = {name: _Stepper(*pair, data, open_feeds) for name, pair in resolved.items()}
-        runs = {name: stepper.parts.after(warmup, stepper) for name, stepper in steppers.items()}
-        timings = time_interleaved(runs, steps, warmup, device(), waits=data or distributed.world_size() > 1)
+        steppers = {
+            name: _Stepper(*pair, waits, open_feeds if options.data else None) for name, pair in resolved.items()
+        }
+        runs = {name: stepper.parts.after(options.warmup, stepper) for name, stepper in steppers.items()}
+        timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     summaries = [_summary(name, timings[name], steppers[name], memory[name]) for name in steppers]
     steppers.clear()
@@ -113,18 +116,18 @@ def _measure(
 
 
 class _Stepper:
-    """The step of one setting."""
+    """The step of one setting, on real images where `open_feeds` closes their loader."""
 
-    def __init__(self, recipe: Recipe, config: DsConfig, data: bool, open_feeds: ExitStack) -> None:
+    def __init__(self, recipe: Recipe, config: DsConfig, waits: bool, open_feeds: ExitStack | None) -> None:
         self.recipe, self.config, self.trial = recipe, config, build_trial(recipe, config)
-        self._feed = open_feeds.enter_context(closing(real_feed(recipe, self.trial))) if data else None
-        self.parts = PartTimes(device(), waits=data or distributed.world_size() > 1)
+        self._feed = open_feeds.enter_context(closing(real_feed(recipe, self.trial))) if open_feeds else None
+        self.parts = PartTimes(device(), waits)
 
     def __call__(self) -> None:
         if self._feed is None:
             self.trial.run()
-            return
-        run_on_data(self.trial, self._feed, self.recipe.seed)
+        else:
+            run_on_data(self.trial, self._feed, self.recipe.seed)
 
 
 def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, float]) -> dict[str, Any]:
@@ -132,7 +135,7 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
     libraries = int(memory.get("imports_mib", 0.0) * MIB)
     predicted = estimate_memory(stepper.recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
-    flops = sum(recipe_flops(stepper.recipe).values())
+    flops = sum(recipe_step_flops(stepper.recipe, False).values())
     tflops = flops * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
     spent, whole = stepper.parts.read(), sum(timing.all_seconds)
@@ -170,7 +173,7 @@ def _page(result: dict[str, Any]) -> str:
         ("predicted, MiB", lambda s: f"{s['predicted_memory_mib']:.0f}"),
     ]
     if "imports_mib" in settings[0] and not torch.cuda.is_available():
-        rows.append(("of it libraries, MiB", lambda s: f"{s['imports_mib']:.0f}"))
+        rows.append(("libraries' part, MiB", lambda s: f"{s['imports_mib']:.0f}"))
     for part in (*PARTS, "other"):
         rows.append((f"part: {part}", lambda s, part=part: f"{100 * s['parts'][part]:.1f} %"))
     if settings[0]["augmentation_share"]:
@@ -179,8 +182,12 @@ def _page(result: dict[str, Any]) -> str:
     table = markdown_table(
         ["", *(s["name"] for s in settings)], [(name, *(show(s) for s in settings)) for name, show in rows]
     )
-    clock = "CPU time of one thread" if settings[0]["clock"] == "cpu" else "wall time"
-    lines = [heading("bench step", result), table, "", f"{clock}; median of the steps; FLOPs of the whole model"]
+    lines = [
+        heading("bench step", result),
+        table,
+        "",
+        f"{clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
+    ]
     if "ratio" in result:
         lines.append(f"ratio of images/s, second to first: {result['ratio']:.3f}")
     return "\n".join(lines)

@@ -9,9 +9,14 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
+EMA = "ema"
+"""The name of the teacher that follows the student."""
+
+
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops of one kind: `count` of each image, `size` pixels wide and high, who sees them and whether they are masked.
+    """Crops of one kind: `count` of each image, `size` pixels wide and high. `teachers` names those that see them;
+    `student` and `masked`: whether the student does, and whether it sees them masked.
 
     scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colours, blur and
     solarization; every crop is flipped at random.
@@ -21,7 +26,7 @@ class CropGroup:
     count: int
     size: int
     scale: tuple[float, float]
-    teacher: bool
+    teachers: tuple[str, ...]
     student: bool
     masked: bool = False
     augmented: bool = True
@@ -35,8 +40,8 @@ def dino_groups(
     num_local: int,
 ) -> tuple[CropGroup, ...]:
     """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student."""
-    both = CropGroup("global", 2, global_size, global_scale, teacher=True, student=True)
-    local = CropGroup("local", num_local, local_size, local_scale, teacher=False, student=True)
+    both = CropGroup("global", 2, global_size, global_scale, teachers=(EMA,), student=True)
+    local = CropGroup("local", num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)
 
 
@@ -50,9 +55,9 @@ def student_sizes(groups: Iterable[CropGroup]) -> list[int]:
     return crop_sizes(group for group in groups if group.student)
 
 
-def teacher_sizes(groups: Iterable[CropGroup]) -> list[int]:
-    """The size of every crop that the teacher sees."""
-    return crop_sizes(group for group in groups if group.teacher)
+def teacher_sizes(groups: Iterable[CropGroup], teacher: str = EMA) -> list[int]:
+    """The size of every crop that a teacher sees."""
+    return crop_sizes(group for group in groups if teacher in group.teachers)
 
 
 def describe_crops(groups: Iterable[CropGroup]) -> str:
@@ -65,6 +70,6 @@ def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
     return [crop for group in crops.values() for crop in group]
 
 
-def teacher_crops(groups: Iterable[CropGroup], crops: Mapping[str, Sequence[_T]]) -> list[_T]:
-    """Those crops of a batch that the teacher sees, in one list."""
-    return [crop for group in groups if group.teacher for crop in crops[group.name]]
+def teacher_crops(groups: Iterable[CropGroup], crops: Mapping[str, Sequence[_T]], teacher: str = EMA) -> list[_T]:
+    """Those crops of a batch that a teacher sees, in one list."""
+    return [crop for group in groups if teacher in group.teachers for crop in crops[group.name]]

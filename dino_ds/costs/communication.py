@@ -30,7 +30,7 @@ class Traffic:
     """One kind of collective. `payload`: bytes of what is all-reduced, of a gathered result or of what is scattered,
     summed over its `calls` in a step; `ranks` take part in each.
 
-    `during`: the part of the step that goes on meanwhile ("backward", "micro-batch"), "" for none.
+    `during`: the part of the step that runs at the same time ("backward", "micro-batch"), "" for none.
     """
 
     name: str

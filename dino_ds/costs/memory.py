@@ -287,7 +287,7 @@ def _gradient_element(config: DsConfig) -> int:
 
 
 def persistent_below(config: DsConfig) -> int:
-    """ZeRO 3: parameters of so many elements and fewer stay whole."""
+    """ZeRO 3: parameters of this many elements or fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,16 +61,15 @@ def extract_features(
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = _Images(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
-    for crops, targets, unreadable in loaded(
-        images, source, reading.workers, reading.progress, batch_size=reading.batch
-    ):
-        bad += unreadable
-        if len(crops):
-            features.append(describe(crops.to(device)))
-            labels.append(targets.to(device))
-        gave_up = reading.give_up()
-        if gave_up:
-            break
+    with closing(loaded(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
+        for crops, targets, unreadable in batches:
+            bad += unreadable
+            if len(crops):
+                features.append(describe(crops.to(device)))
+                labels.append(targets.to(device))
+            gave_up = reading.give_up()
+            if gave_up:
+                break
     # Agreed before the first collective of features: a rank that left would be waited for.
     found = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
     if any(gave_up for _, _, gave_up in found):
@@ -96,8 +95,11 @@ def loaded(
     workers: int | None,
     progress: str | None,
     **batching: Any,
-) -> Iterator[tuple[Tensor, Tensor, list[str]]]:
-    """Batches of `collate`, with a bar on rank 0 named `progress`; `batching`: the DataLoader's arguments for it."""
+) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
+    """Batches of `collate`, with a bar on rank 0 named `progress`; `batching`: the DataLoader's arguments for it.
+
+    Closing it ends the loader's processes.
+    """
     loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)

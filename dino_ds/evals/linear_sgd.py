@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -145,11 +146,11 @@ def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
     images = _Augmented(source, indices, RandomCrop(context.size), settings)
     progress = "linear-sgd" if context.progress else None
-    batches = loaded(images, source, settings.workers, progress, batch_sampler=sampler)
     unreadable = set[str]()
-    for step, (crops, rows, bad) in enumerate(batches):
-        unreadable.update(bad)
-        yield step // sampler.epoch_steps, crops, rows[:, 1]
+    with closing(loaded(images, source, settings.workers, progress, batch_sampler=sampler)) as batches:
+        for step, (crops, rows, bad) in enumerate(batches):
+            unreadable.update(bad)
+            yield step // sampler.epoch_steps, crops, rows[:, 1]
     of_all_ranks = sorted(set().union(*distributed.gather_objects(unreadable)))
     context.note(f"left out, unreadable: {text}" for text in of_all_ranks)
 

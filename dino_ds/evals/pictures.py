@@ -16,10 +16,10 @@ from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.durable import replace_file
 from dino_ds.errors import DataError
 from dino_ds.evals.features import generators_kept
-from dino_ds.evals.live import LiveTeacher
+from dino_ds.evals.runner import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
-from dino_ds.training.at_step import AtStep, Moment
+from dino_ds.training.run import AtStep, Moment
 
 _IMAGES = 4
 _PATCHES = 16
@@ -47,7 +47,7 @@ class PeriodicPictures(AtStep):
         return self._every > 0 and (last or step % self._every == 0)
 
     def run(self, moment: Moment) -> bool:
-        """Rank 0 draws, whose teacher is whole; the others wait."""
+        """Draw on rank 0, which has the whole teacher; the others wait."""
         if distributed.rank() == 0:
             try:
                 self._draw(moment)

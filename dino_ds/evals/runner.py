@@ -18,11 +18,12 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
-from dino_ds.evals.live import LiveTeacher
 from dino_ds.evals.preflight import preflight_eval
 from dino_ds.evals.results import RESULTS, describe_result, write_results
 from dino_ds.evals.suite import evaluate, images_of
-from dino_ds.training.at_step import AtStep, Moment
+from dino_ds.teachers.base import Teacher
+from dino_ds.training.run import AtStep, Moment
+from dino_ds.weights.load import Backbone
 
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
@@ -207,6 +208,33 @@ class EvalRunner(AtStep):
         """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+
+
+class LiveTeacher:
+    """A `Model`: in FP32 whatever the precision of training, its blocks as they are without a compiler.
+
+    `image_size` is the native side in pixels. Nothing is copied: it is always the newest teacher.
+    """
+
+    def __init__(self, teacher: Teacher, image_size: int) -> None:
+        self._teacher = teacher
+        self._backbone = Backbone(teacher.backbone, image_size, "the teacher", {})
+        self.image_size, self.patch_size, self.width = image_size, self._backbone.patch_size, self._backbone.width
+
+    def features(self, images: Tensor) -> Tensor:
+        return self._teacher.features(images)
+
+    def patch_tokens(self, images: Tensor) -> Tensor:
+        with self._teacher.evaluating():
+            return self._backbone.patch_tokens(images)
+
+    def attention(self, images: Tensor) -> Tensor:
+        with self._teacher.evaluating():
+            return self._backbone.attention(images)
+
+    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
+        with self._teacher.evaluating():
+            return self._backbone.last_tokens(images, blocks)
 
 
 class _RawPixels:

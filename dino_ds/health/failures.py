@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import Disk, append_to_log
+from dino_ds.health.files import Disk
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
@@ -82,11 +82,7 @@ class Failures:
         if not self._beat.listed:
             return None
         failure = Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message)
-        claimed = self._disk.run(lambda: self._heartbeats.claim(failure), None)
-        if claimed:
-            line = f"{'stopped ' if kind == 'stopped' else 'error   '} {message}"
-            self._disk.run(lambda: append_to_log(self._run_dir, line), None)
-        return claimed
+        return self._disk.run(lambda: self._heartbeats.claim(failure), None)
 
     def _peer_error(self, error: Exception) -> PeerError:
         failure = self._wait_for_cause()

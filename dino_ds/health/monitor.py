@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import Disk, append_line, append_to_log
+from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
@@ -239,8 +239,6 @@ class MonitorProcess:
         failure = Failure(arguments.rank, socket.gethostname(), self._beat.step, kind, PEER_LOST, message)
         if not listed or self._disk.run(lambda: self._heartbeats.claim(failure), True):
             self._say(message)
-            if listed:
-                self._disk.run(lambda: append_to_log(self._run_dir, f"error    {message}"), None)
 
     def _say(self, message: str) -> None:
         self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.durable import discard, replacing
-from dino_ds.health.files import Disk, create_exclusively
+from dino_ds.health.files import Disk, append_to_log, create_exclusively
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
@@ -61,7 +61,7 @@ class Heartbeats:
     """The files of RUN/heartbeats. Reading and writing never raise for what a dying run leaves behind."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "heartbeats"
+        self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
         self._before = run_dir / "heartbeats.before"
         self._first = self.folder / _FIRST_FAILURE
         self.prepared = False
@@ -124,11 +124,14 @@ class Heartbeats:
         return None if own is None else max(times.values()) - own
 
     def claim(self, failure: Failure) -> bool:
-        """Whether `failure` is the first of this run: then it is recorded, and this rank reports it."""
+        """Whether `failure` is the first of this run: then it is recorded, log.txt has it, and this rank reports it."""
         try:
-            return create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
+            first = create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
         except OSError:
             return False
+        if first:
+            append_to_log(self._run_dir, f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}")
+        return first
 
     def first_failure(self) -> Failure | None:
         try:

@@ -99,7 +99,7 @@ class LaunchAttempt:
         )
         self._ranks = LocalRanks(self._root, is_launcher(argv))
         self._start_step = last_checkpoint_step(run_dir) or 0
-        self._told: set[int] = set()
+        self._signalled: set[int] = set()
         self._killed = self._launcher_lost = False
         self._deadline: float | None = None
         self._failed_at: float | None = None
@@ -107,9 +107,9 @@ class LaunchAttempt:
     def run(self) -> Outcome:
         looked = over = 0.0
         while (self._ranks.alive or self._ranks.launcher_alive) and not self._killed:
-            for end in self._ranks.look(_TICK_SECONDS):
-                self._take_notice(end)
-            self._pass_signals_on()
+            for end in self._ranks.poll(_TICK_SECONDS):
+                self._handle_end(end)
+            self._forward_signals()
             if self._ranks.over:
                 over = over or time.monotonic()
                 if time.monotonic() - over > _LAUNCHER_SECONDS:
@@ -127,24 +127,24 @@ class LaunchAttempt:
         here = {end.rank for end in self._ranks.ends}
         while None in self._codes().values() and self._records.beats().keys() - here and time.monotonic() < until:
             time.sleep(_TICK_SECONDS)
-        return self._judge()
+        return self._outcome()
 
-    def _take_notice(self, end: End) -> None:
+    def _handle_end(self, end: End) -> None:
         bad = end.killed_by != 0 or end.code not in (0, STOPPED)
         if bad and self._failed_at is None:
             self._failed_at = time.monotonic()
         if end.rank is not None:
-            self._end_within(_AFTER_A_FAILURE_SECONDS if bad else _AFTER_AN_END_SECONDS)
+            self._set_deadline(_AFTER_A_FAILURE_SECONDS if bad else _AFTER_AN_END_SECONDS)
         elif (end.killed_by or not self._ranks.launcher_alive) and self._ranks.alive and not self._launcher_lost:
             self._launcher_lost = True
             self._ask_to_stop(signal.SIGTERM)
-            self._end_within(_WITHOUT_LAUNCHER_SECONDS)
+            self._set_deadline(_WITHOUT_LAUNCHER_SECONDS)
 
-    def _end_within(self, seconds: float) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         self._deadline = end if self._deadline is None else min(self._deadline, end)
 
-    def _pass_signals_on(self) -> None:
+    def _forward_signals(self) -> None:
         """The first one lets all ranks save, a second one ends everything."""
         if self._signals.count > 1:
             self._kill()
@@ -154,22 +154,22 @@ class LaunchAttempt:
     def _ask_to_stop(self, number: int) -> None:
         """Signals every rank of this machine once; DeepSpeed's launcher would do it one by one, and kill them."""
         if self._ranks.alive:
-            for rank in self._ranks.alive.keys() - self._told:
-                self._told.add(rank)
+            for rank in self._ranks.alive.keys() - self._signalled:
+                self._signalled.add(rank)
                 self._ranks.send(rank, number)
-        elif not self._told and self._root.poll() is None:
-            self._told.add(-1)
+        elif not self._signalled and self._root.poll() is None:
+            self._signalled.add(-1)
             if self._records.beats():
                 self._records.ask_to_stop()  # the ranks are on other machines
             else:
                 self._root.terminate()  # nothing to save yet
-                self._end_within(_LAST_WORDS_SECONDS)
+                self._set_deadline(_LAST_WORDS_SECONDS)
 
     def _kill(self) -> None:
         self._killed = True
         end_all(self._guard.mark, 0.0)
 
-    def _judge(self) -> Outcome:
+    def _outcome(self) -> Outcome:
         """The run's own end: from the records and exit codes of its ranks, whatever the launcher's exit code is."""
         codes, now = self._codes(), time.monotonic()
         failed_at = self._failed_at or now
@@ -192,7 +192,7 @@ class LaunchAttempt:
             # Of a hang, it is the rank that has noticed it; the message names those that are behind.
             rank = None if failure.kind == "hang" else failure.rank
             return outcome(failure.code or LOST, failure.message, True, rank)
-        return outcome(*self._guess(codes))
+        return outcome(*self._unrecorded_failure(codes))
 
     def _codes(self) -> dict[int, int | None]:
         """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known.
@@ -211,7 +211,7 @@ class LaunchAttempt:
                 codes[rank] = beat.code if beat is not None and beat.ended else None
         return codes
 
-    def _guess(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
+    def _unrecorded_failure(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
         """For a failure that no rank has recorded: code, message, reported, rank."""
         for end in self._ranks.ends:
             who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)

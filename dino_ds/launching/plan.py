@@ -44,7 +44,7 @@ class LaunchPlan:
 
     @property
     def elastic(self) -> bool:
-        """The number of machines may change while it runs: torchrun itself starts the ranks anew then."""
+        """Whether the number of machines may change while it runs; torchrun then restarts the ranks itself."""
         return self.nodes[0] < self.nodes[1]
 
     @property

@@ -59,7 +59,7 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Look at this machine. Imports torch."""
     from dino_ds.measure.machine import find_gpus, hash_code, host_memory_gib
-    from dino_ds.training.run_folder import versions
+    from dino_ds.training.environment import versions
 
     return Answer(
         host=socket.gethostname(),

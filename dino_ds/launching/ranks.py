@@ -37,7 +37,7 @@ class End:
         return None if self.status is None or self.killed_by else os.WEXITSTATUS(self.status)
 
 
-class _Watched:
+class _Process:
     """A process whose end is to be seen; `rank` as in End."""
 
     def __init__(self, pid: int, rank: int | None) -> None:
@@ -73,7 +73,7 @@ class LocalRanks:
         self.ends: list[End] = []
         self._root, self._seen = root, {root.pid}
         rank = None if launched else int(os.environ.get("RANK", 0))
-        self._watched = [_Watched(root.pid, rank)]
+        self._watched = [_Process(root.pid, rank)]
         self._ranks = set() if rank is None else {rank}
         self._expected = None if launched else 1
         self._world_size = 0
@@ -93,7 +93,7 @@ class LocalRanks:
         """Whether all ranks of the run were on this machine and have ended: the launchers wait for nothing."""
         return 0 < self._world_size == len(self._ranks) and not self.alive
 
-    def look(self, seconds: float) -> list[End]:
+    def poll(self, seconds: float) -> list[End]:
         """Wait at most `seconds` for processes to end; returns the new ends, killed ones first: they came before."""
         if self._expected is None or len(self._ranks) < self._expected:
             self._search()
@@ -127,7 +127,7 @@ class LocalRanks:
 
     def close(self) -> None:
         """Every process has been ended."""
-        self.look(0.0)
+        self.poll(0.0)
         for watched in self._watched:
             watched.close()
         for pid in self._seen:
@@ -150,20 +150,20 @@ class LocalRanks:
             for process in psutil.Process(self._root.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error, ValueError):
                     if process.pid not in self._seen:
-                        self._meet(process)
+                        self._register(process)
 
-    def _meet(self, process: psutil.Process) -> None:
+    def _register(self, process: psutil.Process) -> None:
         environment = process.environ()
         if "RANK" in environment:
             rank = int(environment["RANK"])
             if rank not in self._ranks:  # else a process that the rank has started
                 self._ranks.add(rank)
-                self._watch(process.pid, rank)
+                self._add(process.pid, rank)
                 self._world_size = int(environment.get("WORLD_SIZE", 1))
                 self._expected = int(environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or 1)
         elif process.create_time() < time.time() - 1.0:  # a younger one may still become a rank
-            self._watch(process.pid, None)
+            self._add(process.pid, None)
 
-    def _watch(self, pid: int, rank: int | None) -> None:
+    def _add(self, pid: int, rank: int | None) -> None:
         self._seen.add(pid)
-        self._watched.append(_Watched(pid, rank))
+        self._watched.append(_Process(pid, rank))

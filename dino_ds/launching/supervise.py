@@ -44,33 +44,33 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
         words, restarts, failed_at = list(argv), 0, 0.0
         back_off, deaths = BackOff(last_checkpoint_step(run_dir)), Deaths()
         while True:
-            tell = partial(_record_start, run_dir, restarts, failed_at)
-            outcome = LaunchAttempt(words, run_dir, signals, guard, tell).run()
+            on_first_step = partial(_record_start, run_dir, restarts, failed_at)
+            outcome = LaunchAttempt(words, run_dir, signals, guard, on_first_step).run()
             failed_at = outcome.failed_at
             if outcome.message and not outcome.reported:
-                _say(f"error: {outcome.message}")
+                _print(f"error: {outcome.message}")
             if signals.count or outcome.code in FINAL or max_restarts == 0:
                 return outcome.code
             place = outcome.place
             if deaths.add(place.step if place and place.working else None):
-                _say(f"error: {_name_images(run_dir, place.step if place else 0)}")
+                _print(f"error: {_suspect_step(run_dir, place.step if place else 0)}")
                 return LOST
             if restarts == max_restarts:
-                _say(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
+                _print(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
                 return outcome.code
             restarts += 1
             wait = back_off.wait(outcome.code, last_checkpoint_step(run_dir))
-            _announce(run_dir, restarts, max_restarts, outcome, wait)
+            _report_restart(run_dir, restarts, max_restarts, outcome, wait)
             if not _wait(wait, run_dir, signals):
                 return STOPPED
             words = resumed(argv)
 
 
-def _announce(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome, wait: float) -> None:
+def _report_restart(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome, wait: float) -> None:
     """One line on the console, one in RUN/restarts.jsonl."""
     checkpoint, place = last_checkpoint_step(run_dir), outcome.place
     begin = "the beginning" if checkpoint is None else f"step {checkpoint}"
-    _say(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
+    _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
     record = {
         "time": now(),
         "restart": restarts,
@@ -92,7 +92,7 @@ def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
         append_record(run_dir / "restarts.jsonl", {"restart": restart, "restart_seconds": seconds})
 
 
-def _name_images(run_dir: Path, done: int) -> str:
+def _suspect_step(run_dir: Path, done: int) -> str:
     """The message about a step that has ended the run again and again; writes its images to a file."""
     what = f"step {done + 1} has ended the run {DEADLY} times in a row"
 
@@ -121,7 +121,7 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
             if not in_use or waited > _LOCK_SECONDS:
                 return True
             if not announced:
-                _say(f"waiting: {in_use}")
+                _print(f"waiting: {in_use}")
                 announced = True
         time.sleep(0.1 if waited < seconds else 1.0)
     return False
@@ -151,7 +151,7 @@ def _adopted_orphans() -> Iterator[None]:
         c.prctl(_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"dino_ds: {text}", file=sys.stderr, flush=True)
 
 

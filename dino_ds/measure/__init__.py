@@ -1,1 +1,1 @@
-"""Instruments: real steps to try, clocks, memory of fresh processes, tables. What bench and tools measure with."""
+"""What bench and tools measure with: real steps to try, clocks, memory of fresh processes, tables."""

@@ -1,4 +1,4 @@
-"""On what something was measured, and how fast its matrix products are."""
+"""Describes the machine on which something is measured, and how fast its matrix products are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import datetime
 import os
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ import torch
 
 from dino_ds.distributed import usable_cores
 from dino_ds.measure.timing import clock_of, synchronize
-from dino_ds.training.run_folder import versions
+from dino_ds.training.environment import versions
 
 _SIDES = {"cpu": 2048, "cuda": 8192}
 
 
 def describe_host() -> dict[str, Any]:
-    """Host, processor, cores this process may use, threads, GPU, load average, date, versions."""
+    """The host, its processor and GPU, the cores this process may use, threads, load average, date and versions."""
     cuda = torch.cuda.is_available()
     return {
         "host": platform.node(),
@@ -36,7 +35,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def host_line(host: dict[str, Any]) -> str:
-    """One line for people."""
+    """`describe_host` as one line of text."""
     where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
     packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
@@ -46,26 +45,15 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) ->
     """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
     side = _SIDES.get(device.type, _SIDES["cuda"])
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return 2 * side**3 / _best_seconds(lambda: a @ b, device, repeats) / 1e12
-
-
-def copy_bytes_per_second(device: torch.device, repeats: int = 7) -> float:
-    """The best rate of a copy of 256 MiB, read and written bytes together: the ceiling of what only moves memory."""
-    a = torch.ones(2**26, device=device)
-    b = torch.empty_like(a)
-    return 2 * a.numel() * a.element_size() / _best_seconds(lambda: b.copy_(a), device, repeats)
-
-
-def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     now = time.process_time if clock_of(device) == "cpu" else time.perf_counter
     times = []
     for _ in range(repeats + 2):
         synchronize(device)
         begin = now()
-        run()
+        torch.mm(a, b)
         synchronize(device)
         times.append(now() - begin)
-    return min(times[2:])
+    return 2 * side**3 / min(times[2:]) / 1e12
 
 
 def _cpu_model() -> str:

@@ -47,7 +47,7 @@ def host_memory_gib() -> tuple[float, float]:
 
 
 def hash_code() -> str:
-    """A short SHA-256 of the package's files as they lie here: the same on machines that run the same code."""
+    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
     package = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):

@@ -1,7 +1,7 @@
-"""Peak memory of a piece of work in a process of its own: nothing else has grown that process before.
+"""Measures the peak memory of a function in a process of its own, which nothing else has grown before.
 
 On a GPU by its allocator, else by the resident set. `engine.memory_gib` is for a run as a whole; here the libraries'
-share is told apart. A GPU's allocator can begin anew, so there `GpuPeak` needs no process of its own.
+share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no process of its own.
 """
 
 from __future__ import annotations
@@ -28,27 +28,19 @@ from dino_ds.ports import find_free_port
 
 MIB = 2**20
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# Blocks of 64 KiB and more are mapped one by one, whatever is freed on top of the heap is returned (mallopt(3)).
-_EXACT_HEAP = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_MMAP_MAX_": "1000000",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-    "MALLOC_TOP_PAD_": "0",
-}
 
 
 class ChildFailed(UserError):
-    """A process ended without a result. `log` is all it said, and the message its last line; `returncode` is -SIGKILL
-    if it took too much memory."""
+    """A process ended without a result. `log` is its whole output, and the message the last line of it; `returncode` is
+    -SIGKILL if it took too much memory."""
 
     exit_code = 1
 
     def __init__(self, log: str, returncode: int) -> None:
-        last = next((line for line in reversed(log.splitlines()) if line.strip()), "it said nothing")
+        last = next((line for line in reversed(log.splitlines()) if line.strip()), "it printed nothing")
         killed = returncode == -signal.SIGKILL
         why = "it was killed, most likely by the system for its memory: take a smaller --batch" if killed else last
-        super().__init__(f"a process that was to measure ended without a result: {why}")
+        super().__init__(f"a measuring process ended without a result: {why}")
         self.log, self.returncode = log, returncode
 
 
@@ -78,9 +70,9 @@ class GpuPeak:
 
 
 def run_in_child(function: str, threads: int | None = None, **kwargs: Any) -> ChildResult:
-    """`function` ("module:name") with `kwargs`, in a new process of one rank. Arguments and value must be plain JSON.
+    """Call `function` ("module:name") with `kwargs` in a new process of one rank.
 
-    Raises ChildFailed.
+    Arguments and value must be plain JSON. Raises ChildFailed.
     """
     return run_in_children(function, 1, threads, **kwargs)[0]
 
@@ -90,16 +82,13 @@ def run_in_children(
     ranks: int,
     threads: int | None = None,
     limit_mib: float | None = None,
-    exact_heap: bool = False,
     **kwargs: Any,
 ) -> list[ChildResult]:
-    """As `run_in_child`, on `ranks` new processes of one process group; the results in rank order.
+    """Call `function` on `ranks` new processes of one process group; the results are in rank order.
 
-    Killed, as the kernel would do, when their resident sets together pass `limit_mib`. With `exact_heap` glibc returns
-    what is freed at once, which is slow: the resident set is then what is in use.
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
-    environment |= _EXACT_HEAP if exact_heap else {}
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (str(CHECKOUT), os.environ.get("PYTHONPATH")) if p)
@@ -112,18 +101,15 @@ def run_in_children(
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             with Path(folder, f"{rank}.log").open("w") as log:
-                command = [
-                    sys.executable,
-                    "-c",
-                    f"from dino_ds.measure.memory import _child; _child({folder!r}, {rank})",
-                ]
+                code = f"from dino_ds.measure.memory import _child; _child({folder!r}, {rank})"
+                command = [sys.executable, "-c", code]
                 children.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
         _wait_for_all(children, Path(folder), limit_mib)
         return [ChildResult(**json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(ranks)]
 
 
 def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
-    """When one fails the others, which would wait for it, are stopped."""
+    """Wait for all; when one fails, stop the others, which would wait for it."""
     codes: list[int] = []
     try:
         while any(child.poll() is None for child in children) and not codes:
@@ -166,12 +152,6 @@ def resident_mib(peak: bool = False) -> float:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
     return largest if peak else psutil.Process().memory_info().rss / MIB
-
-
-def forget_peak() -> None:
-    """Let `resident_mib(peak=True)` begin anew, where the system can (Linux)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _child(folder: str, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What a measurement prints: a Markdown table for people, or one JSON object for programs."""
+"""Prints what was measured: a Markdown table for people, or one JSON object for programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to one width; all but the first to the right."""
+    """A table with padded columns, all but the first aligned to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -21,11 +21,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits, and no exponent for large values."""
+    """A number with three digits, without an exponent if it is large."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
-    """On rank 0: `page`, or `result` as one JSON object and nothing else."""
+    """Print `page`, or `result` as one JSON object and nothing else, on rank 0."""
     if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.distributed: planning loads no torch
         print(json.dumps(result, indent=1) if as_json else page, flush=True)

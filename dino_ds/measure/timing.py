@@ -1,4 +1,4 @@
-"""How long things take, beside each other in one process: what disturbs one then disturbs all."""
+"""Times several things interleaved in one process, so that what disturbs one disturbs all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def synchronize(device: torch.device) -> None:
 def time_interleaved(
     runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
 ) -> dict[str, Timing]:
-    """Each of `runs` `repeats` times after `warmup` times, by turns and in turned order every second round."""
+    """Time each of `runs` `repeats` times after `warmup` times, interleaved, every second round in reverse order."""
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     wall: dict[str, list[float]] = {name: [] for name in runs}
     for i in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=None):
@@ -71,7 +71,7 @@ def time_interleaved(
 
 
 class PartTimes:
-    """A listener of `dino_ds.ranges`: seconds of each named range, summed; on a GPU by events, without a wait."""
+    """Sums the seconds of each named range of `dino_ds.ranges`; on a GPU by events, without waiting."""
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
         self._device, self._clock = device, clock_of(device, waits)

@@ -1,4 +1,4 @@
-"""A real training step of a recipe on crops that are already there, to be timed, profiled or filled with memory."""
+"""A real training step of a recipe on crops in memory, to be timed, profiled or measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Trial:
 
 
 def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
-    """One optimizer step on real images; the wait for them is the part "data"."""
+    """Take one optimizer step on real images; the wait for them is the part "data"."""
     for _ in range(trial.accumulation):
         with named_range("data"):
             batch = next(prefetcher)
@@ -71,7 +71,7 @@ def join(threads: int | None = None) -> None:
 
 
 def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:
-    """Recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
+    """Resolve recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
     ranks = distributed.world_size()
     recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
     weights, images = count_parameters(recipe), batch * ranks

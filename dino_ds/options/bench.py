@@ -28,7 +28,7 @@ class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
     compare: Annotated[
-        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, by turns in one process", "none")
+        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, interleaved in one process", "none")
     ] = None
     data: Annotated[bool, Help("real images through the loader, so that waiting for data is real")] = False
     steps: _Steps = 10
@@ -36,26 +36,13 @@ class BenchStepOptions(BenchOptions):
 
 @command("bench ladder", "dino_ds.bench.ladder:run", takes_recipe=True, recipe="vitti16")
 class BenchLadderOptions(BenchOptions):
-    """from the plain DINO step upwards, one lever at a time: speed and memory of each"""
+    """from the plain DINO step upwards, one optimization at a time: speed and memory of each"""
 
+    only: Annotated[
+        Literal["all", "engine", "memory"],
+        Help("engine: torch's AdamW alone beside ZeRO 0, 1, 3; memory: FP32 and bf16, with and without checkpointing"),
+    ] = "all"
     out: Annotated[str | None, Help("folder for ladder.md, ladder.json and ladder.png", "none")] = None
-    steps: _Steps = 7
-
-
-@command("bench memory", "dino_ds.bench.memory:run", takes_recipe=True, recipe="vitti16")
-class BenchMemoryOptions(BenchOptions):
-    """peak memory and step time: FP32 or bf16, with and without activation checkpointing"""
-
-
-@command("bench attention", "dino_ds.bench.attention:run", takes_recipe=True, recipe="vitti16")
-class BenchAttentionOptions(BenchOptions):
-    """the plain formula, each kernel of SDPA and varlen at the sequence lengths in use"""
-
-
-@command("bench engine", "dino_ds.bench.engine:run", takes_recipe=True, recipe="vitti16")
-class BenchEngineOptions(BenchOptions):
-    """what DeepSpeed adds at ZeRO 0, 1, 2 to the step with torch's AdamW; the shares of loss and EMA"""
-
     steps: _Steps = 7
 
 
@@ -66,34 +53,9 @@ class BenchScalingOptions(BenchOptions):
     ranks: Annotated[int, Help("processes, each with a core or a GPU to itself")] = 2
 
 
-@command("bench knn", "dino_ds.bench.knn:run")
-class BenchKnnOptions:
-    """k-NN's search and vote beside faiss's exact search, and the time of the features"""
-
-    queries: Annotated[int, Help("test images")] = 10000
-    bank: Annotated[int, Help("training images")] = 50000
-    width: Annotated[int, Help("of the features")] = 192
-    k: Annotated[int, Help("neighbours")] = 20
-    images: Annotated[int, Help("images of 32 pixels whose features ViT-Ti computes")] = 10000
-    patch_size: Annotated[int, Help("pixels of its patches")] = 8
-    rounds: Annotated[int, Help("rounds, all searches by turns")] = 5
-    threads: Annotated[int | None, Help("threads of the CPU's operators, measured beside 1", "the cores")] = None
-    json: Json = False
-
-
-@command("bench plan", "dino_ds.bench.plan:run")
-class BenchPlanOptions:
-    """predicted memory beside the resident set: 3 sizes at every ZeRO stage on 1 and several processes (CPU)"""
-
-    batch: Annotated[int, Help("images per process")] = 4
-    ranks: Annotated[int, Help("processes of the second column")] = 2
-    precision: Annotated[Literal["fp32", "bf16"], Help("")] = "fp32"
-    json: Json = False
-
-
 @command("bench inference", "dino_ds.bench.inference:run")
 class BenchInferenceOptions:
-    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, by turns"""
+    """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
 
     model: Model
     random: Annotated[bool, Help("MODEL is an architecture: random weights, 224 pixels; they change no speed")] = False
@@ -104,17 +66,6 @@ class BenchInferenceOptions:
     warmup: Annotated[int, Help("calls before them", zero=True)] = 3
     threads: _Threads = 1
     heads: Heads = None
-    json: Json = False
-
-
-@command("bench data", "dino_ds.bench.data:run", takes_recipe=True)
-class BenchDataOptions:
-    """images/s of each way of making crops beside DINO's own, of decoding and of reading"""
-
-    images: Annotated[int, Help("image files that are measured")] = 120
-    rounds: Annotated[int, Help("rounds, all pipelines by turns")] = 5
-    threads: Annotated[int, Help("threads of torch's operators")] = 1
-    out: Annotated[str | None, Help("folder for data.json and data.png", "none")] = None
     json: Json = False
 
 

@@ -11,7 +11,7 @@ from dino_ds.options.definition import Help, Json, command
 class FindWorkersOptions:
     """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
 
-    seconds: Annotated[float, Help("measured for each number of processes, in 3 rounds by turns")] = 15.0
+    seconds: Annotated[float, Help("measured for each number of processes, in 3 interleaved rounds")] = 15.0
     max_workers: Annotated[int | None, Help("largest number of processes", "the cores, shared over the GPUs")] = None
     step_images_per_second: Annotated[
         float | None, Help("what one rank's training step takes: says whether it would wait", "not compared")
@@ -31,7 +31,7 @@ class LookDataOptions:
 
 @command("shard", "dino_ds.tools.shard:run")
 class ShardOptions:
-    """images of any source -> tar shards with an index and checksums; goes on after an interruption"""
+    """images of any source -> tar shards with an index and checksums; continues after an interruption"""
 
     source: Annotated[str, Help("as data.source of a recipe")] = "folder"
     root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none")] = None

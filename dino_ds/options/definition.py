@@ -6,6 +6,7 @@ Parsing, help, choices, defaults and docs/configs.md all come from the fields (d
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -129,6 +130,7 @@ def command(name: str, runs: str, **facts: Any) -> Callable[[type[Options]], typ
     return register
 
 
+@functools.cache
 def _options_of(cls: type) -> tuple[Option, ...]:
     """In the order of the class, those of its base after its own."""
     hints = get_type_hints(cls, include_extras=True)

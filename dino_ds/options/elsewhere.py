@@ -10,7 +10,7 @@ from dino_ds.config.fields import UNITS
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"
 _STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
-_METHOD = "the objective is DINO's; its knobs are --objective.KEY (docs/configs.md)"
+_METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
 _OPTIONS = {
     **dict.fromkeys(("epochs", "epoch", "max_epochs", "num_train_epochs"), 'write --length "{value} epochs"'),
     **dict.fromkeys(("steps", "iterations", "iters", "num_steps"), 'write --length "{value} steps"'),
@@ -18,10 +18,16 @@ _OPTIONS = {
     **dict.fromkeys(("logger", "loggers", "wandb", "tensorboard", "mlflow", "log_dir"), _METRICS),
     **dict.fromkeys(("color_jitter", "jitter", "blur", "grayscale", "flip", "hflip", "solarize"), _STRENGTHS),
     **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
+    "sweep": "which model fits which card is in docs/scaling.md, made by python -m scripts.sweep in a checkout",
+    "scaling": "simulated scaling is in docs/scaling.md, made by python -m scripts.scaling in a checkout",
 }
 """What other programs call an option (its last part) -> what to do here."""
 _EMBED = "features of images are for Python: dino_ds.load(MODEL).features (docs/models.md); dino-ds eval measures them"
+_SCRIPT = "this project measures itself with it: python -m scripts.{} in a checkout"
 _COMMANDS = {
+    **{f"bench {word}": f"write dino-ds bench ladder --only {word}" for word in ("engine", "memory")},
+    **{f"bench {word}": _SCRIPT.format(f"bench_{word}") for word in ("attention", "knn", "plan")},
+    "bench data": _SCRIPT.format("bench_data") + "; dino-ds find-workers measures your images",
     "embed": _EMBED,
     "predict": _EMBED,
     "finetune": "fine-tuning is for other programs: dino-ds export MODEL --format timm (docs/models.md)",
@@ -37,7 +43,7 @@ _NOTHING_MEANT = "options are written --key value"
 
 
 def option_elsewhere(name: str, value: str) -> str | None:
-    """What stands here in the place of an option of other programs; None if we know none such."""
+    """What to use here for an option that other programs have; None if the option is unknown."""
     answer = _OPTIONS.get(name.rsplit(".", 1)[-1].replace("-", "_").lower())
     return answer and answer.format(value=value or "N")
 

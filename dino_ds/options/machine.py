@@ -55,15 +55,10 @@ class PlanOptions:
     gpus: Annotated[int, Help("GPUs of a node")] = 1
     nodes: Annotated[int, Help("nodes")] = 1
     memory_gib: Annotated[float | None, Help("memory of a GPU", "as its kind has")] = None
-    network_gbit: Annotated[
-        float | None, Help("bandwidth of a node to others, each way, Gbit/s", "as sold with the GPU")
-    ] = None
-    write: Annotated[str | None, Help("new file for the recommended ds JSON", "none")] = None
-    sweep: Annotated[bool, Help("model size x card x ZeRO stage: what fits, as table and picture in --out")] = False
-    scaling: Annotated[bool, Help("simulated weak scaling to 1024 GPUs of --gpu, as table and picture in --out")] = (
-        False
+    network_gbit: Annotated[float | None, Help("bandwidth of a node to others, each way, Gbit/s", "vendor default")] = (
+        None
     )
-    out: Annotated[str | None, Help("folder of --sweep or --scaling", "none")] = None
+    write: Annotated[str | None, Help("new file for the recommended ds JSON", "none")] = None
     json: Json = False
 
 

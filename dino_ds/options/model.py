@@ -20,7 +20,7 @@ class EvalOptions:
     """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
 
     model: Model
-    evals: Annotated[tuple[str, ...], Help("some of", choices=EVALUATIONS)] = ("knn",)
+    evals: Annotated[tuple[str, ...], Help("comma-separated list of", choices=EVALUATIONS)] = ("knn",)
     source: _Source = None
     root: Annotated[str | None, Help("labelled training images, as data.root", "the run's")] = None
     test_root: Annotated[str | None, Help("labelled test images", "the run's eval.root, or the source's own")] = None
@@ -44,7 +44,7 @@ class PicturesOptions:
     source: _Source = None
     root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
     out: Annotated[str | None, Help("folder for the PNG files", "RUN/pictures")] = None
-    only: Annotated[tuple[PictureKind, ...] | None, Help("some of", "all")] = None
+    only: Annotated[tuple[PictureKind, ...] | None, Help("comma-separated list of", "all")] = None
     images: Annotated[str | None, Help("how many are shown, or which: numbers, files or folders with commas", "6")] = (
         None
     )

@@ -1,1 +1,1 @@
-"""What a backbone has learned, to look at."""
+"""Pictures of what a backbone has learned."""

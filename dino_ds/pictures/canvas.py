@@ -22,7 +22,7 @@ _LETTERS = 25
 
 
 class Sheet:
-    """Pictures in rows and columns; everything has its place beforehand, so that nothing overlaps.
+    """Pictures in rows and columns; every place is computed beforehand, so that nothing overlaps.
 
     `titles`: one a column; `captions`: whether there is a line of text under each picture. `rows_of`: rows that belong
     together, with a wider gap after them.
@@ -78,7 +78,7 @@ class Sheet:
 
 
 def shortened(text: str) -> str:
-    """As much as fits under a picture."""
+    """As much of a text as fits under a picture."""
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 

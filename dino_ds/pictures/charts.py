@@ -137,7 +137,7 @@ def knn_chart(metrics: Metrics) -> Chart:
 
 
 def rolling_chart(series: Series, metrics: Metrics) -> Chart:
-    """Each logging window faint, and the mean of the last five over it."""
+    """Each logging window is faint, with the mean of the last five over it."""
     rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
     lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
     lines += [Line("mean of five", rolling, 1)] if len(rolling) else []

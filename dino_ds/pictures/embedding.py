@@ -1,4 +1,4 @@
-"""A map of features: each image as a thumbnail, near those that are like it."""
+"""A map of features: each image is a thumbnail near similar ones."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _LEGEND = 20
 _INCHES = 8.0
 
 
-def find_method(asked: str | None) -> str:
-    """What was asked for; else t-SNE where scikit-learn is installed, and PCA where it is not.
+def find_method(name: str | None) -> str:
+    """The named method; without a name t-SNE if scikit-learn is installed, else PCA.
 
     Raises ConfigError for a method of METHODS that is not installed.
     """
-    if asked is None:
+    if name is None:
         return "tsne" if _is_installed("tsne") else "pca"
-    if not _is_installed(asked):
-        module, extra = _NEEDS[asked]
-        raise ConfigError(f"--map {asked} needs {module}: pip install 'dino_ds[{extra}]', or --map pca")
-    return asked
+    if not _is_installed(name):
+        module, extra = _NEEDS[name]
+        raise ConfigError(f"--map {name} needs {module}: pip install 'dino_ds[{extra}]', or --map pca")
+    return name
 
 
 def place(features: Tensor, method: str) -> np.ndarray:
@@ -49,7 +49,7 @@ def _is_installed(method: str) -> bool:
         return True
     try:
         found = importlib.util.find_spec(_NEEDS[method][0])
-    except ValueError:  # what stands in for a module may have no description
+    except ValueError:  # a stand-in for a module may have no spec
         return False
     # Caches that outlive a module leave a folder of its name, which has no file to import.
     return found is not None and found.origin is not None

@@ -1,4 +1,4 @@
-"""From tokens and attention to maps over the patches: plain tensors, nothing drawn."""
+"""Computes maps over the patches from tokens and attention; plain tensors, nothing is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns of numbers: a million lines in seconds, and no more of a curve than a screen can show."""
+"""metrics.jsonl as columns of numbers, a million lines in seconds; curves thinned to what a screen can show."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """NaN of an empty one."""
+        """The last value; NaN if there is none."""
         return float(self.y[-1]) if len(self) else float("nan")
 
     @property
@@ -45,7 +45,7 @@ class Curve:
         return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
 
     def at(self, x: np.ndarray) -> np.ndarray:
-        """The values at some steps, which ascend; NaN where there is none."""
+        """The values at ascending steps; NaN where there is none."""
         y = np.full(len(x), np.nan)
         y[np.isin(x, self.x)] = self.y[np.isin(self.x, x)]
         return y
@@ -53,7 +53,7 @@ class Curve:
     def thinned(self, buckets: int = BUCKETS) -> Curve:
         """At most 4 points for each of `buckets` equal parts of x: the first, the last, the lowest and the highest.
 
-        What is drawn over a picture of so many columns stays the same (M4: Jugel et al., VLDB 2014). A bucket with a
+        A picture of that many columns stays the same (M4: Jugel et al., VLDB 2014). A bucket with a
         value that is not finite keeps one of them, so that the gap is seen.
         """
         if not self.is_long(buckets):
@@ -106,7 +106,10 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Of a step that is there twice the later line counts. Raises OSError, ConfigError for what is no file of lines."""
+    """The curves of a metrics.jsonl; of two lines of one step the later counts.
+
+    Raises OSError, or ConfigError for another kind of file.
+    """
     shapes: dict[tuple[str, ...], array[float]] = {}
     lines = broken = 0
     for line in _lines(path):
@@ -123,13 +126,13 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line; NaN and infinity are text there. Raises an error for what is no line of metrics."""
+    """The numbers of a line; NaN and infinity are text there. Raises an error for anything else."""
     try:
         values = dict(zip(record, map(float, record.values()), strict=True))
     except (TypeError, ValueError):
         values = {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}
     if not 0 <= values["step"] < 2**53 or len(values) < 2:
-        raise ValueError("no step, or nothing of it")
+        raise ValueError("no step, or no value")
     return values
 
 
@@ -145,7 +148,7 @@ def _curves(shapes: dict[tuple[str, ...], array[float]]) -> dict[str, Curve]:
 
 
 def _sane(values: np.ndarray) -> np.ndarray:
-    """What no figure of a run can be, 1e100 and beyond, is infinite, so that arithmetic with the others is safe."""
+    """Values of 1e100 and beyond, which no run has, become infinite, so that arithmetic with the others is safe."""
     size = np.abs(values)
     return np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
 
@@ -160,16 +163,8 @@ def _merged(points: np.ndarray) -> Curve:
 
 def _lines(path: Path) -> Iterator[bytes]:
     size = os.path.getsize(path)
-    with (
-        tqdm(
-            total=size,
-            unit="B",
-            unit_scale=True,
-            desc=path.name,
-            disable=None if size > _BAR_BYTES else True,
-            leave=False,
-        ) as bar,
-    ):
+    hidden = None if size > _BAR_BYTES else True
+    with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, disable=hidden, leave=False) as bar:
         for line in read_lines(path):
             bar.update(len(line))
             yield line

@@ -1,4 +1,4 @@
-"""Graphics cards as the planner knows them: vendors' figures, and one assumption that says so.
+"""The planner's table of graphics cards: vendors' figures, and one marked assumption.
 
 Dense TFLOP/s of bf16 (fp16 where there is no bf16) with FP32 accumulation, memory bandwidth and links are NVIDIA's:
 data sheets of T4, V100, A10, A100, A6000, L4, L40S, H100, H200 and HGX B200; whitepapers of the GeForce cards (Turing,
@@ -35,7 +35,7 @@ class Gpu:
     bf16: bool = True
 
 
-# Nodes as they are sold: DGX-1 4 x 100 Gbit/s, DGX A100 8 x 200, DGX H100 and later 8 x 400; others 100 Gbit/s.
+# Nodes as vendors sell them: DGX-1 4 x 100 Gbit/s, DGX A100 8 x 200, DGX H100 and later 8 x 400; others 100 Gbit/s.
 _ETHERNET = 12.5
 _GEN3, _GEN4, _GEN5 = 16.0, 32.0, 64.0
 _VOLTA, _AMPERE, _GEFORCE, _HOPPER = 0.40, 0.46, 0.55, 0.31
@@ -69,7 +69,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name here. Raises ConfigError with the nearest ones."""
+    """Find a card by its name in the table. Raises ConfigError with the nearest names."""
     if name not in GPUS:
         known = f"there is {', '.join(GPUS)}, or give --memory_gib"
         inside = suggestion([gpu for gpu in GPUS if name.lower() in gpu][:3]) if len(name) > 1 else ""

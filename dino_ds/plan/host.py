@@ -19,12 +19,12 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """On disk: masters and moments, the teacher and its center."""
+    """Size of a checkpoint on disk: masters and moments, the teacher and its center."""
     return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * recipe.head.prototypes
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
-    """Of each node with `gpus` of the `world_size` ranks, by part."""
+    """Host memory of each node with `gpus` of the `world_size` ranks, by part."""
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
     here = weights * gpus // world_size if config.stage else weights
     workers = _WORKERS if recipe.data.workers is None else recipe.data.workers
@@ -41,7 +41,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
-    """Of each node, at least: without the loader processes, whose number and batches follow from its cores."""
+    """The least host memory of each node: without loader processes, whose number and batches follow from its cores."""
     parts = host_bytes(recipe, config, gpus, world_size)
     left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
     return sum(size for name, size in parts.items() if name not in left_out)

@@ -1,4 +1,4 @@
-"""The fastest ds config that fits, and why each faster one does not."""
+"""Finds the fastest ds config that fits, and why each faster one does not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CPU = {"device": "cpu", "pin_memory": True}
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a ds config decides memory and speed. offload: "", "optimizer" or "optimizer and weights"."""
+    """The settings of a ds config that decide memory and speed. offload: "", "optimizer" or "optimizer and weights"."""
 
     stage: int
     offload: str
@@ -71,7 +71,7 @@ class Recommendation:
 
 
 def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendation:
-    """For the recipe's global batch, a multiple of the GPUs. Raises ConfigError where nothing fits."""
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits."""
     candidates = [_try(shape, recipe, cluster, limit_gib) for shape in SHAPES]
     fitting = [(i, fit, time) for i, candidate in enumerate(candidates) for fit, time in candidate.fits]
     if not fitting:
@@ -96,7 +96,7 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
 
 
 def write_ds(ds: Mapping[str, Any], path: Path) -> None:
-    """As a new file that `load_ds_config` accepts. Raises ConfigError where that can't be."""
+    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
     if path.exists():
         raise ConfigError(f"--write {path} exists: name a new file")
     if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
@@ -149,7 +149,7 @@ def _at(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float, micro_
 
 
 def _reason(candidate: _Candidate, recipe: Recipe, cluster: Cluster, chosen: Fit) -> str:
-    """Why it is not the one that is recommended, though simpler or, with memory enough, faster."""
+    """Why a candidate is not recommended, though it is simpler or, with enough memory, faster."""
     shape, limit = candidate.shape, chosen.limit_gib
     if candidate.fits:
         fit, time = min(candidate.fits, key=lambda entry: entry[1].seconds)

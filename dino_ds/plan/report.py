@@ -1,4 +1,4 @@
-"""What the planner says about one config: numbers for programs, a page for people."""
+"""Reports what the planner found for one config: numbers for programs, a page for people."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import step_traffic
 from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes
 from dino_ds.measure.tables import markdown_table, short
-from dino_ds.plan.fit import FRAGMENTATION, Fit, fit_with, largest_micro_batch, micro_batches
+from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
-from dino_ds.plan.speed import ASSUMPTIONS, Cluster, StepTime
+from dino_ds.plan.speed import ASSUMPTIONS, StepTime
 
 _TOGGLE = "activation_checkpointing"
 
 
-def describe(
-    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit, time: StepTime
-) -> dict[str, Any]:
+def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and seconds."""
-    config, world = found.config, cluster.world_size
+    recipe, cluster, config = setup.recipe, setup.cluster, found.config
+    world, largest = cluster.world_size, setup.largest_micro_batch()
     traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
-    largest = largest_micro_batch(recipe, ds, ds_path, world, found.limit_gib)
     whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
     return {
         "fits": found.fits,
@@ -36,7 +33,7 @@ def describe(
         "limit_bytes": round(found.limit_gib * GIB),
         "moment": found.memory.moment,
         "bytes_per_gpu": found.memory.parts,
-        "activation_bytes": _activations(recipe, ds, ds_path, cluster, found),
+        "activation_bytes": _activations(setup, config.micro_batch),
         "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
         "checkpoint_bytes": checkpoint_bytes(recipe),
         "global_batch": recipe.data.global_batch,
@@ -61,23 +58,22 @@ def describe(
         "images_per_second": time.images_per_second,
         "mfu": time.mfu,
         "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
-        "ds_config": dict(ds),
+        "ds_config": dict(setup.ds),
+        "ds_path": setup.path,
         "notes": config.notes,
     }
 
 
-def _activations(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, cluster: Cluster, found: Fit) -> dict[str, int]:
-    """Kept of one micro-batch, as it is, with and without checkpointing."""
-    without = {key: value for key, value in ds.items() if key != _TOGGLE}
-    sizes = {}
-    for name, other in (("without_checkpointing", without), ("with_checkpointing", {**without, _TOGGLE: {}})):
-        fit = fit_with(recipe, other, ds_path, cluster.world_size, found.limit_gib, found.config.micro_batch)
-        sizes[name] = saved_bytes(recipe, fit.config)
-    return sizes
+def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
+    """What autograd keeps of one micro-batch without and with checkpointing."""
+    without = {key: value for key, value in setup.ds.items() if key != _TOGGLE}
+    variants = {"without_checkpointing": without, "with_checkpointing": {**without, _TOGGLE: {}}}
+    configs = {name: setup.with_ds(ds).fit(micro_batch).config for name, ds in variants.items()}
+    return {name: saved_bytes(setup.recipe, config) for name, config in configs.items()}
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """For people."""
+    """The result as text for people."""
     gpus = result["gpus_per_node"] * result["nodes"]
     total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
     nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""

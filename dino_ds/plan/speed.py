@@ -1,4 +1,4 @@
-"""How long an optimizer step takes, estimated from figures of the hardware and from assumptions, all of which are here.
+"""Estimates how long an optimizer step takes, from figures of the hardware and from assumptions, all of which are here.
 
 Bytes and launches are those of the operators that a step of ViT-S/16 calls, counted on fake CUDA tensors; nothing was
 timed by us: there was no GPU. They rank configs; they promise no throughput. docs/scaling.md puts published runs beside
@@ -80,7 +80,7 @@ class StepTime:
 
 
 def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTime:
-    """Of a resolved config whose batches make up the step."""
+    """Estimate the step of a resolved config."""
     gpu, world, times = cluster.gpu, cluster.world_size, config.accumulation
     flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
     compute, again = _micro_batch_seconds(recipe, config, gpu, flops)
@@ -124,12 +124,12 @@ def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, b
 
 
 def waiting_share(cluster: Cluster) -> float:
-    """What the slowest of many nodes costs, as a part of the step."""
+    """The share of the step that is spent waiting for the slowest of many nodes."""
     return ASSUMPTIONS["waiting"] * math.log2(cluster.nodes)
 
 
 def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
-    """By bandwidth (rings: what leaves each rank, and what leaves each node) and latency."""
+    """Time of a collective by bandwidth (rings: what leaves each rank, and what leaves each node) and latency."""
     inside = traffic.ranks <= cluster.gpus
     slowest = cluster.gpu.link if inside else min(cluster.gpu.link, cluster.network)
     ring = (traffic.ranks - 1) * ASSUMPTIONS["ring_hop_us"]
@@ -139,7 +139,7 @@ def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
 
 
 def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
-    """What a micro-batch moves outside matrix products and attention; half as much where blocks are compiled: fused."""
+    """Bytes that a micro-batch moves outside matrix products and attention; compiled blocks move half as many."""
     arch = vit_of(recipe)
     tokens = _student_tokens(recipe)
     seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.crops.groups))
@@ -147,7 +147,7 @@ def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
 
 
 def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
-    """Operators of a micro-batch, and of the optimizer's step."""
+    """The number of operators of a micro-batch, and of the optimizer's step."""
     depth, in_engine = vit_of(recipe).depth, config.stage > 0
     per_block = ASSUMPTIONS["launches_per_block"] + in_engine * ASSUMPTIONS["bucket_launches_per_block"]
     micro_batch = depth * per_block + ASSUMPTIONS["launches_of_head_and_loss"]
@@ -184,7 +184,7 @@ def _backward_share(flops: dict[str, int]) -> float:
 
 
 def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> float:
-    """On the GPU; the teacher's average is sharded where its masters lie in one flat buffer."""
+    """Time on the GPU; the teacher's average is sharded if its masters lie in one flat buffer."""
     weights, shards = sum(recipe_sizes(recipe).values()), cluster.world_size if config.stage else 1
     flat = config.stage in (1, 2) and config.precision != "fp32"
     moved = ASSUMPTIONS["ema_bytes"] * weights / (shards if flat else 1)

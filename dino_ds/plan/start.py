@@ -1,4 +1,4 @@
-"""What a run starts with: the ds config that was named, that of the run it continues, or the planner's; and its fit.
+"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit.
 
 No torch here: what the machine has is the caller's to find.
 """
@@ -26,7 +26,7 @@ _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation
 
 @dataclass(frozen=True)
 class Machine:
-    """What the smallest of all ranks has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
+    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
     `ranks_per_node` share; libraries: bytes of a process before it builds anything."""
 
     ranks: int
@@ -72,7 +72,7 @@ def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) ->
 
 
 def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
-    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also where nothing fits."""
+    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also if nothing fits."""
     assert machine.card_gib is not None
     card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
@@ -105,7 +105,7 @@ def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[st
 
 
 def _follow_ranks(zero: dict[str, Any]) -> None:
-    """Decide anew what was decided for another number of ranks: buckets, and whether anything overlaps."""
+    """Reset what was chosen for another number of ranks: buckets, and whether communication overlaps."""
     if zero.get("stage", 0) > 0:
         zero["reduce_bucket_size"] = "auto"
     if zero.get("stage", 0) > 1:

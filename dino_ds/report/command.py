@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
@@ -39,7 +39,7 @@ def run(options: ReportOptions) -> None:
     _write(page, runs)
     found = [summarise(one) for one in runs]
     if options.json:
-        print(jsons.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
+        print(json.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
     else:
         for facts in found:
             print(_line(facts))
@@ -51,9 +51,11 @@ def _check_out(page: Path, folder: Path) -> None:
         raise ConfigError(f"--out {page} must end in .html")
     where = page.parent
     if where == folder and not where.is_dir():
-        return  # said of the run folder
+        return  # read_run reports it
     if not where.is_dir() or not os.access(where, os.W_OK | os.X_OK) or page.is_dir():
-        raise ConfigError(f"{page} can't be written: {where} is no folder one may write to; name another with --out")
+        raise ConfigError(
+            f"{page} can't be written: {where} is not a folder that one may write to; name another with --out"
+        )
 
 
 def _write(page: Path, runs: list[RunFiles]) -> None:

@@ -1,4 +1,4 @@
-"""What a run folder holds, read with patience: a part that is missing or broken becomes a note, never an end."""
+"""Reads a run folder; a part that is missing or broken becomes a note, not an error."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _LARGEST_JSON = 64 << 20
 _LARGEST_NUMBER = 1e100
 _GIB = 2**30
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
-"""What training leaves of a hang, a bug and bad steps."""
+"""Files that training writes after a hang, a bug and bad steps."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The newest result of one evaluation; `about` says on what: step, images, date, as far as the file does."""
+    """The newest result of one evaluation; about: step, images and date, as far as the file has them."""
 
     name: str
     results: dict[str, float]
@@ -120,7 +120,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise ValueError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
     content = json.loads(path.read_text())
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return content
 
 
@@ -131,7 +131,7 @@ def _read_recipe(run: RunFiles) -> None:
         try:
             run.recipe = load_recipe(str(path), {})
         except ConfigError as error:
-            run.notes.append(f"config.yaml is no recipe of this version: {str(error).splitlines()[0]}")
+            run.notes.append(f"config.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
@@ -167,7 +167,7 @@ def _checkpoints(folder: Path) -> dict[int, float]:
     for path in sorted(folder.glob("step_*")):
         digits = path.name.removeprefix("step_")
         if digits.isascii() and digits.isdigit():
-            with suppress(OSError):  # a run that goes on removes old ones
+            with suppress(OSError):  # a run that is still training removes old ones
                 found[int(digits)] = sum(file.stat().st_size for file in path.iterdir()) / _GIB
     return found
 

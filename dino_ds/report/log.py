@@ -1,4 +1,4 @@
-"""log.txt, as far as a report asks: what the run said of itself at its start, how it ended, and what went wrong."""
+"""What a report takes from log.txt: what the run logged at its start, how it ended, and what went wrong."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Incident:
 @dataclass
 class RunLog:
     """facts: the newest lines of a start, by their first word; ended: finished, stopped, failed or "" where no line
-    says it; incidents: in their order, at most 50 of a kind; counts: of all."""
+    tells; incidents: in their order, at most 50 of a kind; counts: of all."""
 
     facts: dict[str, str] = field(default_factory=dict)
     ended: str = ""

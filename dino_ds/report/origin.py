@@ -14,7 +14,7 @@ from dino_ds.report.html import Tag
 
 
 def changed_settings(run: RunFiles) -> list[tuple[Tag, str, str, str]]:
-    """Key, value, default and description of what is not the default."""
+    """Key, value, default and description of every setting that is not the default."""
     if run.recipe is None:
         return []
     values, defaults = flat_values(run.recipe), flat_values(Recipe())

@@ -63,7 +63,7 @@ def _spread(paths: list[Path]) -> list[Path]:
 
 
 def _picture(path: Path, caption: str, width: int) -> dict[str, Any]:
-    """A file that can't be read has an `error` instead."""
+    """Embed one file; one that can't be read has an `error` instead."""
     try:
         address, (wide, high) = embedded_file(path, width)
     except (OSError, ValueError) as error:

@@ -115,7 +115,7 @@ def _constant(series: Series, metrics: Metrics) -> str:
 
 
 def _evaluations(found: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """The table, without columns that would be empty; what is known of an evaluation stands in its first row."""
+    """The table, without columns that would be empty; what is known of an evaluation is in its first row."""
     if not found:
         return None
     header = ("evaluation", "figure", "value", "step", "images", "made")
@@ -133,7 +133,7 @@ def _evaluations(found: Sequence[Evaluation]) -> dict[str, Any] | None:
 
 
 def _about(about: dict[str, Any]) -> tuple[str, str, str]:
-    """Step, images, and when it was made."""
+    """Step and images of an evaluation, and when it was made."""
     names = {"train_images": "training", "test_images": "test"}
     numbers = {key: value for key, value in about.items() if isinstance(value, float)}
     images = [about["data"]] if isinstance(about.get("data"), str) else []

@@ -15,7 +15,7 @@ from dino_ds.report.folder import RunFiles
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
-    """Plain values for JSON; None for what the run does not say. Losses in nats, accuracies in percent."""
+    """Plain values for JSON; None for what the run does not tell. Losses in nats, accuracies in percent."""
     metrics = run.metrics
     return {
         "run": str(run.path),

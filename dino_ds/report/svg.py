@@ -57,7 +57,7 @@ class Frame:
         return self.scales[0] * x + self.shifts[0]
 
     def down(self, y: float) -> float:
-        """Of a value as it is shown, before the logarithm."""
+        """The height of a value on the page, before the logarithm."""
         return self.scales[1] * (math.log10(y) if self.log else y) + self.shifts[1]
 
 
@@ -115,7 +115,7 @@ def _paths(line: Line, frame: Frame) -> Iterator[dict[str, Any]]:
 
 
 def _outline(commands: Sequence[str], base: Curve | None, frame: Frame) -> str:
-    """Of the area between a line and its base."""
+    """The outline of the area between a line and its base."""
     if base is not None and len(base.finite):
         under = list(_commands(base.means() if base.is_long() else base, frame.log))
     else:
@@ -146,7 +146,7 @@ def _levels(levels: Sequence[Level], frame: Frame) -> list[tuple[Level, float, f
 
 
 def _x_ticks(frame: Frame) -> list[tuple[float, str, str]]:
-    """Place, text anchor and text."""
+    """Place, text anchor and text of each tick."""
     ticks = list(_ticks(*frame.x, 4 if frame.width < 400 else 6))
     edge = frame.right - 12
     return [
@@ -169,7 +169,7 @@ def _ticks(low: float, high: float, most: int) -> Iterator[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Decades; of fewer than two also 2 and 5; of more than five every second one, or fewer."""
+    """Decades; also 2 and 5 if they are fewer than two, and every second or third one if they are more than five."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     every = math.ceil(len(decades) / 6)
     factors = (1, 2, 5) if len(decades) <= 3 else (1,)

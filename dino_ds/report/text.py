@@ -1,4 +1,4 @@
-"""Numbers and durations as people read them."""
+"""Formats numbers and durations for people."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import EMA, CropGroup
 from dino_ds.models.base import Backbone, Crops
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
@@ -66,15 +67,14 @@ class Teacher:
 
 
 class Teachers:
-    """A run's teachers by name; `groups` says which crop groups each sees, `exported` which one is the run's product.
+    """A run's teachers by name; `groups` say which crops each sees, `exported` which one is the run's product.
 
     That one's tensors are teacher.NAME in a checkpoint, another's teachers.TEACHER.NAME.
     """
 
-    def __init__(
-        self, teachers: Mapping[str, Teacher], groups: Mapping[str, tuple[str, ...]], exported: str = "ema"
-    ) -> None:
-        self._teachers, self._groups = dict(teachers), groups
+    def __init__(self, teachers: Mapping[str, Teacher], groups: Sequence[CropGroup], exported: str = EMA) -> None:
+        self._teachers = dict(teachers)
+        self._groups = {name: [group.name for group in groups if name in group.teachers] for name in teachers}
         self.exported = self._teachers[exported]
         self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
 

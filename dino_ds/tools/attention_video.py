@@ -6,7 +6,7 @@ As facebookresearch/dino `video_generation.py`, but with colours that mean the s
 from __future__ import annotations
 
 import itertools
-import json as jsons
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +23,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, coat, head_colours, heat, overlay
 from dino_ds.pictures.maps import PatchColours, mass_mask
-from dino_ds.tools.clip import has_av, import_av, open_clip, survey
-from dino_ds.tools.clip_writing import FORMS, clip_writer
-from dino_ds.tools.frozen import MAPS_AT_ONCE, in_parts, load_frozen, side_of
+from dino_ds.tools.clip import FORMS, clip_writer, has_av, import_av, open_clip, survey
+from dino_ds.tools.model_options import MAPS_AT_ONCE, in_parts, load_for_pictures, side_of
 from dino_ds.weights.load import Backbone
 
 _SAMPLE = 16
@@ -55,7 +54,7 @@ def run(options: AttentionVideoOptions) -> None:
     rate = options.fps or frames.fps
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
-    backbone = load_frozen(options.model)
+    backbone = load_for_pictures(options.model)
     short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.patch_size)
@@ -78,7 +77,7 @@ def run(options: AttentionVideoOptions) -> None:
     seconds = time.monotonic() - began
     about = {"video": str(path), "frames": count, "height": height * zoom, "width": width * zoom, "fps": rate}
     if options.json:
-        print(jsons.dumps({**about, "seconds": round(seconds, 2)}))
+        print(json.dumps({**about, "seconds": round(seconds, 2)}))
         return
     print(f"{path}: {count} frames of {width * zoom} x {height * zoom}, {rate:g} a second; made in {seconds:.1f} s")
 

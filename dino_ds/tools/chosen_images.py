@@ -76,7 +76,7 @@ def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]
         elif os.path.lexists(path):
             chosen.append(Picked(NamedFiles([path]), 0, named=True))
         else:
-            raise ConfigError(f"--{option} {word!r}: there is no such file or folder; wanted are {_FORMS}")
+            raise ConfigError(f"--{option} {word!r}: there is no such file or folder; give {_FORMS}")
     return chosen
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import math
 import shutil
 import sys
@@ -51,7 +51,7 @@ def run(options: ConvertOptions) -> None:
         "seconds": round(time.monotonic() - begin, 3),
     }
     if options.json:
-        print(jsons.dumps(result))
+        print(json.dumps(result))
         return
     old = saved.manifest.world_size
     what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"
@@ -63,7 +63,7 @@ def run(options: ConvertOptions) -> None:
 def _open(folder: Path) -> SavedCheckpoint:
     """The checkpoint there, every byte of it verified."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: --checkpoint is RUN/checkpoints/step_...")
+        raise CheckpointError(f"{folder} is not a folder: --checkpoint is RUN/checkpoints/step_...")
     if (folder / "checkpoints").is_dir():
         found = ", ".join(sorted(path.name for path in (folder / "checkpoints").glob("step_*"))) or "none"
         raise CheckpointError(f"{folder} is a run; --checkpoint is one of its checkpoints/step_...; found: {found}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 import os
 import sys
 import time
@@ -13,8 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config.loading import load_recipe
-from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS, Recipe
+from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
 from dino_ds.data.base import Source
 from dino_ds.data.find_range import look_at_values
 from dino_ds.data.images import ValueRange
@@ -28,7 +27,7 @@ from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
-from dino_ds.tools.idle import check_unused_options
+from dino_ds.tools.model_options import check_unused_options, recipe_of
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -47,24 +46,14 @@ def run(options: EvalOptions) -> None:
 
     Raises ConfigError, DataError, CheckpointError.
     """
-    data = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    settings = _settings(options)
     named = {"source": options.source, "root": options.root, "test_root": options.test_root}
-    how: dict[str, Any] = {
-        "temperature": options.temperature,
-        "images": options.images,
-        "epochs": options.epochs,
-        "batch": options.batch,
-    }
-    how |= {"workers": options.workers, "benchmark_root": data}
-    given = {"ks": options.k, "size": options.size, **how}
-    settings = Settings(**{key: value for key, value in given.items() if value is not None})
     init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options.model, options.out)
-    # First: who gives --root for one is told what it wants.
-    for name in (name for name in options.evals if name in BENCHMARKS):
+    for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
         preflight_eval(name, settings, lambda: (None, None))
-    check_unused_options("evals", options.evals, _CONCERNS, {"k": options.k, **named, **how})
+    check_unused_options("evals", options.evals, _CONCERNS, options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -88,15 +77,23 @@ def run(options: EvalOptions) -> None:
             _show(results, subject, backbone, time.monotonic() - began, options.json)
 
 
+def _settings(options: EvalOptions) -> Settings:
+    """Those that are given; others have the defaults of Settings."""
+    names = ("size", "temperature", "images", "epochs", "batch", "workers")
+    given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
+    given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
 def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
-    """The model's range for images deeper than 8 bits, else one for these images, which is said; all ranks call it."""
+    """The model's range for images deeper than 8 bits, else a reported one for these images; all ranks call it."""
     sources, found = subject.sources, (backbone.value_range, "")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and backbone.value_range is None:
             sample = look_at_values([source for source in sources if source is not None])
             found = sample.decide("the model has no range of its own, so make them images of 8 bits first")
     value_range, words = distributed.gather_objects(found)[0]
-    subject.note([f"{words}: the model knows no range of its own"] if words else [])
+    subject.note([f"{words}: the model has no range of its own"] if words else [])
     return value_range
 
 
@@ -112,24 +109,9 @@ def _name_of(source: str | None, root: str | None, test_root: str | None) -> str
     return name_images(source or "folder", test_root or root) if source or root or test_root else None
 
 
-def find_images(model: str, source: str | None, root: str | None) -> Source:
-    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
-    if recipe := _recipe_of(model, source, root):
-        source, root = recipe.data.source, recipe.data.root
-    if source is None and root is None:
-        raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
-    return build_source(source or "folder", root, "train", False)
-
-
-def _recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """Of the run `model`, where no images are named."""
-    config = Path(model) / "config.yaml"
-    return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
-
-
 def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source | None]:
     """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
-    if recipe := _recipe_of(model, source, root):
+    if recipe := recipe_of(model, source, root):
         data = recipe.data
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
@@ -149,7 +131,7 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
 
 
 def _check_places(model: str, out: str | None) -> None:
-    """An evaluation may take hours: what is wrong with its file is said before. Raises ConfigError."""
+    """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
     for place in _places(model, out):
         try:
             read_results(place)
@@ -157,7 +139,7 @@ def _check_places(model: str, out: str | None) -> None:
             raise _not_written(place, error) from None
         if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
             raise _not_written(
-                place, "it is a folder" if place.is_dir() else f"{place.parent} is no folder to write to"
+                place, "it is a folder" if place.is_dir() else f"{place.parent} is not a writable folder"
             )
 
 
@@ -172,10 +154,12 @@ def _not_written(place: Path, reason: object) -> ConfigError:
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
 
 
-def _show(results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, json: bool) -> None:
-    if json:
+def _show(
+    results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, as_json_text: bool
+) -> None:
+    if as_json_text:
         about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
-        print(jsons.dumps({**about, "results": as_json(results)}))
+        print(json.dumps({**about, "results": as_json(results)}))
         return
     train, test = subject.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as jsons
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def run(options: ExportOptions) -> None:
     if eps != 1e-6 and options.format in ("safetensors", "timm", "dino"):
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm and DINO")
     if options.json:
-        print(jsons.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
+        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
     else:
         print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 

@@ -11,8 +11,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from json import dumps
 from pathlib import Path
 from statistics import median
@@ -30,12 +30,12 @@ from dino_ds.durable import replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.memory import ChildFailed, ChildResult, run_in_children
-from dino_ds.measure.tables import markdown_table
+from dino_ds.measure.machine import host_memory_gib
+from dino_ds.measure.memory import ChildFailed, run_in_children
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import clock_of, synchronize
 from dino_ds.measure.trial import Trial, build_trial, resolve
 from dino_ds.options.machine import FindBatchSizeOptions
-from dino_ds.tools.batch_search import Tried, fastest, find_largest, largest_divisor
 
 WARMUP = 2
 """The second step is the first with Adam's moments: the highest."""
@@ -51,8 +51,8 @@ def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any],
     gpus = torch.cuda.device_count()
     ranks = options.ranks or max(1, gpus)
     _check(recipe, ranks, gpus, options.write)
-    limit = options.memory_gib if gpus or options.memory_gib else _free_gib()
-    trials = _Trials(recipe, ds, ds_path, ranks, limit, options.steps, options.threads, bool(gpus))
+    limit = options.memory_gib if gpus or options.memory_gib else _FREE_PART * host_memory_gib()[1]
+    trials = _Trials(recipe, ds, ds_path, ranks, limit, bool(gpus), options)
     images = recipe.data.global_batch // ranks
     largest = find_largest(lambda size: trials.take(size).fits, images)
     if largest == 0:
@@ -77,7 +77,7 @@ def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any],
     }
     if options.write:
         write_batch(Path(options.write), ds, ds_path, best.micro_batch)
-    print(dumps(result, indent=1) if options.json else _page(result, bool(gpus)), flush=True)
+    print_result(_page(result, bool(gpus)), result, options.json)
 
 
 def _check(recipe: Recipe, ranks: int, gpus: int, write: str | None) -> None:
@@ -91,24 +91,29 @@ def _check(recipe: Recipe, ranks: int, gpus: int, write: str | None) -> None:
         raise ConfigError(f"--write {write}: its folder is missing or can't be written to")
 
 
-class _Trials:
-    """Takes each size once; `tried` by size."""
+@dataclass(frozen=True)
+class Tried:
+    """One micro-batch on the real step. Without room: no rate. memory_gib: peak of the fullest process."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        ds: Mapping[str, Any],
-        ds_path: str,
-        ranks: int,
-        limit_gib: float | None,
-        steps: int,
-        threads: int | None,
-        on_gpu: bool,
-    ) -> None:
-        self._recipe, self._ds, self._ds_path, self._ranks = recipe, ds, ds_path, ranks
-        self._limit_gib, self._steps, self._threads, self._on_gpu = limit_gib, steps, threads, on_gpu
-        self.tried: dict[int, Tried] = {}
-        self._libraries = 0
+    micro_batch: int
+    fits: bool
+    images_per_second: float | None = None
+    memory_gib: float | None = None
+
+
+@dataclass
+class _Trials:
+    """Takes the real step at each size once; `tried` by size. limit_gib: of each GPU, or of all processes on a CPU."""
+
+    recipe: Recipe
+    ds: Mapping[str, Any]
+    ds_path: str
+    ranks: int
+    limit_gib: float | None
+    on_gpu: bool
+    options: FindBatchSizeOptions
+    tried: dict[int, Tried] = field(default_factory=dict)
+    _libraries: int = 0
 
     def take(self, micro_batch: int) -> Tried:
         if micro_batch not in self.tried:
@@ -119,46 +124,69 @@ class _Trials:
 
     def _take(self, micro_batch: int) -> Tried:
         ds, accumulation = self._ds_of(micro_batch)
-        in_process = None if self._on_gpu or self._limit_gib is None else self._limit_gib * 1024
+        in_process = None if self.on_gpu or self.limit_gib is None else self.limit_gib * 1024
         try:
             children = run_in_children(
                 "dino_ds.tools.find_batch_size:measure",
-                self._ranks,
-                self._threads,
+                self.ranks,
+                self.options.threads,
                 in_process,
-                recipe=self._recipe.model_dump(mode="json"),
+                recipe=self.recipe.model_dump(mode="json"),
                 ds=ds,
-                ds_path=self._ds_path,
-                steps=self._steps,
+                ds_path=self.ds_path,
+                steps=self.options.steps,
                 accumulation=accumulation,
-                limit_gib=self._limit_gib,
+                limit_gib=self.limit_gib,
             )
         except ChildFailed as error:
             if error.returncode in (_OUT_OF_MEMORY, -signal.SIGKILL):
                 return Tried(micro_batch, False)
-            raise DataError(f"the step fails at micro-batch {micro_batch}: {_last_line(error.log)}") from error
-        return self._outcome(micro_batch, children)
-
-    def _outcome(self, micro_batch: int, children: list[ChildResult]) -> Tried:
+            last = (error.log.strip().splitlines() or ["no message"])[-1].removeprefix("dino_ds.errors.ConfigError: ")
+            raise DataError(f"the step fails at micro-batch {micro_batch}: {last}") from error
         self._libraries = round(max(child.imports_mib for child in children) * 2**20)
         peaks = [child.peak_mib / 1024 for child in children]
-        used = max(peaks) if self._on_gpu else sum(peaks)
-        if self._limit_gib is not None and used > self._limit_gib:
+        used = max(peaks) if self.on_gpu else sum(peaks)
+        if self.limit_gib is not None and used > self.limit_gib:
             return Tried(micro_batch, False)
-        images = micro_batch * self._ranks
+        images = micro_batch * self.ranks
         return Tried(micro_batch, True, images / max(child.value for child in children), max(peaks))
 
     def predicted_gib(self, micro_batch: int) -> float:
         """Of one process; without a GPU with the libraries as they were found."""
         ds, _ = self._ds_of(micro_batch)
-        total = micro_batch * ds["gradient_accumulation_steps"] * self._ranks
-        config = resolve_ds_config(ds, self._ds_path, total, self._ranks, parameters=count_parameters(self._recipe))
-        return estimate_memory(self._recipe, config, self._ranks, self._on_gpu, self._libraries).gib
+        total = micro_batch * ds["gradient_accumulation_steps"] * self.ranks
+        config = resolve_ds_config(ds, self.ds_path, total, self.ranks, parameters=count_parameters(self.recipe))
+        return estimate_memory(self.recipe, config, self.ranks, self.on_gpu, self._libraries).gib
 
     def _ds_of(self, micro_batch: int) -> tuple[dict[str, Any], int]:
         """The config of a trial, whose windows have two micro-batches at most, and the accumulation it stands for."""
-        accumulation = -(-self._recipe.data.global_batch // (micro_batch * self._ranks))
-        return with_batch(self._ds, micro_batch, min(accumulation, 2)), accumulation
+        accumulation = -(-self.recipe.data.global_batch // (micro_batch * self.ranks))
+        return with_batch(self.ds, micro_batch, min(accumulation, 2)), accumulation
+
+
+def find_largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest size <= `most` that fits, to a 16th, by doubling and then bisection; 0 if not even one does."""
+    size, low, high = 1 << max(0, (most // 64).bit_length() - 1), 0, most + 1  # a power of two, at most 64 times below
+    while low < size < high:
+        if fits(size):
+            low, size = size, min(2 * size, most)
+        else:
+            high = size
+    while high - low > max(1, low // 16) and low < most:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is <= `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
+
+
+def fastest(tried: Iterable[Tried], images_per_rank: int) -> Tried:
+    """The best rate among the sizes whose multiples give `images_per_rank` exactly."""
+    usable = [t for t in tried if t.fits and images_per_rank % t.micro_batch == 0]
+    return max(usable, key=lambda t: t.images_per_second or 0.0)
 
 
 def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
@@ -228,19 +256,8 @@ def write_batch(path: Path, ds: Mapping[str, Any], ds_path: str, micro_batch: in
             raise ConfigError(f"--write {path}: {str(error).replace(str(temporary), str(path))}") from error
 
 
-def _free_gib() -> float:
-    import psutil
-
-    return _FREE_PART * psutil.virtual_memory().available / 2**30
-
-
 def _memory_text(limit: float | None, on_gpu: bool) -> str:
     return "the GPU's memory" if limit is None else f"{limit:.1f} GiB{' of a GPU' if on_gpu else ''}"
-
-
-def _last_line(stderr: str) -> str:
-    line = (stderr.strip().splitlines() or ["no message"])[-1]
-    return line.removeprefix("dino_ds.errors.ConfigError: ")
 
 
 def _page(result: dict[str, Any], on_gpu: bool) -> str:

@@ -17,7 +17,6 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
 from dino_ds.data.sources import build_source
 from dino_ds.data.workers import check_shared_memory, worker_options
-from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize
@@ -28,13 +27,13 @@ from dino_ds.training.build import build_prefetcher
 _MICRO_BATCH = 16
 _ROUNDS = 3
 _MOST_WORKERS = 32
-"""What is tried unless more is asked for."""
+"""The most processes that are tried by default."""
 _AS_GOOD = 0.95
 """Fewer workers are preferred if they give this part of the best rate."""
 _RESERVE = 1.1
 """Images a second to have for each that the step takes: loading times vary."""
 _BUSY = 1.0
-"""Load average at the start above which what is measured is said to be too low."""
+"""Load average at the start above which the results are reported as too low."""
 _NAMES = {
     "load": "the source's own loading",
     "read": "storage: reading the file",
@@ -48,11 +47,9 @@ _NAMES = {
 def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     """Print images/s for 0, 1, 2, 4, ... `max_workers` loader processes, the costliest stage, and a recommendation.
 
-    Each number is measured for `seconds` in all, in 3 rounds by turns, through the loader and feed of training.
-    max_workers None: this machine's cores, shared over its GPUs. step_images_per_second: what one rank's training
-    step takes. Raises ConfigError for impossible arguments, DataError for data that can't be loaded.
+    Each number is measured in 3 interleaved rounds, through training's loader and prefetcher. Raises DataError for data
+    that can't be loaded.
     """
-    _check(options.seconds, options.max_workers, options.step_images_per_second)
     host = describe_host()
     ranks = max(torch.cuda.device_count(), 1)
     share = max(host["cores"] // ranks, 1)
@@ -85,14 +82,6 @@ def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     print_result(_page(found), found, options.json)
 
 
-def _check(seconds: float, max_workers: int | None, step_images_per_second: float | None) -> None:
-    for name, value in (("seconds", seconds), ("step_images_per_second", step_images_per_second)):
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value:g} must be a number > 0")
-    if max_workers is not None and max_workers < 1:
-        raise ConfigError(f"--max_workers {max_workers} must be 1 or more")
-
-
 def _counts(most: int) -> list[int]:
     """0, 1, 2, 4, ... and `most` itself."""
     powers = [1 << power for power in range(most.bit_length()) if 1 << power < most]
@@ -103,28 +92,23 @@ def _measure(
     source: Source, recipe: Recipe, device: torch.device, counts: Sequence[int], seconds: float
 ) -> dict[int, list[float]]:
     """Workers -> images per second, one number a round."""
-    micro_batch = min(_MICRO_BATCH, len(source))
+    micro_batch = str(min(_MICRO_BATCH, len(source)))
+    recipes = {n: change_recipe(recipe, {"data.global_batch": micro_batch, "data.workers": str(n)}) for n in counts}
     position = Position()
     rates: dict[int, list[float]] = {count: [] for count in counts}
     for turn in tqdm(range(_ROUNDS), unit="round", desc="workers", disable=None):
         for count in list(counts)[:: -1 if turn % 2 else 1]:
-            rate, position = _measure_once(source, recipe, device, count, micro_batch, position, seconds / _ROUNDS)
+            rate, position = _measure_once(source, recipes[count], device, position, seconds / _ROUNDS)
             rates[count].append(rate)
     return rates
 
 
 def _measure_once(
-    source: Source,
-    recipe: Recipe,
-    device: torch.device,
-    workers: int,
-    micro_batch: int,
-    start: Position,
-    seconds: float,
+    source: Source, recipe: Recipe, device: torch.device, start: Position, seconds: float
 ) -> tuple[float, Position]:
     """Images per second from `start` on, and where the next measurement finds images that nobody has read yet."""
-    changes = {"data.global_batch": str(micro_batch), "data.workers": str(workers)}
-    feed = build_prefetcher(change_recipe(recipe, changes), source, micro_batch, device, start)
+    workers, micro_batch = recipe.data.workers or 0, recipe.data.global_batch
+    feed = build_prefetcher(recipe, source, micro_batch, device, start)
     try:
         warm_up = max(workers, 1)  # the first batch of each process, which it needs time to start for
         for _ in range(warm_up):

@@ -95,7 +95,7 @@ def _check(images: int, sample: int, out: str) -> Path:
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: {path.parent} is no folder one may write to")
+        raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
 
 

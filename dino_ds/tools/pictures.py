@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json as jsons
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
@@ -18,24 +18,23 @@ from torch import Tensor
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
+from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
-from dino_ds.options.model import PicturesOptions
+from dino_ds.options.model import PictureKind, PicturesOptions
 from dino_ds.pictures import draw
+from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
 from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
-from dino_ds.tools.evaluate import find_images
-from dino_ds.tools.frozen import in_parts, load_frozen, side_of
-from dino_ds.tools.idle import check_unused_options
-from dino_ds.tools.picture_files import PictureFiles
+from dino_ds.tools.model_options import check_unused_options, find_images, in_parts, load_for_pictures, side_of
 from dino_ds.weights.load import Backbone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("attention", "pca", "similarity", "neighbours", "map", "curves")
+KINDS: tuple[str, ...] = get_args(PictureKind)
 _OF_PATCHES, _OF_FEATURES = KINDS[:3], KINDS[3:5]
 _METRICS = "metrics.jsonl"
 _IMAGES, _BANK, _NEIGHBOURS, _QUERIES, _PATCHES = 6, 500, 6, 6, 4
@@ -43,19 +42,6 @@ _MOST = 100
 """Images that one picture shows, of those that are only counted."""
 _THUMBNAIL = 128
 _FEATURES_AT_ONCE = 32
-
-
-@dataclass(frozen=True)
-class _Wishes:
-    """What was asked for beyond the images; `map` is a method of `place`."""
-
-    kinds: Sequence[str]
-    queries: str | None
-    patch: str | None
-    foreground: bool
-    map: str
-    bank: int
-    size: int | None
 
 
 _CONCERNS = {
@@ -71,26 +57,16 @@ def run(options: PicturesOptions) -> None:
     """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
     kinds = _kinds(options.only, Path(options.model))
     shown = _Shown(options.model, options.source, options.root, options.images or str(_IMAGES))
-    given = {name: getattr(options, name) for name in _CONCERNS}
-    given["foreground"] = options.foreground or None
     concerns = _CONCERNS if shown.has_others else {**_CONCERNS, "images": _CONCERNS["root"]}
-    check_unused_options("only", kinds, concerns, given)
+    check_unused_options("only", kinds, concerns, options)
     if (options.source or options.root) and shown.are_files and not set(kinds) & set(_OF_FEATURES):
         unused = "--root" if options.root else "--source"
         raise ConfigError(f"--images {options.images} names files: no image of {unused} is looked at")
-    wishes = _Wishes(
-        kinds,
-        options.queries,
-        options.patch,
-        options.foreground,
-        find_method(options.map),
-        options.bank or _BANK,
-        options.size,
-    )
+    find_method(options.map)  # a map may take minutes: a missing package is reported first
     files = PictureFiles(options.model, options.out)
-    for name, figure in _figures(options.model, shown, wishes):
+    for name, figure in _figures(options, kinds, shown):
         files.add(name, figure)
-    print(jsons.dumps({"pictures": files.written}) if options.json else "\n".join(files.written))
+    print(json.dumps({"pictures": files.written}) if options.json else "\n".join(files.written))
 
 
 class _Shown:
@@ -123,55 +99,48 @@ class _Shown:
         return spread(self.source(), size) if self.has_others or self._count is not None else self._chosen
 
 
-def _figures(model: str, shown: _Shown, wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
+def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> Iterator[tuple[str, Figure]]:
     """(name, Figure) one after another."""
-    if set(wishes.kinds) - {"curves"}:
-        backbone = load_frozen(model)
-        asked = choose(wishes.queries, "queries", shown.source) if wishes.queries else None
-        if set(wishes.kinds) & set(_OF_PATCHES):
-            yield from _patch_figures(backbone, shown.picked(), wishes)
-        if set(wishes.kinds) & set(_OF_FEATURES):
-            yield from _feature_figures(backbone, shown.bank(wishes.bank), asked, wishes)
-    if "curves" in wishes.kinds:
-        yield "curves", draw_curves(_read_metrics(Path(model) / _METRICS))
+    if set(kinds) - {"curves"}:
+        backbone = load_for_pictures(options.model)
+        queries = choose(options.queries, "queries", shown.source) if options.queries else None
+        if set(kinds) & set(_OF_PATCHES):
+            yield from _patch_figures(backbone, shown.picked(), kinds, options)
+        if set(kinds) & set(_OF_FEATURES):
+            picked = shown.bank(options.bank or _BANK)
+            bank = _describe(backbone, picked, "bank")
+            if len(bank) < 2:
+                raise DataError(
+                    f"{len(bank)} of {len(picked)} images can be read; neighbours and the map want two or more: name "
+                    "them with --root, or choose other pictures, such as --only attention,pca,similarity"
+                )
+            if "neighbours" in kinds:
+                some = [bank[i] for i in evenly_spaced_indices(len(bank), _QUERIES)]
+                yield "neighbours", _neighbours(_describe(backbone, queries, "queries") if queries else some, bank)
+            if "map" in kinds:
+                yield "map", _map(bank, find_method(options.map))
+    if "curves" in kinds:
+        yield "curves", draw_curves(_read_metrics(Path(options.model) / _METRICS))
 
 
-def _patch_figures(backbone: Backbone, picked: Sequence[Picked], wishes: _Wishes) -> Iterator[tuple[str, Figure]]:
-    crop = EvalCrop(side_of(backbone, wishes.size))
+def _patch_figures(
+    backbone: Backbone, picked: Sequence[Picked], kinds: Sequence[str], options: PicturesOptions
+) -> Iterator[tuple[str, Figure]]:
+    crop = EvalCrop(side_of(backbone, options.size))
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
     grid = crop.size // backbone.patch_size
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
-    patches = find_patches(wishes.patch, cuts, crop, grid) if wishes.patch else middles
+    patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
     pictures = _pictures(pixels)
     attention = in_parts(backbone.attention, pixels)
-    if "attention" in wishes.kinds:
+    if "attention" in kinds:
         yield "attention", draw.draw_attention(pictures, attention)
     tokens = in_parts(backbone.patch_tokens, pixels)
-    if "pca" in wishes.kinds:
-        yield "pca", draw.draw_pca(pictures, tokens, attention if wishes.foreground else None)
-    if "similarity" in wishes.kinds:
+    if "pca" in kinds:
+        yield "pca", draw.draw_pca(pictures, tokens, attention if options.foreground else None)
+    if "similarity" in kinds:
         yield "similarity", draw.draw_similarity(pictures, tokens, patches)
-
-
-def _feature_figures(
-    backbone: Backbone, picked: Sequence[Picked], asked: Sequence[Picked] | None, wishes: _Wishes
-) -> Iterator[tuple[str, Figure]]:
-    bank = _describe(backbone, picked, "bank")
-    if len(bank) < 2:
-        raise DataError(
-            f"{len(bank)} of {len(picked)} images can be read; neighbours and the map want two or more: name them "
-            "with --root, or choose other pictures, such as --only attention,pca,similarity"
-        )
-    if "neighbours" in wishes.kinds:
-        some = [bank[i] for i in evenly_spaced_indices(len(bank), _QUERIES)]
-        yield "neighbours", _neighbours(_describe(backbone, asked, "queries") if asked else some, bank)
-    if "map" in wishes.kinds:
-        groups = [image.group for image in bank if image.group is not None]
-        features = torch.stack([image.features for image in bank])
-        points, title = place(features, wishes.map), f"{TITLES[wishes.map]} of {len(bank)} images' features"
-        thumbnails = [image.thumbnail for image in bank]
-        yield "map", draw_map(points, thumbnails, groups if len(groups) == len(bank) else None, title)
 
 
 @dataclass(frozen=True)
@@ -193,6 +162,13 @@ def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list
         for cut, row, thumbnail in zip(batch, features, small, strict=True):
             found.append(_Described(cut.picked.name, cut.picked.group, row, thumbnail))
     return found
+
+
+def _map(bank: Sequence[_Described], method: str) -> Figure:
+    groups = [image.group for image in bank if image.group is not None]
+    points = place(torch.stack([image.features for image in bank]), method)
+    title, thumbnails = f"{TITLES[method]} of {len(bank)} images' features", [image.thumbnail for image in bank]
+    return draw_map(points, thumbnails, groups if len(groups) == len(bank) else None, title)
 
 
 def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Figure:
@@ -244,3 +220,49 @@ def _thumbnails(pixels: Tensor) -> np.ndarray:
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
     return (255 * _pictures(pixels)).round().byte().numpy()
+
+
+class PictureFiles:
+    """`out`, or RUN/pictures where `model` is a run, or ./pictures; `written` are the files' paths so far.
+
+    Raises ConfigError where nothing can be written: a map may take minutes.
+    """
+
+    def __init__(self, model: str, out: str | None) -> None:
+        run = Path(model)
+        self._folder = Path(out).expanduser() if out else run / "pictures" if run.is_dir() else Path("pictures")
+        self._board = run / "tensorboard" if out is None and (run / "tensorboard").is_dir() else None
+        self._step = _step_of(run / "teacher.json")
+        self.written: list[str] = []
+        if reason := why_not_writable(self._folder / "a.png"):
+            raise _not_written(self._folder, reason)
+
+    def add(self, name: str, figure: Figure) -> None:
+        """Raises ConfigError where it can't be written."""
+        path = self._folder / f"{name}.png"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_file(path, figure_png(figure))
+            if self._board is not None:
+                self._show(f"pictures/{name}", figure, self._board)
+        except OSError as error:
+            raise _not_written(path, error.strerror or error) from None
+        self.written.append(str(path))
+
+    def _show(self, name: str, figure: Figure, board: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(board) as writer:
+            writer.add_image(name, figure_tensor(figure), self._step)
+
+
+def _not_written(path: Path, reason: object) -> ConfigError:
+    return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")
+
+
+def _step_of(about: Path) -> int:
+    """Of the teacher that is shown; 0 where nothing says it."""
+    try:
+        return int(json.loads(about.read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

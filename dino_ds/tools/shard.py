@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json as jsons
+import json
 import multiprocessing
 import os
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from dino_ds.distributed import usable_cores
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions
-from dino_ds.tools.repack import Shrink, names_digest, repack
-from dino_ds.tools.shard_writer import ShardRecord, start_worker, write_shard
+from dino_ds.tools.shard_writer import ShardRecord, Shrink, names_digest, repack, start_worker, write_shard
 
 CHECKSUMS = "checksums.sha256"
 """As sha256sum writes and checks them."""
@@ -39,7 +38,7 @@ _SAMPLED = 200
 
 
 def run(options: ShardOptions) -> None:
-    """Write the shards into `out`; the same command after an interruption goes on where it stopped.
+    """Write the shards into `out`; the same command after an interruption continues where it stopped.
 
     shard_size: "10000" images or about "256MiB". shrink: shorter side in pixels of what is larger, as JPEG of
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
@@ -73,7 +72,7 @@ def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink)
     folder.mkdir(parents=True, exist_ok=True)
     about = folder / _ABOUT
     if about.is_file():
-        known = jsons.loads(about.read_text())
+        known = json.loads(about.read_text())
         changed = [f"{key} was {known.get(key)}, is {value}" for key, value in plan.items() if known.get(key) != value]
         if changed:
             raise ConfigError(f"{folder} holds other shards ({'; '.join(changed)}): give another --out, or remove it")
@@ -81,7 +80,7 @@ def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink)
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give --out a new folder")
     per_shard = _images_per_shard(str(plan["shard_size"]), images, shrink)
-    _write_whole(about, jsons.dumps({**plan, "images_per_shard": per_shard}, indent=2) + "\n")
+    _write_whole(about, json.dumps({**plan, "images_per_shard": per_shard}, indent=2) + "\n")
     return per_shard
 
 
@@ -89,7 +88,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", size)
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS or int(match[1]) < 1:
-        raise ConfigError(f"--shard_size {size!r} is no size: write 10000 (images) or 256MiB")
+        raise ConfigError(f"--shard_size {size!r} is not a size: write 10000 (images) or 256MiB")
     wanted = int(match[1]) * _UNITS[unit]
     if _UNITS[unit] == 1:
         return wanted
@@ -133,22 +132,13 @@ def _write_in_parallel(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dino_ds.tools.shard_writer"])
     with ProcessPoolExecutor(workers, context, start_worker, (images, shrink)) as pool:
-        running: dict[Future[ShardRecord], int] = {}
-        waiting = iter(jobs)
+        running = {pool.submit(write_shard, path, first, last): last - first for path, first, last in jobs}
         try:
-            while True:
-                for path, first, last in waiting:
-                    running[pool.submit(write_shard, path, first, last)] = last - first
-                    if len(running) >= 2 * workers:
-                        break
-                if not running:
-                    return
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    yield future.result(), running.pop(future)
+            for future in as_completed(running):
+                yield future.result(), running[future]
         except BrokenProcessPool:
             raise DataError(
-                "a process that writes shards was killed, perhaps for want of memory: the same command goes on; "
+                "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
                 "try fewer --workers"
             ) from None
         finally:
@@ -156,7 +146,7 @@ def _write_in_parallel(
 
 
 def _line(record: ShardRecord) -> str:
-    return jsons.dumps(dataclasses.asdict(record)) + "\n"
+    return json.dumps(dataclasses.asdict(record)) + "\n"
 
 
 def _read_progress(folder: Path) -> Iterator[ShardRecord]:
@@ -166,7 +156,7 @@ def _read_progress(folder: Path) -> Iterator[ShardRecord]:
         return
     for line in path.read_text().splitlines():
         try:
-            record = ShardRecord(**jsons.loads(line))
+            record = ShardRecord(**json.loads(line))
             if (folder / record.name).stat().st_size == record.size:
                 yield record
         except (ValueError, TypeError, OSError):
@@ -192,12 +182,12 @@ def _write_whole(path: Path, text: str) -> None:
     replace_file(path, text.encode("utf-8", "surrogateescape"))
 
 
-def _report(folder: Path, records: list[ShardRecord], seconds: float, json: bool) -> None:
+def _report(folder: Path, records: list[ShardRecord], seconds: float, in_json: bool) -> None:
     images, size = sum(record.images for record in records), sum(record.size for record in records)
     bad = [text for record in records for text in record.bad]
-    if json:
+    if in_json:
         values = {"out": str(folder), "shards": len(records), "images": images, "bytes": size}
-        print(jsons.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
+        print(json.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
         return
     shards = "1 shard" if len(records) == 1 else f"{len(records)} shards"
     print(f"{images} images in {shards}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")

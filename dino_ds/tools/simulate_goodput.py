@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, replace
-from json import dumps, loads
+from json import loads
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +13,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval
-from dino_ds.measure.tables import markdown_table
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.options.run import SimulateGoodputOptions
 from dino_ds.text_file import read_lines
 
@@ -21,15 +22,9 @@ _SHOWN_MINUTES = (1, 5, 15, 30, 60, 180, 360)
 
 
 def run(options: SimulateGoodputOptions) -> None:
-    """Print the table of intervals; write the curve as PNG if asked. Raises ConfigError for a RUN that is none."""
+    """Print the table of intervals; write the curve as PNG if --out is given. Raises ConfigError."""
     measured = _read_run(Path(options.run)) if options.run else {}
-    given = {
-        "mtbf_hours": options.mtbf_hours,
-        "save_seconds": options.save_seconds,
-        "save_stall_seconds": options.save_stall_seconds,
-        "restart_seconds": options.restart_seconds,
-        "detect_seconds": options.detect_seconds,
-    }
+    given = {name: getattr(options, name) for name in (*_DEFAULTS, "save_stall_seconds")}
     values = {**_DEFAULTS, **measured, **{name: value for name, value in given.items() if value is not None}}
     stall = values.setdefault("save_stall_seconds", values["save_seconds"])
     costs = Costs(
@@ -47,10 +42,7 @@ def run(options: SimulateGoodputOptions) -> None:
     result = {"seconds": asdict(costs), "origins": origins, "best_interval_seconds": best, "intervals": rows}
     if options.save_every_minutes:
         result["save_every"] = next(row for row in rows if row["seconds"] == options.save_every_minutes * 60)
-    print(
-        dumps(result, indent=1) if options.json else _page(result, values, options.save_every_minutes, options.nodes),
-        flush=True,
-    )
+    print_result(_page(result, values, options.save_every_minutes, options.nodes), result, options.json)
 
 
 def _read_run(folder: Path) -> dict[str, float]:
@@ -75,15 +67,11 @@ def _read_run(folder: Path) -> dict[str, float]:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file that may be missing or be written at this moment."""
-    lines = []
-    for text in read_lines(path) if path.is_file() else []:
-        try:
-            line = loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
+    lines: list[Any] = []
+    for text in read_lines(path) if path.is_file() else ():
+        with suppress(ValueError):
+            lines.append(loads(text))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 def _origin(name: str, given: dict[str, float | None], measured: dict[str, float], run: str | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json as jsons
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +18,8 @@ from dino_ds.data.shards import TarShards
 from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import UnshardOptions
-from dino_ds.tools.repack import Shrink, member_of, names_digest, repack
 from dino_ds.tools.shard import CHECKSUMS
+from dino_ds.tools.shard_writer import Shrink, member_of, names_digest, repack
 
 _MARK = ".unshard.json"
 """In the folder until all is written: whose images they are."""
@@ -29,7 +29,7 @@ _AS_THEY_ARE = Shrink(None, 0)
 
 
 def run(options: UnshardOptions) -> None:
-    """Write each image into `out` under its name in the shards; the same command after an interruption goes on.
+    """Write each image into `out` under its name in the shards; the same command after an interruption continues.
 
     Names never lead out of `out`: leading / and .. are dropped. Where two shards have images of one name, each shard
     gets a folder. Raises ConfigError, DataError for a damaged shard or a disk that can't be used.
@@ -46,7 +46,7 @@ def run(options: UnshardOptions) -> None:
     written = len(images) - len(bad)
     if options.json:
         seconds = round(time.monotonic() - begin, 3)
-        print(jsons.dumps({"out": str(folder), "images": written, "unreadable": len(bad), "seconds": seconds}))
+        print(json.dumps({"out": str(folder), "images": written, "unreadable": len(bad), "seconds": seconds}))
         return
     print(f"{written} images in {folder} ({time.monotonic() - begin:.1f} s)")
     if bad:

@@ -1,4 +1,4 @@
-"""Steps that were skipped because a number was not finite: whose images, how many in a row, and when that is enough."""
+"""Steps that were skipped because a number was not finite: reports their images, and ends a run with too many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FILE = "bad_batches.jsonl"
 
 
 class BadSteps:
-    """Counts bad steps in a row. An fp16 overflow alone is none: it is part of finding the loss scale."""
+    """Counts bad steps in a row. A mere fp16 overflow does not count: it is how the loss scale is found."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._log = run, run.log
@@ -27,9 +27,9 @@ class BadSteps:
         self._in_a_row = 0
 
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
-        """After a skipped step, with what this rank has trained on; every rank calls it.
+        """Report a skipped step; `window` is what this rank has trained on. Every rank calls it.
 
-        Raises NumericError, on all ranks, when it is the last that `max_bad_steps` allows, or the scale can't fall.
+        Raises NumericError, on all ranks, at the last bad step that `max_bad_steps` allows, or if the scale can't fall.
         """
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
@@ -48,7 +48,8 @@ class BadSteps:
             )
             return
         self._in_a_row += 1
-        self._write_down({rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}, bool(ranks))
+        names = {rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}
+        self._record(names, "loss" if ranks else "gradient")
         culprits = [name for names, _ in found for name in names]
         what = f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
         if culprits and len(found) > 1:
@@ -62,19 +63,13 @@ class BadSteps:
                 f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
 
-    def _write_down(self, names: dict[int, list[str]], loss: bool) -> None:
-        """A line for each rank whose loss was not finite, or for all where only the gradient was."""
-        if distributed.rank() != 0:
-            return
-        for rank, images in names.items():
-            record = {
-                "step": self._run.step.applied_steps,
-                "in_a_row": self._in_a_row,
-                "rank": rank,
-                "what": "loss" if loss else "gradient",
-                "images": images,
-            }
-            append_line(self._run.path / _FILE, json.dumps(record))
+    def _record(self, names: dict[int, list[str]], what: str) -> None:
+        """A line for each rank in `names`: those whose loss was not finite, or all where only the gradient was not."""
+        if distributed.rank() == 0:
+            common = {"step": self._run.step.applied_steps, "in_a_row": self._in_a_row}
+            for rank, images in names.items():
+                record = {**common, "rank": rank, "what": what, "images": images}
+                append_line(self._run.path / _FILE, json.dumps(record))
 
 
 def _shorten(names: list[str], most: int = 4) -> str:

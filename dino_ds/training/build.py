@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dino_ds import distributed
 from dino_ds.architectures import BackboneOptions
+from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
@@ -36,25 +39,30 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
-    network = build_network(recipe, config.performance, Placement(config))
+    objective = build_objective(recipe, device())
+    network = build_network(recipe, config.performance, Placement(config), objective.student_features())
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
-    objective = build_objective(recipe, engine.device)
-    teachers = build_teachers(recipe, config, engine)
-    student = tuple(group.name for group in recipe.crops.groups if group.student)
-    return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), student)
+    teachers = build_teachers(recipe, config, engine, objective)
+    return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
 
 
-def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer = lambda module: None) -> Network:
+def build_network(
+    recipe: Recipe,
+    performance: PerformanceOptions,
+    place: Placer = lambda module: None,
+    outputs: Sequence[str] = (HEAD,),
+) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
+    `outputs`: of heads, and features of the backbone, as loss terms need them.
     Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
     not fit.
     """
-    network = build_meta(recipe, performance)
+    network = build_meta(recipe, performance, outputs)
     model = recipe.model
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range)
@@ -69,14 +77,14 @@ def build_network(recipe: Recipe, performance: PerformanceOptions, place: Placer
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:
     """The recipe's loss terms, with new running statistics."""
     objective = recipe.objective
-    seen = sum(group.count for group in recipe.crops.groups if group.teacher)
+    seen = len(teacher_sizes(recipe.crops.groups))
     dino = DinoTerm(recipe.head.prototypes, objective.student_temp, objective.center_momentum, seen, device)
     return Objective({"dino": dino})
 
 
-def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine) -> Teachers:
+def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective) -> Teachers:
     """The EMA teacher of the engine's student, equal to it."""
-    network = build_meta(recipe, config.performance).to_empty(device=device())
+    network = build_meta(recipe, config.performance, objective.teacher_features(EMA)).to_empty(device=device())
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.zero_()  # the student's values take their place
@@ -89,12 +97,11 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine) -> Teachers
         compiled=config.performance.compile,
         buffers=engine.buffers,
     )
-    groups = tuple(group.name for group in recipe.crops.groups if group.teacher)
-    return Teachers({"ema": ema}, {"ema": groups})
+    return Teachers({EMA: ema}, recipe.crops.groups, exported=EMA)
 
 
-def build_meta(recipe: Recipe, performance: PerformanceOptions) -> Network:
-    """The network of a recipe, its weights without memory.
+def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequence[str] = (HEAD,)) -> Network:
+    """The network of a recipe that gives `outputs`, its weights without memory.
 
     Raises ConfigError for batched stochastic depth in compiled blocks.
     """
@@ -116,7 +123,8 @@ def build_meta(recipe: Recipe, performance: PerformanceOptions) -> Network:
     with torch.device("meta"):
         backbone = build_backbone(model.architecture(), recipe.crops.global_size, options)
         dino_head = DinoHead(backbone.spec.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
-    return Network(backbone, {HEAD: dino_head}, freezes_backbone=model.freeze_backbone.value > 0)
+    features = [name for name in outputs if name != HEAD]
+    return Network(backbone, {HEAD: dino_head}, features, freezes_backbone=model.freeze_backbone.value > 0)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:

@@ -1,4 +1,4 @@
-"""Images of one colour: nothing can be learned from them, and neither loss nor entropy tells."""
+"""Finds images of one colour: there is nothing to learn from them, and neither loss nor entropy shows it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def constant_images(crops: list[Tensor]) -> Tensor:
 
 
 class ConstantImages:
-    """This rank's, since they were last named; only `take_names` reads the device."""
+    """This rank's images of one colour since the last `take_names`, which alone reads the device."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[Tensor, list[str]]] = deque(maxlen=_KEPT)
@@ -37,7 +37,7 @@ class ConstantImages:
         self._seen.append((constant, names))
 
     def take_names(self) -> list[str]:
-        """Of those that are constant, each once."""
+        """Names of images of one colour, each once."""
         found = {
             name: None
             for constant, names in self._seen

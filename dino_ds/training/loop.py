@@ -12,17 +12,17 @@ from dino_ds import distributed
 from dino_ds.config.crops import teacher_crops
 from dino_ds.data.batches import Batch
 from dino_ds.data.loader import DataTimeout
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.training.at_step import AtStep, Moment
 from dino_ds.training.bad_steps import BadSteps
 from dino_ds.training.constant_images import constant_images
 from dino_ds.training.reports import Reports
-from dino_ds.training.run import Run
+from dino_ds.training.run import AtStep, Moment, Run
 from dino_ds.training.saver import Saver
 from dino_ds.training.step import MicroStep
 from dino_ds.training.stop import StopRequests
@@ -37,6 +37,7 @@ class Loop:
         self._reports = Reports(run, saver)
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
+        self._crops = MultiCrop(run.recipe.crops.groups, run.recipe.crops.augment)
         recipe, start = run.recipe, run.step.applied_steps
         every = recipe.save_every
         self._saves = SaveClock(
@@ -123,7 +124,8 @@ class Loop:
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
-        self._poll_stop_requests()
+        if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
+            run.step.flags.set("stop")
         self._log.info(*self._saver.poll())
         self._settle_save_interval()
         self._log.progress(done)
@@ -137,7 +139,7 @@ class Loop:
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
-            self._log.picture("crops", run.crops.picture(batch.crops), done)
+            self._log.picture("crops", self._crops.picture(batch.crops), done)
         if not stop:
             self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:
@@ -169,12 +171,6 @@ class Loop:
         if again:
             self._run.state.position = self._window_start
         self._window_start = self._run.state.position
-
-    def _poll_stop_requests(self) -> None:
-        """What this rank's monitor process has seen: RUN/stop, or the end of the launcher."""
-        flags = self._run.step.flags
-        if self._beat.stop_reason and not flags.own("stop"):
-            flags.set("stop")
 
     def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
         """False where a stop was requested before its end."""

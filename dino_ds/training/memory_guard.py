@@ -1,4 +1,4 @@
-"""Out of memory, anywhere in a run: one line with the part, what was predicted, what is free and what to change."""
+"""Explains running out of memory in one line: in which part, what was predicted, what is free, what to change."""
 
 from __future__ import annotations
 
@@ -13,25 +13,20 @@ from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory
 from dino_ds.health.beat import Beat
 
 _PARTS = {
-    "teacher": "the forward pass",
-    "student": "the forward pass",
-    "loss": "the forward pass",
-    "step": "the forward pass",
+    **dict.fromkeys(("teacher", "student", "loss", "step"), "the forward pass"),
     "backward": "the backward pass",
-    "optimizer": "the optimizer",
-    "center": "the optimizer",
-    "ema": "the optimizer",
+    **dict.fromkeys(("optimizer", "center", "ema"), "the optimizer"),
     "evaluate": "evaluation",
     "save": "saving",
     "data": "loading",
     "start": "building the model",
     "end": "the end",
 }
-"""Of `Beat.where`."""
+"""What `Beat.where` means to people."""
 
 
 class MemoryGuard:
-    """Of one rank; `expect` tells it what the run is, once that is known."""
+    """Turns what an allocator raises on this rank into OutOfMemory; `expect` tells it of the run once that is built."""
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
@@ -62,7 +57,7 @@ class MemoryGuard:
         found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
         asked = f" ({found[1]} more)" if found else ""
         where = f"out of memory in {part} after step {self._beat.step}{asked}"
-        return f"{where}: {predicted}{free_memory()}. To go on with --resume: {cure}"
+        return f"{where}: {predicted}{free_memory()}. To continue with --resume: {cure}"
 
 
 def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:

@@ -1,4 +1,4 @@
-"""What is written down while a run goes on: metrics.jsonl, TensorBoard, log.txt and the console.
+"""Writes the metrics and the log of a run: metrics.jsonl, TensorBoard, log.txt and the console.
 
 Only rank 0 writes; every rank may call everything.
 """
@@ -27,7 +27,7 @@ from dino_ds.text_file import read_lines
 
 
 class Meter:
-    """Means of device scalars over micro-batches and ranks, read by the host only when asked."""
+    """Means of device scalars over micro-batches and ranks; only `read` makes the host wait for the device."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names = names
@@ -131,7 +131,7 @@ class RunLog:
         self._show("add_image", name, image, step)
 
     def _append(self, file: FileIO, line: str) -> None:
-        """A full disk costs lines, not the run."""
+        """Append a line; a full disk costs the line and a warning, not the run."""
         try:
             append_whole(file.fileno(), f"{line}\n".encode())
             self._lost.discard(file.name)
@@ -141,7 +141,7 @@ class RunLog:
             self._lost.add(file.name)
 
     def _show(self, method: str, *values: Any) -> None:
-        """On TensorBoard, as long as its files can be written."""
+        """Show on TensorBoard, as long as its files can be written."""
         if self._board is None:
             return
         try:
@@ -175,7 +175,7 @@ class RunLog:
 
 @cache
 def _silence_tensorboards_thread() -> None:
-    """A file that it can't write to is told to the next call, too: no traceback besides."""
+    """No traceback for a file that it can't write to: the next call raises the same error."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:

@@ -1,4 +1,4 @@
-"""Other images than a checkpoint was trained on: said with numbers, and refused where the schedules would move."""
+"""Compares a run's images with those of its checkpoint, and refuses to resume where the schedules would change."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from dino_ds.schedules import Schedules
 from dino_ds.training.build import build_schedules
 
 IMAGES = "images"
-"""What --allow_change calls them."""
+"""Their name in --allow_change."""
 _PROBES = 500
 _COMPARED = 16
 
 
 class OtherImages:
-    """Compares the images of this start with those of a checkpoint; `allowed`: schedules may move with them."""
+    """Compares the images of this start with those of a checkpoint; `allowed`: schedules may change with them."""
 
     def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:
         self._recipe, self._now, self._allowed = recipe, now, allowed
 
     def check(self, saved: Manifest) -> None:
-        """Raises CheckpointError where lengths in epochs are another number of steps now."""
+        """Raises CheckpointError where lengths in epochs are now another number of steps."""
         before = ImageSet.from_json(saved.images)
         if before is None or self._allowed:
             return
@@ -51,7 +51,7 @@ class OtherImages:
 
 
 def _moved(old: Schedules, new: Schedules, step: int) -> str:
-    """How training from `step` on would differ; "" if in nothing."""
+    """How training from `step` on would differ; "" if it would not."""
     last = max(old.steps, new.steps, step + 1)
     edges = [
         edge
@@ -79,9 +79,9 @@ def _moved(old: Schedules, new: Schedules, step: int) -> str:
 
 
 def _check_same_images(source: Source) -> None:
-    """Ranks that count other images would train apart and wait for each other for ever.
+    """Raises DataError, on all ranks, where ranks differ in the number of images or in some of their names.
 
-    Raises DataError on all ranks. Looks at the number of images and at some of their names.
+    Such ranks would train on different data and wait for each other for ever.
     """
     names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
     found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
@@ -94,7 +94,7 @@ def _check_same_images(source: Source) -> None:
 
 
 def same_images(source: Source, images: ImageSet) -> list[str]:
-    """A note where all files seem to be the same: of one size, and those that are compared of the same bytes."""
+    """A note where all files seem to be copies of one: equal sizes, and equal bytes of those that are compared."""
     sizes = set(images.sample.values())
     read = getattr(source, "read", None)
     if images.count < 2 or len(sizes) > 1 or min(sizes) <= 0 or read is None:
@@ -110,7 +110,7 @@ def same_images(source: Source, images: ImageSet) -> list[str]:
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:
-    """Rank 0 looks at the names of all images; the same on all ranks. Raises DataError where a rank has others."""
+    """A description of all images, by rank 0, for all ranks. Raises DataError where a rank has other images."""
     _check_same_images(source)
     mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
     found: ImageSet = distributed.gather_objects(mine)[0]

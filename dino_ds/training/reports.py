@@ -1,4 +1,4 @@
-"""What a run says of itself every `log_every` steps: metrics, progress, unreadable images, alarms."""
+"""What a run reports every `log_every` steps: metrics, progress, unreadable images, alarms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dino_ds.training.throughput import HostReader, ThroughputMonitor
 
 
 class Reports:
-    """`clock` is fed by the loop; every rank calls everything."""
+    """Collects and writes the reports of a run. Every rank calls every method; the loop feeds `clock`."""
 
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
@@ -38,7 +38,7 @@ class Reports:
         self._notes: list[str] = []
 
     def loaded(self, unreadable: list[str], notes: list[str]) -> None:
-        """Images that this rank could not read for a micro-batch, and what its loader has to say."""
+        """Note the unreadable images of a micro-batch of this rank, and the notes of its loader."""
         self._bad_images.update(unreadable)
         self._notes += notes
 
@@ -87,13 +87,13 @@ class Reports:
             for entropy, alarm in self._collapse
         ]
         self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
-        self._say(record)
+        self._show_progress(record)
         for line in (f"speed    after step {record['step']}: {warning}" if warning else "", *alarms):
             if line:
                 self._log.info(line)
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
-        """What rank 0's GPU says, and as metrics; energy since the last reading, evaluations and saves with it."""
+        """A reading of rank 0's GPU, and its metrics; energy includes evaluations and saves since the last reading."""
         gpu = self._sensors.finish() if self._sensors is not None else None
         if gpu is None:
             return None, {}
@@ -104,7 +104,7 @@ class Reports:
         return gpu, gpu.metrics(before, images)
 
     def collect_bad_images(self) -> None:
-        """Ranks tell each other which images they could not read; each is named and counted once."""
+        """Gather the unreadable images of all ranks; each is named and counted once. Raises DataError for too many."""
         run, mine = self._run, sorted(self._bad_images - self._run.state.bad_images)
         found = distributed.gather_objects((mine, self._notes))
         self._notes = []
@@ -125,7 +125,7 @@ class Reports:
             )
 
     def _name_constant_images(self, fraction: float) -> None:
-        """Each once, the first few of them; `fraction` of the images since the last line, over all ranks."""
+        """Name new images of one colour, up to a limit. `fraction` is theirs since the last line, over all ranks."""
         if not fraction:
             self._constant.forget()
             return
@@ -138,7 +138,7 @@ class Reports:
         if new[room:] and room:
             self._log.info("warning  and more images of one colour: metrics.jsonl has their part as constant_images")
 
-    def _say(self, record: dict[str, Any]) -> None:
+    def _show_progress(self, record: dict[str, Any]) -> None:
         run, rate = self._run, record["images_per_second"]
         short = f"loss {record['loss']:.3f}"
         for entropy in run.step.objective.entropies:

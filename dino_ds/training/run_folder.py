@@ -1,14 +1,13 @@
-"""The folder of one run: which recipe and ds config it has, on what it ran, and whether it may be written to."""
+"""The folder of one run: its recipe, ds config and environment, and whether a new start may continue in it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import re
 import secrets
+import stat
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.durable import replace_file, why_not_writable
+from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
+from dino_ds.options.run import Resume
+from dino_ds.training.environment import describe_environment, versions
 from dino_ds.training.other_images import IMAGES
-from dino_ds.training.own_files import check_kinds, clear_leftovers
-from dino_ds.training.starts import describe_start, read_starts
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -41,12 +40,19 @@ _FREE = (
     "data.download",
     "data.max_bad_fraction",
 )
+_FILES = (
+    "config.yaml",
+    "ds_config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "log.txt",
+    "teacher.safetensors",
+    "teacher.json",
+    "evaluations.json",
+    "bad_batches.jsonl",
+)
+_FOLDERS = ("checkpoints", "tensorboard", "pictures")
 _SECONDS_TO_SEE = 40.0
-_PACKAGES = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
-
-
-Resume = bool | int | str
-"""Whether to go on with the run of a folder: False, True, "auto" (if there is one), or the step of a checkpoint."""
 
 
 class RunFolder:
@@ -70,7 +76,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
-        check_kinds(path)
+        _check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
             raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 
@@ -83,12 +89,12 @@ class RunFolder:
         allowed = {key.strip() for key in keys.split(",")}
         for key in sorted(allowed - known):
             free = _is_free(key) and key in flat_values(self.recipe)
-            what = "it may change freely, leave it out" if free else "it is no key of the recipe"
+            what = "it may change freely, leave it out" if free else "it is not a key of the recipe"
             raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
 
     def earlier_value_range(self) -> tuple[float, float] | None:
-        """The data.value_range that the run to be resumed has found at its start."""
+        """The data.value_range that the run to be resumed found at its start."""
         try:
             return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
         except ConfigError:
@@ -99,16 +105,16 @@ class RunFolder:
         return IMAGES in self._allowed
 
     def agree(self) -> None:
-        """All ranks take the folder as rank 0 has found it; every rank must call it."""
+        """Adopt what rank 0 has found in the folder; every rank must call it."""
         mine = (self.resume, self.run_id, secrets.token_hex(8))
         self.resume, self.run_id, self._new_id = distributed.gather_objects(mine)[0]
 
     def adopt_run_id(self, saved: Manifest | None) -> None:
-        """The run goes on under the id of the checkpoint, or that of the folder; a new one gets a new id."""
+        """Take the id of the checkpoint, or that of the folder; a new run gets a new id."""
         self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
 
     def write(self) -> None:
-        """Rank 0 writes what the run is made of; all ranks wait for it.
+        """Write config.yaml, ds_config.json and environment.json, by rank 0; all ranks wait for it.
 
         Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
         """
@@ -116,15 +122,16 @@ class RunFolder:
             if distributed.rank() == 0:
                 self._write_files()
         with distributed.raise_on_all_ranks():
-            if not _comes_to_be_seen(self.path / "config.yaml"):
+            if not _becomes_visible(self.path / "config.yaml"):
                 raise ConfigError(
                     f"rank {distributed.rank()} does not see {self.path}, which rank 0 has made: "
                     "put --run_dir on a disk that all machines share"
                 )
 
     def _write_files(self) -> None:
-        about = {"run_id": self.run_id, **_environment(), "starts": [*read_starts(self.path), describe_start()]}
-        clear_leftovers(self.path)
+        about = {"run_id": self.run_id, **describe_environment(self.path)}
+        for name in _FILES:
+            discard(self.path / f"{name}.tmp")  # what a killed process had not put in place yet
         try:
             replace_file(self.path / "ds_config.json", json.dumps(self.config.raw, indent=2) + "\n")
             replace_file(self.path / "environment.json", json.dumps(about, indent=2) + "\n")
@@ -133,7 +140,7 @@ class RunFolder:
             raise unwritable(f"run folder {self.path}", error) from None
 
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of the run it belongs to: fields of Manifest."""
+        """What a checkpoint says of its run: fields of Manifest."""
         config, zero = self.config, self.config.raw.get("zero_optimization", {})
         learned = json.dumps(self._learned(), sort_keys=True)
         return {
@@ -157,7 +164,7 @@ class RunFolder:
         return _learned(self.recipe.model_dump(mode="json"), self.config.clipping)
 
     def check_settings(self, saved: Manifest) -> None:
-        """Raises CheckpointError, naming every difference, where going on would learn something else."""
+        """Raises CheckpointError, naming every difference, where resuming would learn something else."""
         refused = {key: how for key, how in self._changed(saved).items() if key not in self._allowed}
         if refused:
             raise CheckpointError(
@@ -173,7 +180,7 @@ class RunFolder:
         return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
 
     def notes_on(self, saved: Manifest) -> list[str]:
-        """What is different from the run that saved a checkpoint, in lines for people."""
+        """Differences from the start that saved a checkpoint, in lines for people."""
         old, new = saved.model_dump(), self.description()
         notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
         other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
@@ -208,8 +215,8 @@ class RunFolder:
         }
 
 
-def _comes_to_be_seen(path: Path) -> bool:
-    """Whether another machine's file is there: NFS remembers for half a minute that it was not."""
+def _becomes_visible(path: Path) -> bool:
+    """Whether another machine's file becomes visible: NFS caches for half a minute that it was absent."""
     end = time.monotonic() + _SECONDS_TO_SEE
     while not path.exists():
         if time.monotonic() > end:
@@ -237,7 +244,7 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _read_run_id(path: Path) -> str | None:
-    """The id that checkpoints of this folder have; None where no file says it."""
+    """The run id of this folder's checkpoints; None where no file has it."""
     try:
         found = json.loads((path / "environment.json").read_text())["run_id"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -245,27 +252,14 @@ def _read_run_id(path: Path) -> str | None:
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+def _check_kinds(path: Path) -> None:
+    """Raises ConfigError where a folder is in the way of a file, or something else in that of a folder."""
+    for name in (*_FILES, *_FOLDERS):
         try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            from dino_ds import __version__
-
-            found[package] = __version__ if package == "dino_ds" else "absent"
-    return found
-
-
-def _environment() -> dict[str, Any]:
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {
-        "versions": versions(),
-        "platform": platform.platform(),
-        "ranks": distributed.world_size(),
-        "devices": torch.cuda.get_device_name() if cuda else "cpu",
-        "cuda": torch.version.cuda if cuda else None,
-    }
+            mode = (path / name).stat().st_mode
+        except OSError:
+            continue  # not there
+        if stat.S_ISDIR(mode) != (name in _FOLDERS) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            wanted = "a folder" if name in _FOLDERS else "a file"
+            found = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a pipe or device"
+            raise ConfigError(f"{path / name} is {found} where a run has {wanted}: remove or rename it")

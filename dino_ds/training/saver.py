@@ -15,8 +15,7 @@ from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import SaveCost, Saving
 from dino_ds.durable import is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, StorageError
-from dino_ds.training.at_step import AtStep
-from dino_ds.training.run import RunState
+from dino_ds.training.run import AtStep, RunState
 from dino_ds.training.step import TrainingStep
 
 

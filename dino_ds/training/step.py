@@ -6,12 +6,13 @@ then right by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import CropGroup
 from dino_ds.distributed import RankFlags, sum_across_ranks
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
@@ -38,7 +39,7 @@ class MicroStep:
 class TrainingStep:
     """Student, teachers, objective and schedules moving together; `applied_steps` is the clock of the run.
 
-    `student_groups` names the crop groups that the student sees; `flags` (FLAGS) travel with the all-reduce of the
+    `groups` are those of the crops of a micro-batch; `flags` (FLAGS) travel with the all-reduce of the
     objective's running statistics.
     """
 
@@ -48,10 +49,10 @@ class TrainingStep:
         teachers: Teachers,
         objective: Objective,
         schedules: Schedules,
-        student_groups: tuple[str, ...] = ("global", "local"),
+        groups: Sequence[CropGroup],
     ) -> None:
         self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
-        self._student_groups = student_groups
+        self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
         self.flags = RankFlags(FLAGS, engine.device)
         self._begin_step()
@@ -69,7 +70,7 @@ class TrainingStep:
         with named_range("teacher"):
             targets = self.objective.targets(self.teachers(crops), schedule)
         with named_range("student"):
-            outputs = self.engine({name: crops[name] for name in self._student_groups if name in crops}, drop_keys)
+            outputs = self.engine({name: crops[name] for name in self._student_groups}, drop_keys)
         with named_range("loss"):
             loss, scalars = self.objective.loss(outputs, targets, schedule)
         with named_range("backward"):

@@ -17,15 +17,15 @@ from dino_ds.health.beat import Beat
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FORWARDED_SECONDS = 2.0
-"""A second signal within so long is the first one, forwarded: a terminal sends Ctrl-C to launcher and ranks alike."""
+"""A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
 
 
 class StopRequests:
-    """The first signal asks for a stop, a second one ends the process at once; used as a `with` block.
+    """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
 
-    Before `install` there is nothing to save, and the first one ends the process. `nothing_to_save` (who has asked) and
-    `at_once` (exit code, message) are called before such ends. All of this is done in a thread that the handler in C
-    wakes: it works while the main thread waits in a collective.
+    Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
+    `at_once` (exit code, message) are called before such ends. A thread does this, woken by Python's handler in C: it
+    works while the main thread waits in a collective.
     """
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
@@ -58,12 +58,12 @@ class StopRequests:
         self._ask = ask
 
     def finish(self) -> None:
-        """Everything is saved: what comes now, such as a launcher's SIGTERM to rank after rank, changes nothing."""
+        """Everything is saved: ignore later signals, such as a launcher's SIGTERM to rank after rank."""
         self._over = True
 
     @property
     def why(self) -> str:
-        """Who has asked this rank: "SIGTERM", "the stop file", "the end of the launcher", or "" for nobody."""
+        """Why this rank is to stop: "SIGTERM", "the stop file", "the end of the launcher", or "" if it is not."""
         return self._signal or self._beat.stop_reason
 
     def requested_anywhere(self) -> bool:
@@ -84,7 +84,7 @@ class StopRequests:
             self._signal, self._first_at = name, now
             if self._ask is not None:
                 self._ask()
-                # For ranks that wait for data: this one's main thread may wait for them, and so never vote.
+                # For ranks that wait for data: this one's main thread may wait for them and never set its flag.
                 with suppress(RuntimeError):
                     set_store_flag(self._name)
             else:
@@ -99,7 +99,7 @@ _numbers = iter(range(sys.maxsize))
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """Python's part of a handler: what there is to do, the thread does."""
+    """Python's part of a handler: the thread does the work."""
 
 
 def _leave(code: int) -> None:

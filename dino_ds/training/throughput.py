@@ -1,4 +1,4 @@
-"""Watches a run's own throughput: says once when it has become slow for long, and what is the likely cause."""
+"""Monitors a run's own throughput: reports once that it has become slow for long, with the likely cause."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WARMUP = 2
 ROLLING = LONG = 5
 SLOW, RECOVERED = 0.8, 0.9
 _IDLE = 0.2
-"""Less utilization of the GPU, as a part of the time, for which something else must be the cause."""
+"""A drop of the GPU's utilization by more than this fraction of the time points to something else."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """others: cores that other processes use (other ranks too); cores: of the host; memory: the part that is in use,
-    0 to 1, of the host or of the GPU, whichever is fuller."""
+    """others: cores that other processes use, other ranks among them; cores: of the host; memory: the fraction in use
+    of the host's or the GPU's memory, whichever is fuller."""
 
     others: float
     cores: int
@@ -58,7 +58,7 @@ class ThroughputMonitor:
     def look(
         self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
     ) -> tuple[dict[str, float], str | None]:
-        """One window's values -> the rolling ones for the metrics, and what people should be told, if anything."""
+        """One window's values -> the rolling ones for the metrics, and a line for people, if there is one."""
         if self._warmup:
             self._warmup -= 1
             return {}, None
@@ -91,7 +91,7 @@ class ThroughputMonitor:
 
 
 def _cause(now: _State, best: _State) -> str:
-    """Where at least half of the added time per image goes; if into the step, what of the host may slow it."""
+    """Where at least half of the added time per image goes; if into the step, what may slow it on the host."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (
@@ -116,7 +116,7 @@ def _cause(now: _State, best: _State) -> str:
 
 
 def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
-    """Of this rank's GPU; "" where it is as it was."""
+    """The cause on this rank's GPU; "" where it is as before."""
     if now.slowed_by and not best.slowed_by:
         known = ((now.celsius, "°C"), (now.watts, "W"))
         state = ", ".join(f"{value:.0f} {unit}" for value, unit in known if value is not None)
@@ -134,7 +134,7 @@ def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
 
 
 class HostReader:
-    """Each call tells of the time since the last one. The load average of a minute would come too late."""
+    """Each call describes the time since the last one; the load average of a minute would come too late."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()

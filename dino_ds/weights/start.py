@@ -31,14 +31,13 @@ _NUMBERS = {
 def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
     """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
 
-    value_range: of this run's images deeper than 8 bits.
-
-    Raises CheckpointError, with the flags that would fit, if their architecture is not that of `model`.
+    value_range: of this run's images deeper than 8 bits. Raises CheckpointError, with the flags that would fit, if the
+    weights are of another architecture than `model`.
     """
     assert model.init_from is not None
     weights, ours = find_weights(model.init_from), _vit(model)
     try:
-        found = describe(weights, ours.heads)
+        found, theirs = describe(weights, ours.heads), range_of(weights.about)
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     if other := _differences(found.arch, ours):
@@ -49,7 +48,6 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
     notes = [*weights.notes, *_notes(found, model)]
-    theirs = range_of(weights.about)
     if weights.kind == "dino_ds" and theirs != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, value_range))
         notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")

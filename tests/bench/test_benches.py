@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import shlex
@@ -13,18 +14,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dino_ds.bench import attention, engine, inference, ladder, memory, scaling, step
+from dino_ds import cli
+from dino_ds.bench import inference, ladder, scaling, step
+from dino_ds.bench.ladder_steps import all_steps, memory_steps
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.bench import (
-    BenchAttentionOptions,
-    BenchEngineOptions,
     BenchInferenceOptions,
     BenchLadderOptions,
-    BenchMemoryOptions,
     BenchScalingOptions,
     BenchStepOptions,
 )
@@ -47,8 +47,8 @@ COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
 def no_children(monkeypatch):
     """Memory without a process of its own: those are tested once, below."""
     result = ChildResult(None, 100.0, 60.0)
-    for module, name in ((step, "memory_of_step"), (memory, "memory_of_step"), (ladder, "run_in_child")):
-        monkeypatch.setattr(module, name, lambda *_, **__: result)
+    for module in (step, ladder):
+        monkeypatch.setattr(module, "run_in_child", lambda *_, **__: result)
     monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)  # a second's work
 
 
@@ -59,7 +59,7 @@ def _result(capsys):
 def _bench_step(**changes):
     files = {"recipe": tiny_recipe(), "ds": tiny_ds(0), "ds_path": "t.json"}
     files |= {name: changes.pop(name) for name in files.keys() & changes.keys()}
-    step.run(BenchStepOptions(json=True, **COMMON, **changes), **files)
+    step.run(BenchStepOptions(**{"json": True, **COMMON, **changes}), **files)
 
 
 def test_step(capsys, no_children):
@@ -148,17 +148,17 @@ def test_step_refuses(changes, says):
 def test_ladder(capsys, no_children, tmp_path):
     ladder.run(BenchLadderOptions(out=str(tmp_path / "out"), json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
-    assert set(result) >= {"rungs", "exact_total_speedup", "exact_total_memory_ratio"}
+    assert set(result) >= {"ladder_steps", "exact_total_speedup", "exact_total_memory_ratio"}
     keys = {"name", "images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "exact", "skipped"}
-    assert all(keys <= set(row) for row in result["rungs"])
-    ran = [row for row in result["rungs"] if not row["skipped"]]
+    assert all(keys <= set(row) for row in result["ladder_steps"])
+    ran = [row for row in result["ladder_steps"] if not row["skipped"]]
     for before, row in itertools.pairwise(ran):
         assert row["speedup_step"] == pytest.approx(row["images_per_second"] / before["images_per_second"])
         assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
-    last = [row for row in result["rungs"] if row["exact"]][-1]
+    last = [row for row in result["ladder_steps"] if row["exact"]][-1]
     assert (result["exact_total_speedup"], last["name"]) == (last["speedup_total"], "DeepSpeed engine")
     assert result["exact_total_memory_ratio"] == 1.0
-    assert [row["name"] for row in result["rungs"] if row["skipped"]][-1] == "data workers"
+    assert [row["name"] for row in result["ladder_steps"] if row["skipped"]][-1] == "data workers"
     assert json.loads((tmp_path / "out/ladder.json").read_text()) == result
     assert "| plain step " in (tmp_path / "out/ladder.md").read_text()
     assert (tmp_path / "out/ladder.png").read_bytes().startswith(b"\x89PNG")
@@ -173,53 +173,55 @@ def _as_with_a_gpu(monkeypatch, module):
 def test_ladder_on_a_gpu(capsys, monkeypatch):
     """The steps that memory is measured in are part of those whose losses are compared; a difference is no error."""
     _as_with_a_gpu(monkeypatch, ladder)
-    build_rung = ladder.build_rung
+    build = ladder.build_ladder_step
     other = tiny_recipe(optimizer__lr="1")
     monkeypatch.setattr(
         ladder,
-        "build_rung",
-        lambda rung, recipe, batch: build_rung(rung, other if rung.name == "SDPA" else recipe, batch),
+        "build_ladder_step",
+        lambda step, recipe, batch: build(step, other if step.name == "SDPA" else recipe, batch),
     )
-    rungs = [rung for rung in ladder.all_rungs() if rung.exact]
-    monkeypatch.setattr(ladder, "all_rungs", lambda: [*rungs[:2], rungs[-1]])
+    steps = [step for step in all_steps() if step.exact]
+    monkeypatch.setitem(ladder.SELECTIONS, "all", lambda: [*steps[:2], steps[-1]])
     ladder.run(BenchLadderOptions(out=None, json=True, **COMMON), recipe=tiny_recipe())
     result = _result(capsys)
-    plain, sdpa, engine_s = result["rungs"]
-    assert [len(row["first_losses"]) for row in result["rungs"]] == [3] * 3
-    assert [row["peak_memory_mib"] for row in result["rungs"]] == [7.0] * 3
+    plain, sdpa, engine_s = result["ladder_steps"]
+    assert [len(row["first_losses"]) for row in result["ladder_steps"]] == [3] * 3
+    assert [row["peak_memory_mib"] for row in result["ladder_steps"]] == [7.0] * 3
     assert plain["loss_difference"] == 0 and engine_s["loss_difference"] < 1e-3 < sdpa["loss_difference"]
     assert result["exact_loss_difference"] == sdpa["loss_difference"]
 
 
-def test_memory(capsys, no_children):
-    memory.run(BenchMemoryOptions(json=True, **COMMON), recipe=tiny_recipe())
-    variants = _result(capsys)["variants"]
-    assert [(v["precision"], v["checkpointing"]) for v in variants] == [
+def test_memory_steps(capsys, no_children):
+    ladder.run(BenchLadderOptions(only="memory", json=True, **COMMON), recipe=tiny_recipe())
+    rows = _result(capsys)["ladder_steps"]
+    names = ["fp32, checkpointing off", "fp32, checkpointing on", "bf16, checkpointing off", "bf16, checkpointing on"]
+    assert [row["name"] for row in rows] == names
+    assert all(row["step_seconds"] > 0 and row["peak_memory_mib"] == 100 for row in rows)
+    assert [(step.precision, step.checkpointing) for step in memory_steps()] == [
         ("fp32", False), ("fp32", True), ("bf16", False), ("bf16", True),
     ]  # fmt: skip
-    assert all(v["step_seconds"] > 0 for v in variants)
 
 
-def test_attention(capsys):
-    attention.run(BenchAttentionOptions(json=True, **COMMON), recipe=tiny_recipe())
-    result = _result(capsys)
-    found = {(row["name"], row["shape"]): row for row in result["attention"]}
-    assert {shape for _, shape in found} == {"4 x 17", "4 x 5", "both"}
-    for name in ("naive", "sdpa auto", "sdpa math"):
-        assert found[name, "both"]["both_ms"] > 0
-    assert all(row["skipped"] or row["forward_ms"] > 0 for row in found.values())
+def test_engine_steps(capsys, no_children):
+    ladder.run(BenchLadderOptions(only="engine", json=False, **COMMON), recipe=tiny_recipe())
+    page = capsys.readouterr().out
+    for name in ("plain torch AdamW", "ZeRO 0 ", "ZeRO 1, run as 0", "ZeRO 3 "):
+        assert f"| {name}" in page
+    ladder.run(BenchLadderOptions(only="engine", json=True, **COMMON), recipe=tiny_recipe())
+    rows = _result(capsys)["ladder_steps"]
+    assert [row["stage"] for row in rows] == [None, 0, 0, 3]
+    for row in rows:
+        assert row["speedup_total"] == pytest.approx(rows[0]["step_seconds"] / row["step_seconds"])
+        assert row["parts_seconds"]["ema"] > 0 and sum(row["parts_seconds"].values()) < 2 * row["step_seconds"]
 
 
-def test_engine(capsys):
-    engine.run(BenchEngineOptions(json=True, **COMMON), recipe=tiny_recipe())
-    result = _result(capsys)
-    names = ["plain torch AdamW", "ZeRO 0", "ZeRO 1, run as 0", "ZeRO 3"]
-    assert [row["name"] for row in result["engines"]] == names
-    first = result["engines"][0]["step_seconds"]
-    for row in result["engines"]:
-        assert row["overhead_percent"] == pytest.approx(100 * (row["step_seconds"] / first - 1))
-        assert row["ema_percent"] > 0
-    assert result["loss_percent"] > 0
+@pytest.mark.parametrize("word", ["engine", "memory", "attention", "data", "knn", "plan"])
+def test_a_bench_that_moved_is_named(word, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", word])
+    assert stop.value.code == 2
+    moved = {"engine": "bench ladder --only engine", "memory": "bench ladder --only memory"}
+    assert moved.get(word, f"python -m scripts.bench_{word}") in capsys.readouterr().err
 
 
 def test_scaling(capsys, monkeypatch):
@@ -251,10 +253,8 @@ def test_one_process_benches_refuse_several():
 
 
 def test_memory_of_a_step_is_its_own():
-    from dino_ds.bench.common import memory_of_step
-
-    result = memory_of_step(tiny_recipe(), tiny_ds(0), "t.json", 2, 1)
-    assert 0 < result.peak_mib - result.imports_mib < 300
+    found = step._peak_memory(step.Setting("step", tiny_recipe(), tiny_ds(0)), "t.json", 2, 1)
+    assert 0 < found["peak_memory_mib"] - found["imports_mib"] < 300
 
 
 def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
@@ -264,10 +264,13 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
     assert ".ci/setup" not in printed
     parts = [shlex.split(line) for line in printed.splitlines() if line.startswith("timeout")]
     assert len({part[-1] for part in parts}) == len(parts) == 7, "each writes a file of its own"
-    for _, seconds, python, _, _, *rest, _, _ in parts:
+    for _, seconds, python, _, module, *rest, _, _ in parts:
         assert float(seconds) < 360 and python == sys.executable
-        command, flags = find_command(rest)
-        read(command, parse_flags(command, flags))
+        if module == "dino_ds":
+            command, flags = find_command(rest)
+            assert read(command, parse_flags(command, flags))[0].json
+        else:
+            assert importlib.import_module(module).main
 
 
 def test_inference(capsys, tmp_path, monkeypatch):

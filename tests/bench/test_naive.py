@@ -1,19 +1,20 @@
-"""Every exact rung of the ladder is the same training step; its plain parts against ours, one by one."""
+"""Every exact step of the ladder is the same training step; its plain parts against ours, one by one."""
 
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dino_ds.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
 from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseTerm, PlainEngine
-from dino_ds.bench.rungs import all_rungs, build_rung, last_without_engine, why_skipped
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
 from dino_ds.models.head import Prototypes
-from dino_ds.objectives.dino import DinoTerm
+from dino_ds.objectives.dino import HEAD, DinoTerm
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
@@ -21,7 +22,7 @@ from tests.reference import copied
 
 pytestmark = pytest.mark.numerical
 
-EXACT = [rung for rung in all_rungs() if rung.exact]
+EXACT = [step for step in all_steps() if step.exact]
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +34,13 @@ def test_the_pairwise_loss_is_ours():
     """To 1e-6 relative, gradients too: sums in another order."""
     torch.manual_seed(0)
     logits, teacher = torch.rand(5 * 4, 64) * 2 - 1, torch.rand(2 * 4, 64) * 2 - 1
-    results = []
+    results, schedule = [], SimpleNamespace(teacher_temp=0.04)
     for kind in (PairwiseTerm, DinoTerm):
         loss = kind(64, 0.1, 0.9)
         loss.center.value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
         given = logits.clone().requires_grad_()
-        value = loss(given, teacher, 0.04).loss
+        targets = loss.targets({"ema": {HEAD: teacher}}, schedule)
+        value = loss.loss({HEAD: given}, targets, schedule).loss
         results.append((value.detach(), torch.autograd.grad(value, given)[0], loss.center.pending()))
     for plain, ours in zip(*results, strict=True):
         torch.testing.assert_close(plain, ours, rtol=1e-6, atol=1e-7)
@@ -66,17 +68,17 @@ def test_the_loop_over_the_teacher_is_one_pass():
             parameter.add_(torch.randn_like(parameter))
     states = []
     for teacher in teachers:
-        teacher.update(0.9)
-        states.append(teacher.state_dict())
+        teacher.move(0.9)
+        states.append(teacher.state())
     for name in states[0]:
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-7)
 
 
-def _losses_and_teacher(rung):
+def _losses_and_teacher(step):
     """Four steps with stochastic depth, that can be compared: Adam's epsilon is as large as the gradients, so that a
     step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
     changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
-    trial = build_rung(rung, tiny_recipe(**changes), 4)
+    trial = build_ladder_step(step, tiny_recipe(**changes), 4)
     start = copied(trial.step.teachers["ema"].state())
     losses = [float(trial.run()) for _ in range(4)]
     teacher = copied(trial.step.teachers["ema"].state())
@@ -90,34 +92,34 @@ def plain():
     return _losses_and_teacher(EXACT[0])
 
 
-@pytest.mark.parametrize("rung", EXACT[1:], ids=lambda rung: rung.name)
-def test_exact_rungs_are_the_plain_step(rung, plain):
+@pytest.mark.parametrize("step", EXACT[1:], ids=lambda step: step.name)
+def test_exact_steps_are_the_plain_step(step, plain):
     """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
-    losses, teacher, center = _losses_and_teacher(rung)
+    losses, teacher, center = _losses_and_teacher(step)
     torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
     torch.testing.assert_close(center, plain[2], rtol=0, atol=1e-6)
     for name in teacher:
         torch.testing.assert_close(teacher[name], plain[1][name], rtol=0, atol=1e-6)
 
 
-def test_rungs_grow_from_the_plain_step():
-    rungs = all_rungs()
-    assert rungs[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
-    assert [rung.exact for rung in rungs] == sorted((rung.exact for rung in rungs), reverse=True)
+def test_ladder_steps_grow_from_the_plain_step():
+    steps = all_steps()
+    assert steps[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
+    assert [step.exact for step in steps] == sorted((step.exact for step in steps), reverse=True)
     assert EXACT[-1].engine and EXACT[-1].performance == PerformanceOptions()
     assert not last_without_engine().engine and last_without_engine().performance == PerformanceOptions()
 
 
-def test_rungs_that_cannot_be_stood_on_say_why(monkeypatch):
+def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
-    reasons = {rung.name: why_skipped(rung, recipe) for rung in all_rungs()}
-    assert all(reasons[rung.name] is None for rung in EXACT)
+    reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
+    assert all(reasons[step.name] is None for step in EXACT)
     assert "bench step --data" in reasons["data workers"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
-    monkeypatch.setattr("dino_ds.bench.rungs._cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("dino_ds.bench.ladder_steps._cpu_has_bf16", lambda: False)
     if not torch.cuda.is_available():
-        bf16 = next(rung for rung in all_rungs() if rung.name == "bf16")
+        bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
 
 
@@ -130,7 +132,7 @@ def test_the_plain_engine_clips_the_global_norm():
             torch.nn.utils.get_total_norm([p.grad for g in optimizer.param_groups for p in g["params"]])
         )
     )
-    out = engine([torch.randn(2, 3, 32, 32)] * 2, None)
+    out = engine({"global": [torch.randn(2, 3, 32, 32)] * 2}, None)[HEAD]
     engine.backward(out.square().sum())
     engine.step()
     assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)

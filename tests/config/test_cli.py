@@ -269,7 +269,7 @@ def test_lists_with_commas():
 
 def test_choices_are_what_the_tools_have():
     from dino_ds.pictures.embedding import METHODS
-    from dino_ds.tools.clip_writing import FORMS
+    from dino_ds.tools.clip import FORMS
     from dino_ds.tools.pictures import KINDS
     from dino_ds.weights.export import FORMATS
 

@@ -88,7 +88,7 @@ def not_installed(tmp_path):
 @pytest.mark.slow
 def test_commands_run_from_a_checkout_and_print_nothing_but_json(not_installed):
     sizes = [word for key, value in TINY.items() for word in (f"--{key}", value)]
-    words = ["bench", "attention", *sizes, "--batch", "1", "--steps", "1", "--warmup", "0", "--json"]
+    words = ["bench", "step", *sizes, "--batch", "1", "--steps", "1", "--warmup", "0", "--json"]
     done = not_installed("dino_ds", *words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["host"]["versions"]["dino_ds"] and "no CUDA toolkit" in done.stderr

@@ -7,7 +7,7 @@ import torch
 
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.evals import knn, retrieval
+from dino_ds.evals import knn
 from dino_ds.evals.features import raw_pixels
 from dino_ds.pictures import maps
 from dino_ds.training.build import build_meta
@@ -35,7 +35,7 @@ def test_what_is_made_of_features():
     with fake_cuda() as gpu:
         bank, queries = torch.empty(5000, 384, device=CUDA), torch.empty(1000, 384, device=CUDA)
         knn.nearest(queries, bank, 20)
-        retrieval.rank_database(queries, bank)
+        knn.rank_database(queries, bank)
         raw_pixels(torch.empty(64, 3, 224, 224, device=CUDA))
         maps.mass_mask(torch.empty(4, 6, 14, 14, device=CUDA), 0.6)
     gpu.check({})

@@ -33,7 +33,7 @@ def step(
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
         network = gpu.module(build_meta(recipe, performance))
         ema = EmaTeacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(performance.teacher_copy))
-        teachers = Teachers({"ema": ema}, {"ema": ("global",)})
+        teachers = Teachers({"ema": ema}, recipe.crops.groups)
         objective = build_objective(recipe, torch.device(CUDA))
         flags, meter = RankFlags(FLAGS, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix

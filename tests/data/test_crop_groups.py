@@ -19,7 +19,7 @@ from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
 
-GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teacher=True, student=False, augmented=False)
+GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
 GROUPS = (*CROPS.groups, GRAM)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
@@ -26,6 +27,7 @@ from dino_ds.training.step import TrainingStep
 from tests.reference import copied, dino_network
 
 PROTOTYPES = 40
+GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2)
 
 
 def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> Network:
@@ -91,9 +93,8 @@ def build_step(
         copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
     )
     objective = Objective({"dino": DinoTerm(prototypes, student_temp=0.1, center_momentum=0.9)})
-    return TrainingStep(
-        engine, Teachers({"ema": teacher}, {"ema": ("global",)}), objective, schedules or tiny_schedules()
-    )
+    teachers = Teachers({"ema": teacher}, GROUPS)
+    return TrainingStep(engine, teachers, objective, schedules or tiny_schedules(), GROUPS)
 
 
 def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 8) -> list[float]:

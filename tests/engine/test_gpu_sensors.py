@@ -11,7 +11,7 @@ import torch
 
 from dino_ds.engine import gpu_sensors
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
-from dino_ds.tools import doctor_gpu
+from dino_ds.tools import doctor_machine
 from dino_ds.training.reports import Reports
 
 _CUDA = torch.device("cuda", 0)
@@ -131,6 +131,6 @@ def test_metrics_have_the_gpu_s_figures_and_none_on_a_cpu(sensors_of):
 
 def test_the_doctor_says_what_the_gpu_says(sensors_of):
     sensors_of(nvmlDeviceGetCurrentClocksThrottleReasons=lambda h: 0x40)
-    gpu = doctor_gpu.Gpu("H100", "9.0", 80.0, 79.0)
-    (finding,) = doctor_gpu._each([gpu])
+    gpu = doctor_machine.Gpu("H100", "9.0", 80.0, 79.0)
+    (finding,) = doctor_machine._each([gpu])
     assert "61 °C, 312 W" in finding.text and "because of heat" in str(finding)

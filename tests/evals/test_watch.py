@@ -22,7 +22,7 @@ from dino_ds.evals.context import Settings
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.training.at_step import Moment
+from dino_ds.training.run import Moment
 from tests.evals.protocols.tiny import clips
 from tests.training.harness import image_folder
 

@@ -80,7 +80,6 @@ def test_an_elastic_run_must_be_able_to_go_on():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"launcher": "torchrn"}, "Did you mean torchrun?"),
         ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
         ({"launcher": "torchrun", "nodes": "2"}, "give --master_addr HOST"),
         ({"launcher": "torchrun", "nodes": "3:2"}, "LEAST:MOST"),

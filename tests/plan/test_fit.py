@@ -8,9 +8,9 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
-from dino_ds.plan.fit import FRAGMENTATION, fit, fit_with, largest_micro_batch, micro_batches
+from dino_ds.plan.config_advice import advise
+from dino_ds.plan.fit import FRAGMENTATION, Setup, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS
-from dino_ds.plan.habits import find_bad_habits
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
 from dino_ds.plan.recommend import SHAPES, ds_of, recommend, write_ds
 from dino_ds.plan.speed import Cluster, elementwise_bytes, estimate_step, launches
@@ -96,15 +96,15 @@ def test_where_nothing_fits_the_least_is_named():
         ("a100-80g", "zero2_bf16", {}, ""),
     ],
 )
-def test_habits_that_hurt_are_named(gpu, config, overrides, words):
+def test_costly_settings_are_named(gpu, config, overrides, words):
     recipe = load_recipe("vits16", {})
-    found = find_bad_habits(recipe, _ds(config, **overrides), config, _cluster(gpu), GPUS[gpu].memory_gib)
+    found = advise(Setup(recipe, _ds(config, **overrides), config, _cluster(gpu)))
     assert any(words in line for line in found) if words else not found
 
 
-def test_what_is_needed_is_no_bad_habit():
+def test_no_advice_against_what_is_needed():
     recipe = load_recipe("vitl16", {"data.global_batch": "1024"})
-    assert not find_bad_habits(recipe, _ds("zero2_bf16_checkpointing"), "x", _cluster("a100-40g"), 39.4)
+    assert not advise(Setup(recipe, _ds("zero2_bf16_checkpointing"), "x", _cluster("a100-40g")))
 
 
 def test_a_node_holds_what_is_offloaded_and_saved():

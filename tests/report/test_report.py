@@ -23,7 +23,7 @@ from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
 from dino_ds.report.origin import launched
-from dino_ds.training.starts import describe_start, read_starts
+from dino_ds.training.environment import describe_start, read_starts
 from tests.report.runs import DONE, LOG, make_run, record, save_picture
 from tests.training.harness import image_folder, train_tiny
 

@@ -22,8 +22,7 @@ from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.pictures.draw import MASS, head_colours, heat, overlay
 from dino_ds.pictures.maps import mass_mask
 from dino_ds.tools.attention_video import _shown, run
-from dino_ds.tools.clip import Clip, open_clip, survey
-from dino_ds.tools.clip_writing import FORMS, clip_writer
+from dino_ds.tools.clip import FORMS, Clip, clip_writer, open_clip, survey
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from tests.weights.test_weights import _backbone
@@ -235,8 +234,8 @@ def test_bad_input_is_one_line(place, tmp_path):
         ({"clip": str(tmp_path / "*.jpg")}, DataError, "has no frames"),
         ({"clip": str(tmp_path / "half.mp4")}, DataError, "half.mp4 can't be read at frame 0"),
         ({"clip": str(tmp_path / "no.mp4")}, DataError, "no.mp4 can't be read at frame 0: Invalid data"),
-        ({"clip": str(tmp_path / "text.txt")}, DataError, "text.txt is no video: wanted is one of"),
-        ({"clip": str(tmp_path / "list.mp4")}, DataError, "list.mp4 is no video"),
+        ({"clip": str(tmp_path / "text.txt")}, DataError, "text.txt is not a video: it must be one of"),
+        ({"clip": str(tmp_path / "list.mp4")}, DataError, "list.mp4 is not a video"),
         ({"clip": str(tmp_path / "no.gif")}, DataError, "no.gif can't be read at frame 0"),
         ({"clip": str(tmp_path / "mixed")}, DataError, "1.png .not an image. can't be read"),
         ({"clip": str(tmp_path / "line")}, ConfigError, "at most 65536 are painted: give a smaller --size"),

@@ -125,7 +125,7 @@ def test_refusals_leave_nothing_behind(trained, tmp_path, capsys):
     cases = [
         (("--out", out), 2, "no checkpoint is given: --checkpoint X"),
         (("--checkpoint", checkpoint, "--out", out, "--student", "--ranks", 2), 2, "leave one out"),
-        (("--checkpoint", tmp_path / "nothing", "--out", out), 3, "is no folder"),
+        (("--checkpoint", tmp_path / "nothing", "--out", out), 3, "is not a folder"),
         (("--checkpoint", trained / "run", "--out", out), 3, "found: step_00000003"),
         (("--checkpoint", tmp_path / "full", "--out", out), 3, "incomplete"),
         (("--checkpoint", damaged, "--out", out), 3, "is damaged"),

@@ -208,7 +208,7 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
         out.write_text(content)
     with pytest.raises(ConfigError, match=words):
         _run(place, out=str(out))
-    with pytest.raises(ConfigError, match="no folder to write to"):
+    with pytest.raises(ConfigError, match="is not a writable folder"):
         _run(place, out=str(place / "nowhere/results.json"))
 
 

@@ -17,7 +17,9 @@ from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.commands import COMMANDS
 from dino_ds.options.data import FindWorkersOptions
+from dino_ds.options.flags import parse_flags
 from dino_ds.tools import find_workers
 from dino_ds.tools.find_workers import _bottleneck, _counts, _ideal, _recommend
 
@@ -104,17 +106,18 @@ def test_fewer_images_than_a_batch(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments,words",
+    "words",
     [
-        ({"seconds": 0.0}, "--seconds 0 must be a number > 0"),
-        ({"seconds": float("inf")}, "--seconds inf must be"),
-        ({"max_workers": 0}, "--max_workers 0 must be 1 or more"),
-        ({"step": -3.0}, "--step_images_per_second -3 must be"),
+        "--seconds 0 is not a number > 0",
+        "--seconds inf is not a number > 0",
+        "--max_workers 0 is not a whole number > 0",
+        "--step_images_per_second -3 is not a number > 0",
     ],
 )
-def test_impossible_arguments(folder, capsys, arguments, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        find(capsys, load_recipe(None, {"data.root": str(folder), **SMALL}), **arguments)
+def test_impossible_arguments(words):
+    option, value, *_ = words.split()
+    with pytest.raises(ConfigError, match=re.escape(words.replace(value, repr(value), 1))):
+        parse_flags(COMMANDS["find-workers"], [option, value])
 
 
 def test_data_that_cannot_be_loaded(tmp_path, capsys):

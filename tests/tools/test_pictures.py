@@ -19,8 +19,7 @@ from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
 from dino_ds.tools import pictures
 from dino_ds.tools.chosen_images import choose, find_patches, read_cuts
-from dino_ds.tools.picture_files import PictureFiles
-from dino_ds.tools.pictures import KINDS, run, side_of
+from dino_ds.tools.pictures import KINDS, PictureFiles, run, side_of
 from dino_ds.weights.export import FORMATS
 from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone

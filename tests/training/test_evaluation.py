@@ -44,7 +44,11 @@ def images(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=["zero0_fp32.json", "zero1_fp16.json", "zero2_bf16.json", "zero3_fp32.json"])
+FULL = [pytest.param(ds, marks=pytest.mark.full) for ds in ("zero0_fp32.json", "zero2_bf16.json")]
+DS_CONFIGS = [*FULL, "zero1_fp16.json", "zero3_fp32.json"]
+
+
+@pytest.fixture(scope="module", params=DS_CONFIGS)
 def runs(request, images):
     """(ds config, a run that evaluates and draws, one that does neither, what `_train` says of both)."""
     ds, root = request.param, images / "images"

@@ -92,6 +92,6 @@ def test_a_file_of_another_machine_is_waited_for(tmp_path, monkeypatch):
     """NFS remembers for a while that a file was not there."""
     late = tmp_path / "late"
     threading.Timer(0.5, late.touch).start()
-    assert run_folder._comes_to_be_seen(late)
+    assert run_folder._becomes_visible(late)
     monkeypatch.setattr(run_folder, "_SECONDS_TO_SEE", 0.3)
-    assert not run_folder._comes_to_be_seen(tmp_path / "never")
+    assert not run_folder._becomes_visible(tmp_path / "never")

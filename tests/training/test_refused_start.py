@@ -30,7 +30,7 @@ def finished(tmp_path_factory):
         ({}, "already holds a run; add --resume"),
         ({"resume": True, "changes": {"optimizer.lr": "0.01"}}, "settings changed since step 3"),
         ({"resume": 2}, "checkpoint of step 2 not found"),
-        ({"resume": True, "allow_change": "optimizer.l"}, "--allow_change optimizer.l: it is no key of the recipe"),
+        ({"resume": True, "allow_change": "optimizer.l"}, "--allow_change optimizer.l: it is not a key of the recipe"),
         ({"resume": True, "changes": {"data.global_batch": "32"}}, "20 images < one global batch of 32"),
     ],
 )

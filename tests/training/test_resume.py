@@ -162,7 +162,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "resume,keys,says",
         [
-            (True, "lr", "--allow_change lr: it is no key of the recipe. Did you mean optimizer.lr?"),
+            (True, "lr", "--allow_change lr: it is not a key of the recipe. Did you mean optimizer.lr?"),
             (True, "optimizer.lr,log_every", "--allow_change log_every: it may change freely, leave it out."),
             (False, "seed", "--allow_change seed acts only with --resume"),
         ],

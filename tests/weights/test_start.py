@@ -19,7 +19,9 @@ from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.training.build import build_network
-from dino_ds.weights.start import as_source, flags_for
+from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.load import Backbone
+from dino_ds.weights.start import as_source, find_start, flags_for
 from tests.training.harness import TINY
 from tests.weights.originals import Original
 
@@ -133,12 +135,21 @@ def test_another_epsilon_is_noted(tmp_path):
     assert "LayerNorm's epsilon is 1e-06 here and 0.001 there" in said
 
 
+def test_the_log_names_another_range_of_values(tmp_path):
+    own = load_recipe(None, {**TINY, **OURS})
+    backbone = build_network(own, PerformanceOptions()).backbone
+    export_safetensors(Backbone(backbone, 32, "a test", {"value_range": [0, 4095]}), path := tmp_path / "a.safetensors")
+    weights = find_start(_recipe(path).model)
+    assert weights.notes[-1] == "it was trained on values of 0,4095, this run is on 8-bit images (--data.value_range)"
+    assert find_start(_recipe(path).model, (0.0, 4095.0)).notes == []
+
+
 def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     """From `args` of DINO's training, and from the run itself when it is resumed: the file is gone by then."""
     content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
     torch.save(content, source := tmp_path / "a.pth")
     seen: list[Recipe] = []
-    monkeypatch.setattr(cli, "_call", lambda command, values: seen.append(values["recipe"]))
+    monkeypatch.setattr(cli, "_call", lambda command, options, files: seen.append(files["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     words = [

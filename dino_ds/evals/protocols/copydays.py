@@ -30,7 +30,7 @@ _BENCHMARK = Benchmark(
 )
 _SIZE, _BATCH = 320, 16
 _FOUND = 20
-"""A search returns so many images."""
+"""Images that a search returns."""
 _GROUP = 4
 """Characters that the names of a photo and of its copies begin with."""
 _GEM_POWER = 4

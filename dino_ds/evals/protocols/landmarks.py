@@ -59,7 +59,7 @@ class GroundTruth:
 
 
 def read_ground_truth(path: Path) -> GroundTruth:
-    """Of gnd_roxford5k.pkl or gnd_rparis6k.pkl. Raises DataError for what is none."""
+    """Read gnd_roxford5k.pkl or gnd_rparis6k.pkl. Raises DataError for any other content."""
     content = read_plain_pickle(path)
     try:
         images, queries = ([plain_name(name, path) for name in content[key]] for key in ("imlist", "qimlist"))
@@ -67,7 +67,7 @@ def read_ground_truth(path: Path) -> GroundTruth:
         boxes = [_box(entry["bbx"]) for entry in entries]
         answers = [{key: _indices(entry[key], len(images)) for key in ("easy", "hard", "junk")} for entry in entries]
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise DataError(f"{path} is no ground truth of revisitop: {type(error).__name__}: {error}") from None
+        raise DataError(f"{path} is not a ground truth of revisitop: {type(error).__name__}: {error}") from None
     if not images or not queries or len(entries) != len(queries):
         raise DataError(f"{path}: {len(queries)} queries, {len(entries)} answers and {len(images)} images can't be")
     return GroundTruth(images, queries, boxes, answers)
@@ -177,7 +177,7 @@ def _benchmark(dataset: str) -> Benchmark:
 def _box(values: Any) -> tuple[float, float, float, float]:
     left, top, right, bottom = np.asarray(values, dtype=float).reshape(4).tolist()
     if not (abs(left) < right < _MOST_PIXELS and abs(top) < bottom < _MOST_PIXELS):
-        raise ValueError(f"{left, top, right, bottom} is no box in an image")
+        raise ValueError(f"{left, top, right, bottom} is not a box in an image")
     return left, top, right, bottom
 
 
@@ -186,7 +186,7 @@ def _indices(values: Any, images: int) -> list[int]:
     if found.size == 0:
         return []
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) > images:
-        raise ValueError("indices are no list of integers")
+        raise ValueError("indices are not a list of integers")
     if int(found.min()) < 0 or int(found.max()) >= images:
         raise ValueError(f"an index is not below {images}")
     return [int(index) for index in found]

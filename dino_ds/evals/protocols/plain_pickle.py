@@ -32,7 +32,7 @@ _OPERATIONS = """
 def read_plain_pickle(path: Path) -> Any:
     """What the file holds; `numpy.asarray` takes its arrays. Strings of Python 2 become text.
 
-    Raises DataError for what is no pickle, holds anything else, or is larger than 16 MiB.
+    Raises DataError for a file that is not a pickle, holds anything else, or is larger than 16 MiB.
     """
     try:
         data = read_bytes(path, _MAX_BYTES)

@@ -88,7 +88,7 @@ R = TypeVar("R")
 
 
 class Files(NamedFiles):
-    """Of each image the part in its box (left, top, right, bottom), or all of it."""
+    """Image files, each cropped to its box (left, top, right, bottom) where boxes are given."""
 
     def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, float, float, float]] | None = None) -> None:
         super().__init__([str(path) for path in paths])
@@ -152,7 +152,7 @@ def read_image(path: Path) -> Image.Image:
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     """uint8 (h, w): the palette's indices, or the values of a grey image; `size` is the photo's (width, height).
 
-    Raises DataError for what is no such image.
+    Raises DataError for any other file.
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:

@@ -135,11 +135,11 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
     ("change", "words"),
     [
         ({"imlist": ["../../etc/passwd"]}, "not the name of an image"),
-        ({"imlist": []}, "no list of integers"),
+        ({"imlist": []}, "not a list of integers"),
         ({"qimlist": ["a"]}, "1 queries, 2 answers"),
         ({"gnd": 5}, "no ground truth"),
         ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [12], "hard": [], "junk": []}] * 2}, "not below 12"),
-        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [0.5], "hard": [], "junk": []}] * 2}, "no list of integers"),
+        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [0.5], "hard": [], "junk": []}] * 2}, "not a list of integers"),
         ({"gnd": [{"bbx": [0, 0, 10**9, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no box"),
         ({"gnd": [{"bbx": [-50, 0, 10, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no box"),
         ({"gnd": [{"bbx": [0, 0, 1], "easy": [], "hard": [], "junk": []}] * 2}, "no ground truth"),

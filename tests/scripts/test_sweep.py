@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from dino_ds.cli import main
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.communication import Traffic
 from dino_ds.plan.gpus import GPUS
-from dino_ds.plan.published import PUBLISHED, measured_share, simulate
-from dino_ds.plan.scaling import simulate_scaling
 from dino_ds.plan.speed import Cluster, collective_seconds, exposed_seconds
-from dino_ds.plan.sweep import sweep
+from scripts import scaling
+from scripts import sweep as sweeping
+from scripts.published import PUBLISHED, measured_share, simulate
+from scripts.scaling import simulate_scaling
+from scripts.sweep import sweep
 
 
 def _is_png(path) -> bool:
@@ -21,7 +22,7 @@ def _is_png(path) -> bool:
 
 
 def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
-    monkeypatch.setattr("dino_ds.plan.sweep.BACKBONES", ("vit_giant_patch14_dinov2",))
+    monkeypatch.setattr(sweeping, "BACKBONES", ("vit_giant_patch14_dinov2",))
     cells = {(c["backbone"], c["place"], c["card_gb"]): c for c in sweep(load_recipe("vits16", {}), 8)["cells"]}
     for (backbone, place, box), cell in cells.items():
         assert cell["largest_with_checkpointing"] >= cell["largest"]
@@ -33,39 +34,17 @@ def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
 
 @pytest.mark.slow
 def test_the_sweep_is_drawn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("dino_ds.plan.sweep.BACKBONES", ("vit_small_patch16_224", "vit_7b_patch16_reg4"))
-    main(["plan", "--sweep", "--gpus", "8", "--out", str(tmp_path / "new"), "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert json.loads((tmp_path / "new/plan.json").read_text()) == result
+    monkeypatch.setattr(sweeping, "BACKBONES", ("vit_small_patch16_224", "vit_7b_patch16_reg4"))
+    sweeping.main(str(tmp_path / "new"), gpus=8)
+    assert json.loads((tmp_path / "new/plan.json").read_text())["gpus"] == 8
     assert _is_png(tmp_path / "new/plan.png")
     assert "vit_7b_patch16_reg4" in (tmp_path / "new/plan.md").read_text()
 
 
 def test_scaling_is_drawn(tmp_path, capsys):
-    main(["plan", "--scaling", "--gpus", "8", "--gpu", "a100-80g", "--config", "vitl16", "--out", str(tmp_path)])
+    scaling.main(str(tmp_path), "a100-80g", "vitl16")
     assert "Simulated, not measured" in capsys.readouterr().out
     assert _is_png(tmp_path / "scaling.png") and json.loads((tmp_path / "scaling.json").read_text())["rows"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sweep"], "--out FOLDER"),
-        (["--sweep", "--scaling", "--out", "x"], "two things"),
-        (["--out", "x", "--gpu", "t4-16g"], "folder of --sweep or --scaling"),
-        (["--sweep", "--out", "x", "--write", "y"], "leave --ds_config and --write out"),
-        (["--scaling", "--out", "x"], "no GPU is given"),
-        (["--scaling", "--out", "x", "--gpu", "t4-16g", "--nodes", "2"], "leave --nodes out"),
-        (["--sweep", "--out", "x", "--gpu", "t4-16g"], "tries all cards"),
-        (["--sweep", "--out", "README.md"], "README.md can't be written to"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, capsys, monkeypatch):
-    monkeypatch.setattr("dino_ds.plan.sweep.BACKBONES", ("vit_small_patch16_224",))
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *words])
-    assert stopped.value.code in (2, 5)
-    assert message in capsys.readouterr().err
 
 
 def test_scaling_loses_where_links_are_slow_and_ranks_many():

@@ -1,28 +1,44 @@
-"""`dino-ds bench plan`: the planner's bytes beside the resident set of real steps, each in processes of its own."""
+"""The planner's bytes beside the resident set of real steps, each in processes of its own.
+
+`python -m scripts.bench_plan [--batch 4] [--ranks 2] [--precision bf16]`: three recipes at every ZeRO stage.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import fire
 from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.bench.common import MEMORY_STEPS, heading
-from dino_ds.bench.rungs import CLIPPING
+from dino_ds.bench.ladder_steps import CLIPPING
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.measure.host import describe_host
-from dino_ds.measure.memory import MIB, forget_peak, resident_mib, run_in_children
+from dino_ds.measure.memory import MIB, resident_mib, run_in_children
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.trial import build_trial, join, resolve
-from dino_ds.options.bench import BenchPlanOptions
 
 RECIPES = ("vitti16", "vits16", "vitb16")
 STAGES = (0, 1, 2, 3)
 _NAME = "bench plan"
+# glibc maps blocks of 64 KiB and more one by one, and returns what is freed on top of the heap at once (mallopt(3)):
+# slow, but the resident set is then what is in use.
+_EXACT_HEAP = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "MALLOC_TOP_PAD_": "0",
+}
 # A step of this takes every path of the real one, so that libraries load and grow before what is measured.
 _SMALL = {
     "model.width": "64",
@@ -36,14 +52,14 @@ _SMALL = {
 }
 
 
-def run(options: BenchPlanOptions) -> None:
+def main(batch: int = 4, ranks: int = 2, precision: str = "fp32", as_json: bool = False) -> None:
     """Every recipe at every ZeRO stage on 1 and on `ranks` processes. Raises ConfigError."""
     join()
-    stages = STAGES if options.precision == "fp32" else STAGES[1:]
-    cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, options.ranks))]
+    stages = STAGES if precision == "fp32" else STAGES[1:]
+    cells = [(name, stage, n) for name in RECIPES for stage in stages for n in dict.fromkeys((1, ranks))]
     rows = []
     for name, stage, n in tqdm(cells, unit="cell", disable=None):
-        found = measure_cell(load_recipe(name, {}), _ds_config(stage, options.precision), options.batch, n)
+        found = measure_cell(load_recipe(name, {}), _ds_config(stage, precision), batch, n)
         rows.append({"recipe": name, "stage": stage, "ranks": n, **found})
         tqdm.write(
             f"{name}, ZeRO {stage}, {n} rank(s): {found['measured_mib']:.0f} MiB, "
@@ -54,27 +70,21 @@ def run(options: BenchPlanOptions) -> None:
         "backbone": ", ".join(RECIPES),
         "crops": "as in the recipes",
         "prototypes": 65536,
-        "batch": options.batch,
-        "processes": " and ".join(str(n) for n in dict.fromkeys((1, options.ranks))),
-        "precision": options.precision,
+        "batch": batch,
+        "processes": " and ".join(str(n) for n in dict.fromkeys((1, ranks))),
+        "precision": precision,
         "host": describe_host(),
         "cells": rows,
     }
-    print_result(_page(result), result, options.json)
+    print_result(_page(result), result, as_json)
 
 
 def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int, ranks: int) -> dict[str, float]:
     """`measured_mib`: growth of the resident set of the largest rank up to the fullest moment of two steps;
     `predicted_mib`. Raises ChildFailed."""
-    children = run_in_children(
-        "dino_ds.bench.plan:take_steps",
-        ranks,
-        1,
-        exact_heap=True,
-        recipe=recipe.model_dump(mode="json"),
-        ds=ds,
-        batch=batch,
-    )
+    arguments: dict[str, Any] = {"recipe": recipe.model_dump(mode="json"), "ds": ds, "batch": batch}
+    with patch.dict(os.environ, _EXACT_HEAP):
+        children = run_in_children("scripts.bench_plan:take_steps", ranks, 1, **arguments)
     largest = max((child.value for child in children), key=lambda value: float(value["measured_mib"]))
     return {**largest, "ratio": largest["predicted_mib"] / largest["measured_mib"]}
 
@@ -88,7 +98,8 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], batch: int) -> dict[s
     del small
     gc.collect()
     before = resident_mib()
-    forget_peak()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the highest resident set begins anew
     changed, config = resolve(full, ds, _NAME, batch)
     trial = build_trial(changed, config)
     for _ in range(MEMORY_STEPS):
@@ -121,3 +132,7 @@ def _page(result: dict[str, Any]) -> str:
         f"at once. Worst: {max(abs(row['ratio'] - 1) for row in result['cells']):.1%}"
     )
     return "\n".join([heading(_NAME, result), markdown_table(header, rows), "", note])
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,4 +1,4 @@
-"""`dino-ds bench knn` at a tiny size: what it prints, and what it says without faiss."""
+"""scripts.bench_knn at a tiny size: what it prints, and what it says without faiss."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import sys
 
 import pytest
 
-from dino_ds.bench.knn import run
 from dino_ds.errors import ConfigError
-from dino_ds.options.bench import BenchKnnOptions
+from scripts import bench_knn
 
-TINY = {"queries": 40, "bank": 300, "width": 8, "k": 5, "images": 3, "patch_size": 16, "rounds": 1, "threads": 1}
+TINY = {"queries": 40, "bank": 300, "width": 8, "k": 5, "images": 3}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    monkeypatch.setattr(bench_knn, "usable_cores", lambda: [0])
 
 
 def test_beside_faiss(capsys):
     pytest.importorskip("faiss")
-    run(BenchKnnOptions(**TINY, json=True))
+    bench_knn.main(**TINY, as_json=True)
     result = json.loads(capsys.readouterr().out)
     assert result["same_neighbours"] == 1.0
     (row,) = result["searches"]
@@ -26,12 +30,10 @@ def test_beside_faiss(capsys):
 
 def test_without_faiss(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)  # as if it were not there
-    run(BenchKnnOptions(**TINY, json=False))
+    bench_knn.main(**TINY)
     assert "faiss-cpu is not installed (pip install faiss-cpu)" in capsys.readouterr().out
 
 
 def test_what_can_t_be_measured():
     with pytest.raises(ConfigError, match="--k 500 is more than the 300 rows"):
-        run(BenchKnnOptions(**{**TINY, "k": 500}, json=True))
-    with pytest.raises(ConfigError, match="--patch_size 5 does not divide 32"):
-        run(BenchKnnOptions(**{**TINY, "patch_size": 5}, json=True))
+        bench_knn.main(**{**TINY, "k": 500})

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dino_ds.bench.plan import measure_cell
 from dino_ds.config.loading import load_recipe
+from scripts.bench_plan import measure_cell
 
 SHAPE = {
     "model.width": "256",
@@ -22,7 +22,7 @@ SHAPE = {
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set of glibc's heap")
 @pytest.mark.slow
 def test_a_process_grows_by_what_is_predicted():
-    """Within 10 %; all sizes, stages and ranks are measured by `dino-ds bench plan`."""
+    """Within 10 %; all sizes, stages and ranks are measured by scripts.bench_plan."""
     ds = {"gradient_clipping": 3.0, "zero_optimization": {"stage": 3}}
     found = measure_cell(load_recipe("vitti16", SHAPE), ds, 8, 1)
     assert found["predicted_mib"] > 200

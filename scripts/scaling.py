@@ -1,21 +1,28 @@
-"""`dino-ds plan --scaling`: weak scaling from 1 to 1024 GPUs at each ZeRO stage, simulated.
+"""Weak scaling from 1 to 1024 GPUs at each ZeRO stage, simulated, beside published runs.
+
+`python -m scripts.scaling --gpu h100-80g --config vit7b16 --out scaling` writes scaling.json, scaling.md and
+scaling.png, the picture of docs/scaling.md.
 
 Volumes are those of `dino_ds.costs.communication`, links the cards' own, everything assumed in `dino_ds.plan.speed`.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from dino_ds.config.loading import change_recipe
+import fire
+
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.fit import fit_with
-from dino_ds.plan.gpus import Gpu
-from dino_ds.plan.published import PUBLISHED, measured_share, simulate
+from dino_ds.plan.gpus import Gpu, find_gpu
 from dino_ds.plan.recommend import Shape, ds_of
 from dino_ds.plan.speed import ASSUMPTIONS, Cluster, estimate_step
+from scripts.published import PUBLISHED, measured_share, simulate
+from scripts.results import write_result
 
 WORLDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES = (1, 2, 3)
@@ -23,6 +30,14 @@ ETHERNET = 12.5
 """A node on 100 Gbit/s, beside the network that is sold with the cards; 10^9 bytes/s each way."""
 _PATH = "the simulation"
 _MOST, _ENOUGH = 64, 8
+_COLOURS = {1: "#3b6ea5", 2: "#2f7d4f", 3: "#b3483a"}
+
+
+def main(out: str, gpu: str, config: str | None = None, gpus: int = 8) -> None:
+    """The recipe `config` on nodes of `gpus` cards of this kind."""
+    card = find_gpu(gpu)
+    result = simulate_scaling(load_recipe(config, {}), card, gpus, card.network)
+    write_result(Path(out) / "scaling", result, scaling_page(result), draw_scaling(result))
 
 
 def simulate_scaling(recipe: Recipe, gpu: Gpu, gpus_per_node: int, network: float) -> dict[str, Any]:
@@ -104,3 +119,60 @@ def scaling_page(result: dict[str, Any]) -> str:
         "node, bf16. The part of the step that computes the model:\n\n"
         f"{ours}\n\n{theirs}"
     )
+
+
+def draw_scaling(result: dict[str, Any]) -> Any:
+    """A matplotlib Figure: our simulation, and published runs beside theirs."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_ours(left, result)
+    _draw_published(right, result["published"])
+    ours = {row["gpus"] for row in result["rows"]}
+    theirs = {world for run in result["published"] for world in run["measured"]}
+    for axes, worlds in ((left, ours), (right, theirs)):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(worlds), [str(world) for world in sorted(worlds)])
+        axes.set_xlabel("GPUs")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_ours(axes: Any, result: dict[str, Any]) -> None:
+    for stage, colour in _COLOURS.items():
+        rows = [row for row in result["rows"] if row["stage"] == stage]
+        worlds = [row["gpus"] for row in rows]
+        networks = {"as_sold": ("-", f"{result['network_gbit']:.0f}"), "ethernet": ("--", "100")}
+        for name, (line, gbit) in networks.items():
+            shares = [100 * row[name]["efficiency"] for row in rows]
+            axes.plot(worlds, shares, line, color=colour, label=f"ZeRO {stage}, {gbit} Gbit/s a node")
+        full = [(row["gpus"], 100 * row["as_sold"]["efficiency"]) for row in rows if row["fits"]]
+        axes.plot(*zip(*full, strict=True), "o", color=colour, markersize=4) if full else None
+    axes.set_ylim(0, 102)
+    axes.set_ylabel("part of the step that computes, %")
+    axes.set_title(
+        f"Simulated: {result['backbone']}, {result['micro_batch']} images on each {result['gpu']}\n"
+        "weak scaling; dots: fits its memory",
+        fontsize=10,
+    )
+    axes.legend(fontsize=8)
+
+
+def _draw_published(axes: Any, runs: list[dict[str, Any]]) -> None:
+    for i, run in enumerate(runs):
+        colour = f"C{i}"
+        worlds = list(run["measured"])
+        axes.plot(
+            worlds, [100 * run["measured"][w] for w in worlds], "o-", color=colour, label=run["name"], markersize=4
+        )
+        axes.plot(worlds, [100 * run["simulated"][w] for w in worlds], ":", color=colour)
+    axes.set_ylim(90, 101)
+    axes.set_ylabel("rate of a GPU, % of that on the fewest")
+    axes.set_title("Published FSDP runs (lines) and the same model's simulation (dotted)", fontsize=10)
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

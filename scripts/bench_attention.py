@@ -1,15 +1,17 @@
-"""`dino-ds bench attention`: the plain formula, each kernel of SDPA and varlen at the sequence lengths in use."""
+"""`python -m scripts.bench_attention`: the plain formula, each kernel of SDPA and varlen at the lengths in use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import fire
 import torch
 from torch import Tensor
 
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.config.crops import crop_sizes
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.engine.device import device
@@ -17,7 +19,6 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
-from dino_ds.options.bench import BenchAttentionOptions
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""
@@ -29,9 +30,14 @@ IMPLEMENTATIONS = {
 }
 
 
-def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
+def main(
+    config: str = "vitti16", batch: int | None = None, steps: int = 5, threads: int = 1, as_json: bool = False
+) -> None:
     """Forward and backward of one block's attention without its linear layers; bf16 on a GPU, else FP32."""
-    batch = begin(options.batch, options.threads, "bench attention")
+    measure(load_recipe(config, {}), begin(batch, threads, "bench attention"), steps, as_json)
+
+
+def measure(recipe: Recipe, batch: int, steps: int, as_json: bool) -> None:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     shapes = _shapes(recipe, batch)
     cases = {
@@ -44,7 +50,7 @@ def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
     for (name, shape), case in cases.items():
         if skipped[name, shape] is None:
             runs |= {f"{name}|{shape}|forward": case.forward, f"{name}|{shape}|both": case.forward_and_backward}
-    timings = time_interleaved(runs, options.steps, options.warmup, device())
+    timings = time_interleaved(runs, steps, 2, device())
     rows = []
     for name, shape in cases:
         row: dict[str, Any] = {"name": name, "shape": shape, "skipped": skipped[name, shape]}
@@ -54,7 +60,7 @@ def run(options: BenchAttentionOptions, *, recipe: Recipe) -> None:
         rows.append(row)
     result = about(recipe, batch) | {"attention": rows, "dtype": str(dtype).removeprefix("torch.")}
     result["auto_is"] = _automatic(recipe, dtype)
-    print_result(_page(result, list(shapes)), result, options.json)
+    print_result(_page(result, list(shapes)), result, as_json)
 
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
@@ -126,3 +132,7 @@ def _page(result: dict[str, Any], shapes: list[str]) -> str:
     lines = [heading("bench attention", result), markdown_table(header, rows), ""]
     lines += [f"{name} skipped: {reason}" for name, reason in reasons.items()]
     return "\n".join([*lines, f"{result['dtype']}; sequences x tokens of one block; auto is {automatic}"])
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -13,6 +13,7 @@ from statistics import median
 
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.root import open_files
+from dino_ds.measure.tables import markdown_table
 
 
 def read_rates(files: Sequence[bytes], rounds: int) -> dict[str, dict[str, float]]:
@@ -36,6 +37,13 @@ def read_rates(files: Sequence[bytes], rounds: int) -> dict[str, dict[str, float
                     _read_all(source)
                     seconds[name][state].append(time.perf_counter() - begin)
     return {name: {s: len(files) / median(times) for s, times in of.items()} for name, of in seconds.items()}
+
+
+def read_table(rates: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    names = {"loose": "loose files", "shard": "one tar shard"}
+    rows = [[names[name], *(f"{rate:.0f}" for rate in found.values())] for name, found in rates.items()]
+    return markdown_table(["reading, images/s", *(f"{state} cache" for state in rates["loose"])], rows)
 
 
 def _write(folder: Path, files: Sequence[bytes]) -> dict[str, list[Path]]:

@@ -1,4 +1,4 @@
-"""`dino-ds bench knn`: the search and vote of k-NN beside faiss's exact index, and the features that it takes."""
+"""`python -m scripts.bench_knn`: the search and vote of k-NN beside faiss's exact index, and the features it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fire
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,43 +23,30 @@ from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import Timing, time_interleaved
 from dino_ds.models.build import build_backbone
-from dino_ds.options.bench import BenchKnnOptions
 
 _CLASSES = 1000
 _TEMPERATURE = 0.07
-_PIXELS = 32
-_WARMUP = 1
+_PIXELS, _PATCH = 32, 8
+_ROUNDS, _WARMUP = 5, 1
 _CPU = torch.device("cpu")
 
 
-def run(options: BenchKnnOptions) -> None:
-    """On the CPU, with one thread (CPU time) and with `threads` (wall time). Raises ConfigError."""
-    if options.k > options.bank:
-        raise ConfigError(f"--k {options.k} is more than the {options.bank} rows of the bank: lower it")
-    if _PIXELS % options.patch_size:
-        raise ConfigError(f"--patch_size {options.patch_size} does not divide {_PIXELS} pixels: give 2, 4, 8 or 16")
-    threads = options.threads or len(usable_cores())
-    faiss = _faiss()
-    problem = _Problem(options.queries, options.bank, options.width, options.k, faiss)
-    rows = [problem.measure(count, options.rounds) for count in sorted({1, threads})]
+def main(
+    queries: int = 10000, bank: int = 50000, width: int = 192, k: int = 20, images: int = 10000, as_json: bool = False
+) -> None:
+    """On the CPU, with one thread (CPU time) and with all cores (wall time). Raises ConfigError."""
+    if k > bank:
+        raise ConfigError(f"--k {k} is more than the {bank} rows of the bank: lower it")
+    threads, faiss = len(usable_cores()), _faiss()
+    problem = _Problem(queries, bank, width, k, faiss)
+    rows = [problem.measure(count) for count in sorted({1, threads})]
     torch.set_num_threads(threads)
-    result: dict[str, Any] = {
-        "queries": options.queries,
-        "bank": options.bank,
-        "width": options.width,
-        "k": options.k,
-        "searches": rows,
-    }
+    result: dict[str, Any] = {"queries": queries, "bank": bank, "width": width, "k": k, "searches": rows}
     result |= {"faiss": faiss.__version__ if faiss else None, "same_neighbours": problem.agreement()}
-    result |= {
-        "images": options.images,
-        "patch_size": options.patch_size,
-        "pixels": _PIXELS,
-        "threads": threads,
-    }
-    wall, cpu = _features_seconds(options.images, options.patch_size)
+    result |= {"images": images, "patch_size": _PATCH, "pixels": _PIXELS, "threads": threads}
+    wall, cpu = _features_seconds(images)
     result |= {"features_seconds": wall, "features_cpu_seconds": cpu, "host": describe_host()}
-    print_result(_page(result), result, options.json)
+    print_result(_page(result), result, as_json)
 
 
 def _faiss() -> Any:
@@ -83,14 +71,14 @@ class _Problem:
         )
         self._k, self._faiss = k, faiss
 
-    def measure(self, threads: int, rounds: int) -> dict[str, Any]:
+    def measure(self, threads: int) -> dict[str, Any]:
         """Seconds of each, by turns; ratios are theirs to ours: above 1 is faster than faiss."""
         torch.set_num_threads(threads)
         runs: dict[str, Callable[[], object]] = {"search": self._search, "search_and_vote": self._search_and_vote}
         if self._faiss:
             self._faiss.omp_set_num_threads(threads)
             runs |= {"faiss_search": self._faiss_search, "faiss_search_and_vote": self._faiss_search_and_vote}
-        timings = time_interleaved(runs, rounds, _WARMUP, _CPU)
+        timings = time_interleaved(runs, _ROUNDS, _WARMUP, _CPU)
         row: dict[str, Any] = {"threads": threads, "clock": timings["search"].clock}
         row |= {f"{name}_seconds": timing.seconds for name, timing in timings.items()}
         if self._faiss:
@@ -133,10 +121,10 @@ def _ratio(timings: dict[str, Timing], name: str) -> float:
     return timings[f"faiss_{name}"].seconds / timings[name].seconds
 
 
-def _features_seconds(images: int, patch_size: int) -> tuple[float, float]:
+def _features_seconds(images: int) -> tuple[float, float]:
     """Wall and CPU time from images in memory to features, preparation included, by a ViT-Ti with random weights."""
     source = PhotoPatches("train")
-    arch = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=patch_size)
+    arch = dataclasses.replace(VITS["vit_tiny_patch16_224"], patch_size=_PATCH)
     network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()
@@ -167,3 +155,7 @@ def _row(row: dict[str, Any]) -> list[str]:
         for key in (f"{name}_seconds", f"faiss_{name}_seconds", f"{name}_ratio"):
             cells.append(short(row[key]) if key in row else "–")
     return cells
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,20 +1,22 @@
-"""`dino-ds bench data`: images/s of one core for each way of making crops, and for the parts of it."""
+"""Images/s of one core for each way of making crops, and for the parts of it.
+
+`python -m scripts.bench_data [--root FOLDER] [--out data]`: on image files, or on the embedded photographs. With --out
+data.json, data.md and data.png, the picture of docs/data.md.
+"""
 
 from __future__ import annotations
 
-import json as json_text
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import fire
 import torch
 from torch import Tensor
 
-from dino_ds.bench.data_picture import draw
-from dino_ds.bench.pil_pipeline import PilPipeline
-from dino_ds.bench.storage import read_rates
 from dino_ds.config.crops import all_crops, describe_crops
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
@@ -24,9 +26,12 @@ from dino_ds.data.multicrop import STD, MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.tables import markdown_table, print_result
+from dino_ds.measure.tables import markdown_table
 from dino_ds.measure.timing import Timing, time_interleaved
-from dino_ds.options.bench import BenchDataOptions
+from scripts.data_picture import draw
+from scripts.pil_pipeline import PilPipeline
+from scripts.results import write_result
+from scripts.storage import read_rates, read_table
 
 _BATCH = 16
 _PIPELINES = {
@@ -40,15 +45,24 @@ _PIPELINES = {
 }
 
 
-def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
-    """Measure on `images` files of data.root, or on the embedded photographs; `out`: folder for data.json, data.png.
+def main(
+    root: str | None = None, config: str | None = None, images: int = 120, rounds: int = 5, out: str | None = None
+) -> None:
+    """Raises DataError where no image can be read."""
+    recipe = load_recipe(config, {"data.root": root} if root else {})
+    result, figure = measure(recipe, images, rounds)
+    if out is None:
+        print(_page(result))
+    else:
+        write_result(Path(out) / "data", result, _page(result), figure)
 
-    Raises ConfigError for a source that has no files, DataError where none can be read.
-    """
-    torch.set_num_threads(options.threads)
+
+def measure(recipe: Recipe, images: int, rounds: int) -> tuple[dict[str, Any], Any]:
+    """The result and its picture. Raises ConfigError for a source that has no files, DataError."""
+    torch.set_num_threads(1)
     multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
-    files = _Files(recipe, options.images)
-    timings = _time(multicrop, files, recipe, options.rounds)
+    files = _Files(recipe, images)
+    timings = _time(multicrop, files, recipe, rounds)
     rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}
     split = timings["split_worker"].seconds + timings["device"].seconds
     rates["split_total"] = {"images_per_second": len(files) / split}
@@ -59,18 +73,13 @@ def run(options: BenchDataOptions, *, recipe: Recipe) -> None:
         "augmentation_share": timings["device"].seconds / split,
         "ratio_exact_to_pil": timings["pil"].seconds / timings["exact"].seconds,
         "distance_levels": _distance(worker, device),
-        "read": read_rates(files.contents, options.rounds),
+        "read": read_rates(files.contents, rounds),
         "clock": timings["pil"].clock,
         "crops": f"{describe_crops(recipe.crops.groups)}, {recipe.crops.augment}",
         "images": files.describe(),
         "host": describe_host(),
     }
-    if options.out is not None:
-        folder = Path(options.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "data.json").write_text(json_text.dumps(result, indent=1) + "\n")
-        draw(result, [crop[0] for crop in worker], [crop[0] for crop in device]).savefig(folder / "data.png", dpi=100)
-    print_result(_page(result), result, options.json)
+    return result, draw(result, [crop[0] for crop in worker], [crop[0] for crop in device])
 
 
 class _Files:
@@ -150,7 +159,7 @@ def _checked(batch: LoaderBatch | DataError) -> LoaderBatch:
 
 
 def _time(multicrop: MultiCrop, files: _Files, recipe: Recipe, rounds: int) -> dict[str, Timing]:
-    """All pipelines by turns, each over all images; the GPU by itself, since it goes by wall time."""
+    """All pipelines interleaved, each over all images; the GPU by itself, since it goes by wall time."""
     worker, split = (_dataset(multicrop, files, recipe, augment, "cpu") for augment in ("worker", "device"))
     ready, pil = _batches(split, files), PilPipeline(multicrop)
     runs: dict[str, Callable[[], object]] = {
@@ -185,7 +194,7 @@ def _distance(worker: list[Tensor], device: list[Tensor]) -> float:
 
 
 def _page(result: dict[str, Any]) -> str:
-    images, pipelines, read = result["images"], result["pipelines"], result["read"]
+    images, pipelines = result["images"], result["pipelines"]
     rows = [
         [name, f"{rate['images_per_second']:.1f}", f"{1000 / rate['images_per_second']:.2f}", _PIPELINES[name]]
         for name, rate in sorted(pipelines.items(), key=lambda item: list(_PIPELINES).index(item[0]))
@@ -204,14 +213,10 @@ def _page(result: dict[str, Any]) -> str:
             f"augmentation is {100 * result['augmentation_share']:.0f} % of split_total; "
             f"crops of the two modes differ by {result['distance_levels']:.2f} of 255 levels on average",
             "",
-            markdown_table(["reading, images/s", *_states(read)], [_reading(name, read) for name in read]),
+            read_table(result["read"]),
         ]
     )
 
 
-def _states(read: dict[str, dict[str, float]]) -> Sequence[str]:
-    return [f"{state} cache" for state in read["loose"]]
-
-
-def _reading(name: str, read: dict[str, dict[str, float]]) -> Sequence[str]:
-    return [{"loose": "loose files", "shard": "one tar shard"}[name], *(f"{rate:.0f}" for rate in read[name].values())]
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,4 +1,4 @@
-"""The picture of `dino-ds bench data`: rates as bars, and one image's crops in both modes with their difference."""
+"""The picture of `scripts.bench_data`: rates as bars, and one image's crops in both modes with their difference."""
 
 from __future__ import annotations
 

@@ -1,0 +1,171 @@
+"""The steps that `bench ladder` measures: one optimization more each, the engine's ZeRO stages, memory settings."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dino_ds.bench.naive import LoopTeacher, PairwiseTerm, PlainEngine, normalise_prototypes
+from dino_ds.config.crops import EMA
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
+from dino_ds.measure.trial import (
+    EPOCH_STEPS,
+    Trial,
+    begin_training,
+    build_trial,
+    resolve,
+    synthetic_crops,
+    synthetic_keys,
+)
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.dino import DinoTerm
+from dino_ds.teachers.base import Teachers
+from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.build import build_network, build_schedules
+from dino_ds.training.step import TrainingStep
+
+CLIPPING = 3.0
+STAGES = (0, 1, 3)
+_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """What a training step is made of. exact: the result stays the same up to rounding. stage: of ZeRO; None for the
+    one that the shipped files take."""
+
+    name: str
+    exact: bool = True
+    performance: PerformanceOptions = _PLAIN
+    efficient_prototypes: bool = False
+    minimal_loss: bool = False
+    fused_adamw: bool = False
+    one_pass_ema: bool = False
+    engine: bool = False
+    precision: str = "fp32"
+    stage: int | None = None
+    checkpointing: bool = False
+    batched_stochastic_depth: bool = False
+    data_workers: bool = False
+
+
+def all_steps() -> list[LadderStep]:
+    """From the plain step upwards; each has all optimizations of those before it."""
+    steps = [LadderStep("plain step")]
+
+    def add(name: str, **changes: Any) -> None:
+        steps.append(dataclasses.replace(steps[-1], name=name, **changes))
+
+    def with_option(**changes: Any) -> PerformanceOptions:
+        return dataclasses.replace(steps[-1].performance, **changes)
+
+    add("SDPA", performance=with_option(attention="sdpa"))
+    add("packed crops", performance=with_option(packed=True))
+    add("CLS-only last block", performance=with_option(cls_only_last_block=True))
+    add("minimal-pass loss", minimal_loss=True)
+    add("memory-efficient prototypes", efficient_prototypes=True)
+    add("fused AdamW", fused_adamw=True)
+    add("one-pass EMA", one_pass_ema=True)
+    add("DeepSpeed engine", engine=True)
+    add("bf16", exact=False, precision="bf16")
+    add("torch.compile", performance=with_option(compile="default"))
+    add("batched stochastic depth", performance=with_option(compile="off"), batched_stochastic_depth=True)  # not both
+    add("data workers", data_workers=True)
+    return steps
+
+
+def last_without_engine() -> LadderStep:
+    """All exact optimizations, and torch's AdamW alone."""
+    return [step for step in all_steps() if not step.engine][-1]
+
+
+def engine_steps() -> list[LadderStep]:
+    """The same step with torch's AdamW alone, then in DeepSpeed's engine at three stages."""
+    plain = dataclasses.replace(last_without_engine(), name="plain torch AdamW")
+    return [plain, *(dataclasses.replace(plain, name=f"ZeRO {n}", engine=True, stage=n) for n in STAGES)]
+
+
+def memory_steps() -> list[LadderStep]:
+    """FP32 and bf16, with and without activation checkpointing."""
+    base = dataclasses.replace(last_without_engine(), engine=True, stage=1)
+    return [
+        dataclasses.replace(
+            base,
+            name=f"{precision}, checkpointing {'on' if checkpointing else 'off'}",
+            exact=precision == "fp32",
+            precision=precision,
+            checkpointing=checkpointing,
+        )
+        for precision in ("fp32", "bf16")
+        for checkpointing in (False, True)
+    ]
+
+
+SELECTIONS = {"all": all_steps, "engine": engine_steps, "memory": memory_steps}
+
+
+def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
+    """Why this step can't be measured here; None if it can."""
+    cuda = torch.cuda.is_available()
+    if step.data_workers:
+        return "the crops are synthetic and nothing waits for data: dino-ds bench step --data takes real images"
+    if step.name == "bf16" and not cuda and not _cpu_has_bf16():
+        return "this CPU has no bf16 units"
+    if step.name == "torch.compile" and not cuda:
+        return "it pays on a GPU only: a CPU has few kernels to fuse and no launches to save"
+    if step.name == "torch.compile" and not (shutil.which("cc") or shutil.which("gcc")):
+        return "there is no C compiler"
+    if step.batched_stochastic_depth and recipe.model.drop_path == 0:
+        return "model.drop_path is 0"
+    return None
+
+
+def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
+    """A trial of this step with `batch` images, on one process."""
+    if step.batched_stochastic_depth:
+        recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
+    if step.engine:
+        return build_trial(*resolve(recipe, _ds_config(step), "bench ladder", batch))
+    recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
+    built = build_plain_step(recipe, step)
+    begin_training(built)
+    return Trial(built, 1, synthetic_crops(recipe, batch, device()), synthetic_keys(recipe, batch, device()))
+
+
+def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
+    """A training step without an engine: FP32, one process."""
+    network = build_network(recipe, step.performance)
+    if not step.efficient_prototypes:
+        normalise_prototypes(network)
+    copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
+    engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
+    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    dino = (DinoTerm if step.minimal_loss else PairwiseTerm)(
+        head.prototypes, objective.student_temp, objective.center_momentum, device=device()
+    )
+    teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
+    return TrainingStep(engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS), groups)
+
+
+def _ds_config(step: LadderStep) -> dict[str, Any]:
+    stage = step.stage if step.stage is not None else 0 if step.precision == "fp32" else 1
+    ds = {
+        "gradient_clipping": CLIPPING,
+        "zero_optimization": {"stage": stage},
+        "dino_ds": dataclasses.asdict(step.performance),
+    }
+    ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
+    return ds | ({"activation_checkpointing": {"number_checkpoints": "auto"}} if step.checkpointing else {})
+
+
+def _cpu_has_bf16() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent in other versions of torch
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)

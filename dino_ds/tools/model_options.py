@@ -1,0 +1,79 @@
+"""What the commands about a model share: the images that are named, their size, and options that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.sources import Source, build_source
+from dino_ds.errors import ConfigError
+from dino_ds.weights.load import Backbone, load
+
+MAPS_AT_ONCE = 4
+"""Images whose tokens or attention are computed at once."""
+_FEW_PATCHES, _MANY_PATCHES = 16, 30
+
+
+def check_unused_options(
+    option: str, chosen: Collection[str], concerns: Mapping[str, Collection[str]], given: object
+) -> None:
+    """Raises ConfigError for an option of `given` that changes nothing of what is `chosen` by --`option`.
+
+    concerns: name of an option -> what it changes something of. Options that are None or False are not given.
+    """
+    for name, concerned in concerns.items():
+        value = getattr(given, name)
+        if value is not None and value is not False and not set(concerned) & set(chosen):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(chosen)}: it is for {', '.join(concerned)}; "
+                f"add one to --{option}, or leave --{name} out"
+            )
+
+
+def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
+    """The recipe of the run `model`, where no images are named."""
+    config = Path(model) / "config.yaml"
+    return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
+
+
+def find_images(model: str, source: str | None, root: str | None) -> Source:
+    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
+    if recipe := recipe_of(model, source, root):
+        source, root = recipe.data.source, recipe.data.root
+    if source is None and root is None:
+        raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
+    return build_source(source or "folder", root, "train", False)
+
+
+def load_for_pictures(model: str) -> Backbone:
+    """The model, on the GPU where there is one. Raises CheckpointError."""
+    return load(model, _device())
+
+
+def in_parts(function: Callable[[Tensor], Tensor], images: Tensor, at_once: int = MAPS_AT_ONCE) -> Tensor:
+    """What a method of the model makes of images (b, c, h, w), a few at a time: FP32 on the CPU."""
+    return torch.cat([function(part.to(_device())).float().cpu() for part in images.split(at_once)])
+
+
+def side_of(backbone: Backbone, size: int | None) -> int:
+    """Pixels of the images whose patches are shown: `size`, or twice the native side within 16 and 30 patches.
+
+    It is never less than the native side unless `size` is. Raises ConfigError.
+    """
+    patch = backbone.patch_size
+    if size is None:
+        native = backbone.image_size // patch
+        return patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
+    if size % patch:
+        near = max(round(size / patch), 1) * patch
+        raise ConfigError(f"--size {size} is not a multiple of the patch size {patch}: use {near}")
+    return size
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,154 @@
+"""Which model trains on which cards at which ZeRO stage, and with how many images at a time.
+
+`python -m scripts.sweep --gpus 8 --out sweep` writes plan.json, plan.md and plan.png, the picture of docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fire
+
+from dino_ds.config.crops import describe_crops
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.memory import count_parameters
+from dino_ds.measure.tables import markdown_table
+from dino_ds.plan.fit import largest_micro_batch, with_backbone
+from dino_ds.plan.gpus import GPUS
+from dino_ds.plan.recommend import Shape, ds_of
+from scripts.results import write_result
+
+BACKBONES = (
+    "vit_small_patch16_224",
+    "vit_base_patch16_224",
+    "vit_large_patch16_224",
+    "vit_huge_patch14_224",
+    "vit_giant_patch14_dinov2",
+    "vit_gigantic_patch14_224",
+    "vit_3b_patch14_webssl",
+    "vit_7b_patch16_reg4",
+)
+PLACES = {"1": (1, ""), "2": (2, ""), "3": (3, ""), "3+host": (3, "optimizer and weights")}
+CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
+_PATH = "the sweep"
+_GREEN, _AMBER, _GREY = "#2f7d4f", "#c98a3a", "#d9d9d9"
+
+
+def main(out: str, gpus: int = 8, config: str | None = None) -> None:
+    """The recipe `config` (default: the schema's) with each backbone on `gpus` GPUs."""
+    result = sweep(load_recipe(config, {}), gpus)
+    write_result(Path(out) / "plan", result, sweep_page(result), draw_sweep(result))
+
+
+def card_sizes() -> dict[int, float]:
+    """GB on the box -> GiB of the smallest such card."""
+    boxes = [(int(name.rsplit("-", 1)[1].removesuffix("g")), gpu.memory_gib) for name, gpu in GPUS.items()]
+    return {size: min(gib for box, gib in boxes if box == size) for size in CARDS}
+
+
+def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """The recipe with each of BACKBONES, in 16 bits; the largest micro-batches, 0 for none."""
+    cells = []
+    for backbone in BACKBONES:
+        changed = with_backbone(recipe, backbone)
+        for box, limit in card_sizes().items():
+            for place, (stage, offload) in PLACES.items():
+                plain, checked = (
+                    largest_micro_batch(changed, ds_of(Shape(stage, offload, on), True), _PATH, world_size, limit)
+                    for on in (False, True)
+                )
+                cells.append(
+                    {
+                        "backbone": backbone,
+                        "weights": count_parameters(changed),
+                        "card_gb": box,
+                        "limit_gib": limit,
+                        "place": place,
+                        "largest": plain,
+                        "largest_with_checkpointing": checked,
+                    }
+                )
+    return {"gpus": world_size, "crops": describe_crops(recipe.crops.groups), "cells": cells}
+
+
+def sweep_page(result: dict[str, Any]) -> str:
+    """A table with a row for each model and place."""
+    boxes = list(dict.fromkeys(cell["card_gb"] for cell in result["cells"]))
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for cell in result["cells"]:
+        rows.setdefault((cell["backbone"], cell["place"]), {})[cell["card_gb"]] = cell_text(cell)
+    table = markdown_table(
+        ("", "ZeRO", *(f"{box} GB" for box in boxes)),
+        [(name, place, *(found[box] for box in boxes)) for (name, place), found in rows.items()],
+    )
+    return (
+        f"Largest micro-batch on each of {result['gpus']} GPU(s), crops {result['crops']}, bf16 or fp16; "
+        "c: only with activation checkpointing; 3+host: optimizer and weights in host memory.\n\n"
+        f"{table}"
+    )
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    """The largest micro-batch, with a c if it needs checkpointing, or a dash."""
+    if cell["largest"]:
+        return str(cell["largest"])
+    return f"c{cell['largest_with_checkpointing']}" if cell["largest_with_checkpointing"] else "-"
+
+
+def draw_sweep(result: dict[str, Any]) -> Any:
+    """A matplotlib Figure: models down, cards and stages across, largest micro-batches written into the cells."""
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    cells = result["cells"]
+    models = list(dict.fromkeys((cell["backbone"], cell["weights"]) for cell in cells))
+    boxes = list(dict.fromkeys(cell["card_gb"] for cell in cells))
+    columns = [(box, place) for box in boxes for place in PLACES]
+    found = {(cell["backbone"], cell["card_gb"], cell["place"]): cell for cell in cells}
+    figure = Figure(figsize=(0.36 * len(columns) + 2.6, 0.46 * len(models) + 2.1), layout="constrained")
+    axes = figure.subplots()
+    maps = {"plain": ("#cfe8d5", _GREEN), "checked": ("#f6e3c4", _AMBER)}
+    norm = LogNorm(1, 2048)
+    image = np.ones((len(models), len(columns), 3))
+    for row, (name, _) in enumerate(models):
+        for column, (box, place) in enumerate(columns):
+            cell = found[name, box, place]
+            kind = "plain" if cell["largest"] else "checked"
+            size = cell["largest"] or cell["largest_with_checkpointing"]
+            ramp = LinearSegmentedColormap.from_list(kind, maps[kind])
+            colour = ramp(float(norm(min(size, 2048))))[:3] if size else (0.85, 0.85, 0.85)
+            image[row, column] = colour
+            dark = size > 300
+            text = cell_text(cell).removeprefix("c")
+            axes.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
+    axes.imshow(image, aspect="auto", interpolation="nearest")
+    axes.set_yticks(range(len(models)), [f"{name}\n{weights / 1e6:,.0f} M" for name, weights in models], fontsize=9)
+    axes.set_xticks(range(len(columns)), [place for _, place in columns], fontsize=8, rotation=90)
+    for i, box in enumerate(boxes):
+        middle = i * len(PLACES) + (len(PLACES) - 1) / 2
+        axes.text(middle, -0.75, f"{box} GB", ha="center", va="bottom", fontsize=11, fontweight="bold")
+        if i:
+            axes.axvline(i * len(PLACES) - 0.5, color="white", linewidth=3)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("ZeRO stage; 3+host: optimizer and weights in host memory", fontsize=10)
+    axes.set_title(
+        f"Largest micro-batch on each of {result['gpus']} GPU(s), crops {result['crops']}, predicted",
+        pad=26,
+        fontsize=11,
+    )
+    legend = [
+        Patch(color=_GREEN, label="fits"),
+        Patch(color=_AMBER, label="fits with activation checkpointing"),
+        Patch(color=_GREY, label="does not fit"),
+    ]
+    figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
+    return figure
+
+
+if __name__ == "__main__":
+    fire.Fire(main)

@@ -1,0 +1,145 @@
+"""A third group of crops, a second backbone, loss term and teacher, each as small as the contracts allow."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from dino_ds import distributed
+from dino_ds.architectures import ARCHITECTURES, BackboneOptions
+from dino_ds.config.crops import CropGroup, dino_groups
+from dino_ds.config.recipe import CropsSection
+from dino_ds.engine.engine import Engine
+from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.build import build_backbone
+from dino_ds.models.network import Network
+from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, Term
+from dino_ds.objectives.running import RunningMean
+from dino_ds.schedules import ScheduleValues
+from dino_ds.teachers.base import Teacher, Teachers
+from dino_ds.training import build
+
+
+@dataclass(frozen=True)
+class ToySpec:
+    """A linear layer on the means of patches."""
+
+    builder: ClassVar[str] = "tests.training.toys:ToyBackbone"
+    width: int = 24
+    depth: int = 1
+    stride: int = 8
+    in_chans: int = 3
+
+    def timm_model(self, name: str) -> None:
+        return None
+
+
+class RunningScale(nn.Module):
+    """Divides by a running mean of the features' size, a buffer that is equal on all ranks; counts its calls."""
+
+    scale: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.empty(()))
+        self.register_buffer("calls", torch.empty((), dtype=torch.long))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+        self.calls.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            size = distributed.sum_across_ranks(x.detach().float().abs().mean()) / distributed.world_size()
+            self.scale.lerp_(size, 0.1)
+            self.calls += 1
+        return x / self.scale.to(x.dtype)
+
+
+class ToyBackbone(Backbone):
+    def __init__(self, spec: ToySpec, image_size: int, options: BackboneOptions) -> None:
+        super().__init__(spec)
+        self.embed = nn.Linear(spec.in_chans, spec.width)
+        self.mix = nn.Linear(spec.width, spec.width)
+        self.scale = RunningScale()
+
+    def segments(self) -> Sequence[nn.Module]:
+        return [self.mix]
+
+    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+        cls, found = [], {}
+        for name, group in crops.items():
+            means = nn.functional.avg_pool2d(torch.cat(list(group)), self.spec.stride)
+            tokens = self.embed(means.flatten(2).transpose(1, 2).to(self.embed.weight.dtype))
+            tokens = tokens + self.run_segment(0, self.mix, nn.functional.gelu(tokens))
+            cls.append(tokens.mean(dim=1))
+            if name in patches:
+                found[patches_of(name)] = tokens
+        return {CLS: self.scale(torch.cat(cls)), **found}
+
+
+class ToyTerm(Term):
+    """Pulls the student's CLS features to the frozen teacher's, less their running mean; patches to be small."""
+
+    needs = Needs(student=(CLS, patches_of("global")), teachers={"frozen": (CLS,)})
+    scalars = ("toy_distance",)
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self.mean = RunningMean(width, 0.5, device)
+        self.statistics = {"toy_mean": self.mean}
+
+    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> Tensor:
+        features = teachers["frozen"][CLS].float()
+        self.mean.gather(features)
+        return features - self.mean.value
+
+    def loss(self, student: dict[str, Tensor], targets: Tensor, schedule: ScheduleValues) -> Measured:
+        distance = (student[CLS][: len(targets)].float() - targets).square().mean()
+        return Measured(
+            distance + 0.1 * student[patches_of("global")].float().square().mean(), {"toy_distance": distance.detach()}
+        )
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[list[Any]]:
+    """Runs in this process have the term, the frozen teacher and larger crops that it alone sees; "toy" is a backbone.
+
+    Gives a list of (frozen teacher, its state at the start).
+    """
+    made: list[Any] = []
+    objective_of, teachers_of = build.build_objective, build.build_teachers
+
+    def build_objective(recipe: Any, device: torch.device) -> Objective:
+        terms = objective_of(recipe, device).terms
+        return Objective({**terms, "toy": ToyTerm(recipe.model.architecture().width, device)}, {"toy": 0.5})
+
+    def build_teachers(recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
+        ema = teachers_of(recipe, config, engine, objective)["ema"]
+        torch.manual_seed(7)
+        spec = ToySpec(width=recipe.model.architecture().width)
+        backbone = build_backbone(spec, recipe.crops.global_size)
+        frozen = Teacher(Network(backbone, {}, objective.teacher_features("frozen")))
+        made.append((frozen, copy.deepcopy(frozen.network.state_dict())))
+        return Teachers({"ema": ema, "frozen": frozen}, recipe.crops.groups)
+
+    def groups(section: CropsSection) -> tuple[CropGroup, ...]:
+        large = CropGroup("large", 2, 48, (0.5, 1.0), teachers=("frozen",), student=False, augmented=False)
+        sizes = section.global_size, section.global_scale, section.local_size, section.local_scale
+        return (*dino_groups(*sizes, section.num_local), large)
+
+    with (
+        mock.patch.object(CropsSection, "groups", property(groups)),
+        mock.patch.dict(ARCHITECTURES, {"toy": ToySpec()}),
+        mock.patch.object(build, "build_objective", build_objective),
+        mock.patch.object(build, "build_teachers", build_teachers),
+    ):
+        yield made
