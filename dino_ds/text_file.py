@@ -31,14 +31,14 @@ def read_text(path: str, kind: str) -> str:
 
 def read_bytes(path: str | Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises OSError, ValueError."""
-    with _opened(path, most) as file:
+    with opened(path, most) as file:
         return file.read(most)
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
     """The lines of a regular file, each cut after 1 MiB. Raises ConfigError for a pipe and more than 4 GiB; OSError."""
     try:
-        with _opened(path, MAX_LINES_BYTES) as file:
+        with opened(path, MAX_LINES_BYTES) as file:
             while line := file.readline(MAX_LINE_BYTES):
                 yield line
                 while len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -48,7 +48,7 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
+def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
     """Opens a file without waiting for a pipe's writer. Raises ValueError for a larger or not a regular file."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())

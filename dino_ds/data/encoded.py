@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +13,16 @@ from PIL import Image
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.listing import Labels, Listing, printable
+from dino_ds.text_file import opened
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 MAX_BYTES = 1 << 30
-"""A larger file is no image."""
+"""A larger file is not an image."""
 
 
 class EncodedImages(ABC):
-    """A source whose images are files of some format, wherever they lie."""
+    """A source of image files in any format, loose or inside other files."""
 
     @abstractmethod
     def read(self, index: int) -> bytes:
@@ -115,14 +115,9 @@ class NamedFiles(EncodedImages):
 def read_file(path: str, name: str) -> bytes:
     """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise UnreadableImage(name, "not a regular file")
-            if os.fstat(handle).st_size > MAX_BYTES:
-                raise UnreadableImage(name, f"{os.fstat(handle).st_size} bytes are no image")
+        with opened(path, MAX_BYTES) as file:
             data = file.read()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, too
         raise UnreadableImage(name, getattr(error, "strerror", None) or str(error)) from None
     if not data:
         raise UnreadableImage(name, "empty file")

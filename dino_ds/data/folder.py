@@ -31,7 +31,7 @@ class ImageFolder(ListedFiles):
     """All images under `root`, sorted by path.
 
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
-    or test are no classes. Names that begin with a dot are left out. The list comes from the cache while no folder of
+    or test are not classes. Names that begin with a dot are left out. The list comes from the cache while no folder of
     the tree has another time than when it was read. Raises DataError if there are no images.
     """
 

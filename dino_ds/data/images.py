@@ -167,6 +167,6 @@ def _with_raw_mode(tile: ImageFile._Tile, mode: str) -> ImageFile._Tile:
 
 
 def _jpeg2000_bits(data: bytes) -> int:
-    """Of the first channel, as the codestream's header says."""
+    """Of the first channel, from the codestream's header."""
     start = data.find(b"\xff\x4f\xff\x51")
     return (data[start + 42] & 0x7F) + 1 if 0 <= start < len(data) - 42 else 8

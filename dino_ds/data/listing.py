@@ -106,7 +106,7 @@ class Packer:
 class FolderLabels:
     """The class of an image is the first folder of its path, if every path has one and there are at least two.
 
-    Folders named train, val or test are no classes.
+    Folders named train, val or test are not classes.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class FolderLabels:
             self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a Listing reads labels and classes from; empty where the folders are no classes."""
+        """What a Listing reads labels and classes from; empty if the folders are not classes."""
         names = sorted(self._numbers)
         if not self._everywhere or len(names) < 2 or {name.lower() for name in names} <= _SPLIT_NAMES:
             return {}
@@ -185,7 +185,7 @@ class Listing:
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
-    """The list named `key` from the cache if `is_current` says so, else what `build` makes, kept for the next time.
+    """The list named `key` from the cache if `is_current` accepts it; otherwise what `build` makes, which is kept.
 
     One process of a machine builds, the others wait for it. Where the cache can't be written the list is kept in a
     temporary folder until the process ends. Raises DataError if not even that has room, and what `build` raises.

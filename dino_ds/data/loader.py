@@ -30,9 +30,9 @@ from dino_ds.errors import DataError
 from dino_ds.hashing import crop_seed
 
 _LOOK_SECONDS = 2
-"""Who waits for a batch looks so often at what else has happened."""
+"""How often the wait for a batch is interrupted to look at what else has happened."""
 _POLL_SECONDS = 0.001
-"""Who does not wait gives a batch so long to come out of its queue."""
+"""How long a batch may take to come out of its queue where nobody waits for it."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
         self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
 
     def advance(self) -> None:
-        """One batch has been used: an iterator that begins after this goes on behind it."""
+        """One batch has been used: an iterator that begins later continues behind it."""
         self._start = self._first().advance(self._chunk, self._per_epoch)
 
     @property
@@ -123,7 +123,7 @@ class Loader:
     def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
         """The next batch; `give_up` is asked every few seconds without one.
 
-        Raises DataTimeout where it says yes; DataError where too many images in a row are unreadable, or where a loader
+        Raises DataTimeout if it returns true; DataError if too many images in a row are unreadable, or if a loader
         process has died or hung again after a restart.
         """
         self._waits_since = time.monotonic()
@@ -166,7 +166,7 @@ class Loader:
         self.close()
         if self._restarted:
             raise DataError(
-                f"{reason}, after a restart; what the run has saved is intact, --resume goes on from there"
+                f"{reason}, after a restart; what the run has saved is intact, --resume continues from there"
             ) from error
         self._restarted = True
         self.notes.append(f"{reason}; the loader was started again at {self._sampler.where}")

@@ -31,7 +31,7 @@ from dino_ds.data.multicrop import CropParameters, channel_statistics
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
 _CACHED_PIXELS = 4 * 224**2
-"""On a CPU crops are worked on in pieces of so many pixels: 2.4 MB in FP32."""
+"""Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
 _KERNEL_TOLERANCE = 1e-4
 
 Kernels = Callable[[Tensor, Tensor, float, Tensor], None]
@@ -63,7 +63,7 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
 def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Kernels | None, str]:
     """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and why.
 
-    Off CUDA there is no why: they are not wanted.
+    The reason is empty on other devices: there the kernels are not wanted.
     """
     if device.type != "cuda":
         return None, ""

@@ -48,7 +48,7 @@ def check_root(root: str) -> None:
             f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
         )
     if re.match(r"[a-z][a-z0-9+.-]*://|pipe:", root):
-        raise DataError(f"data.root {root} is no local path: mount or copy it, then give {_FORMS}")
+        raise DataError(f"data.root {root} is not a local path: mount or copy it, then give {_FORMS}")
     if not re.search(r"[*?\[{]", path):
         raise DataError(describe_missing(Path(path)))
 
@@ -114,7 +114,7 @@ def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards
     other = next(path for path in paths if not path.lower().endswith((".tar", ".parquet")))
     if other.lower().endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
         raise DataError(f"{printable(other)} is compressed: unpack it to .tar, images are read at their places")
-    raise DataError(f"{printable(other)} (data.root {root}) is a file of no known kind; data.root wants {_FORMS}")
+    raise DataError(f"{printable(other)} (data.root {root}) is a file of an unknown kind; data.root wants {_FORMS}")
 
 
 def _archives_in(folder: str) -> list[str]:

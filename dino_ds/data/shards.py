@@ -55,7 +55,7 @@ class TarShards(ListedImages):
         if not size:
             raise UnreadableImage(self.name(index), "empty file")
         if size > MAX_BYTES:
-            raise UnreadableImage(self.name(index), f"{size} bytes are no image")
+            raise UnreadableImage(self.name(index), f"{size} bytes, {MAX_BYTES} are allowed")
         try:
             file = _open_shard(self._path(shard), *self._states[shard].tolist())
             data = os.pread(file.fileno(), size, int(self._offset[index]))

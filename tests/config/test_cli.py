@@ -456,7 +456,7 @@ def test_values_that_a_shell_has_split(tmp_path: Path, errors: Callable[..., lis
     ("root", "says"),
     [
         ("imagse", "{}/imagse does not exist. Did you mean {}/images?"),
-        ("s3://bucket/images", "data.root s3://bucket/images is no local path: mount or copy it, then give"),
+        ("s3://bucket/images", "data.root s3://bucket/images is not a local path: mount or copy it, then give"),
         (
             "ILSVRC/imagenet-1k",
             "data.root ILSVRC/imagenet-1k does not exist; if ILSVRC/imagenet-1k is a data",

@@ -182,7 +182,7 @@ def test_what_is_no_regular_file_is_unreadable_and_never_waited_for(cache, tmp_p
         "dangling.png": "No such file or directory",
         "empty.png": "empty file",
         "loop.png": "Too many levels of symbolic links",
-        "pipe.png": "not a regular file",
+        "pipe.png": "it is not a regular file",
     }
 
 

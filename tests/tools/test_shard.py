@@ -73,7 +73,7 @@ def test_round_trip_is_byte_identical(tmp_path, capsys, monkeypatch):
     make(tmp_path / "images", tmp_path / "shards", shard_size="4", json=True)
     said = json.loads(capsys.readouterr().out)
     assert said["images"] == len(files) == 15 and said["shards"] == 4 and said["unreadable"] == 0
-    monkeypatch.setattr(tar_index, "_find_members", lambda path: pytest.fail("the index beside the shards is used"))
+    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("the index beside the shards is used"))
     folder, shards = read(tmp_path / "images"), read(tmp_path / "shards")
     assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
     assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
@@ -100,10 +100,10 @@ def test_shards_may_be_copied_with_their_index(tmp_path, monkeypatch):
     (tmp_path / "shards").rename(tmp_path / "copy")
     for path in (tmp_path / "copy").iterdir():
         os.utime(path, (1, 1))
-    find = tar_index._find_members
-    monkeypatch.setattr(tar_index, "_find_members", lambda path: pytest.fail("indexed again"))
+    find = tar_index._Members
+    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("indexed again"))
     assert len(read(tmp_path / "copy")) == 15
-    monkeypatch.setattr(tar_index, "_find_members", find)
+    monkeypatch.setattr(tar_index, "_Members", find)
     pack(tmp_path / "copy/000001.tar", {"new.png": png(1)})
     changed = read(tmp_path / "copy")
     assert len(changed) == 12 and "indexed anew" in changed.notes[0]
