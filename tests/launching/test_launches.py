@@ -175,6 +175,7 @@ def test_elastic_goes_on_with_fewer_and_with_more_machines(images, tmp_path):
     assert [loss for _, loss in losses_of(run)[:16]] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
 def test_openmpi(images, expected, tmp_path):
     run = tmp_path / "run"

@@ -51,7 +51,7 @@ def _convert(trained, out, **flags):
     convert(ConvertOptions(checkpoint=str(trained / "run" / STEP), out=str(out), **flags))
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_another_number_of_ranks_holds_the_same(trained, tmp_path, ranks, capsys):
     _convert(trained, tmp_path / "out", ranks=ranks, json=True)
     result = json.loads(capsys.readouterr().out)
