@@ -17,8 +17,8 @@ if __name__ == "__main__":
     sys.exit(0)
 
 import functools
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import CheckpointError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -95,10 +96,8 @@ def train(
         failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
         stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
         with failures.reported(), stop_requests as stop, memory_guard.explain():
-            try:
-                init_distributed()
-                lock_note = _take(lock, heartbeats)
-                beat.listed = True
+            init_distributed()
+            with _held(lock, heartbeats, beat) as lock_notes:
                 try:
                     start, memory = _choose_ds_config(recipe, request)
                     predicted_gib = memory.gib if memory else None
@@ -112,7 +111,7 @@ def train(
                 if rank == 0:
                     heartbeats.forget_earlier()
                 with closing(run.log):
-                    announce(run, memory, [*notes, *more_notes, *lock_note], folder.resume)
+                    announce(run, memory, [*notes, *more_notes, *lock_notes], folder.resume)
                     if start.path != start.why:
                         run.log.info(f"chosen   {start}")
                     Loop(run, saver, beat, stop).run(
@@ -120,31 +119,32 @@ def train(
                             run.recipe, source, run.config.micro_batch, run.step.engine.device, run.state.position
                         )
                     )
-            finally:
-                _give_back(lock, heartbeats, bool(beat.listed))
 
 
-def _take(lock: RunLock, heartbeats: Heartbeats) -> list[str]:
-    """Lock the run folder and make it ready for heartbeats; a note if its last holder is gone."""
-    note = ""
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0:
-            note = lock.acquire()
-            try:
-                heartbeats.prepare()
-            except OSError as error:
-                raise unwritable(f"run folder {lock.run_dir}", error) from None
-    return [note] if note else []
+@contextmanager
+def _held(lock: RunLock, heartbeats: Heartbeats, beat: Beat) -> Iterator[list[str]]:
+    """Hold the run folder's lock, with this start's heartbeats in it; yields a note if the last holder is gone.
 
-
-def _give_back(lock: RunLock, heartbeats: Heartbeats, listed: bool) -> None:
-    """`listed` is False for a start that was refused: it leaves no trace in a run."""
-    if distributed.rank() == 0:
-        if heartbeats.prepared and not lock.guards_a_run:
-            heartbeats.remove()
-        elif heartbeats.prepared and not listed:
-            heartbeats.bring_back_earlier()
-        lock.release()
+    A start that was refused, `beat.listed` False at the end, leaves no trace in a run.
+    """
+    note, first = "", distributed.rank() == 0
+    try:
+        with distributed.raise_on_all_ranks():
+            if first:
+                note = lock.acquire()
+                try:
+                    heartbeats.prepare()
+                except OSError as error:
+                    raise unwritable(f"run folder {lock.run_dir}", error) from None
+        beat.listed = True
+        yield [note] if note else []
+    finally:
+        if first:
+            if heartbeats.prepared and not lock.guards_a_run:
+                heartbeats.remove()
+            elif heartbeats.prepared and not beat.listed:
+                heartbeats.bring_back_earlier()
+            lock.release()
 
 
 def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory | None]:

@@ -30,6 +30,7 @@ def _process_group():
     init_distributed()
 
 
+@pytest.mark.slow
 def test_the_pairwise_loss_is_ours():
     """To 1e-6 relative, gradients too: sums in another order."""
     torch.manual_seed(0)
@@ -93,6 +94,7 @@ def plain():
 
 
 @pytest.mark.parametrize("step", EXACT[1:], ids=lambda step: step.name)
+@pytest.mark.slow
 def test_exact_steps_are_the_plain_step(step, plain):
     """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""

@@ -362,10 +362,7 @@ def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeyp
     "argv",
     [
         ["--help"],
-        ["-h"],
         ["train", "--help"],
-        ["train", "--config", "x", "-h"],
-        ["--version"],
         ["train", "--epoch", "3"],
         ["train", "--data.root", "/x", "--ds_config", "nope.json"],
     ],

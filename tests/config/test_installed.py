@@ -34,6 +34,7 @@ PathFinder.find_spec, importlib.metadata.distribution = classmethod(find_spec), 
 """Run at the start of Python: dino_ds is not installed, tests' packages are absent, DeepSpeed's import prints."""
 
 
+@pytest.mark.slow
 def test_a_copy_without_its_checkout_has_recipes_and_ds_configs(tmp_path):
     """As `pip install .` copies the package; the default --ds_config is found from any folder."""
     build = [

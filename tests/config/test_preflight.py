@@ -117,6 +117,7 @@ def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
         ("", None),
     ],
 )
+@pytest.mark.slow
 def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str | None, tmp_path: Path):
     (tmp_path / "torchvision.py").write_text(body + "\n")
     for package, version in (("torch", "2.15.0+cpu"), ("torchvision", "0.29.2")):
@@ -176,6 +177,7 @@ def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatc
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_range_ends_with_code_2_and_one_line():
     """And says so itself: rank 0 knows nothing of it."""
     run = subprocess.run(

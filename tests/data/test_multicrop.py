@@ -64,6 +64,7 @@ def test_scales_and_ratios_fill_their_ranges():
 
 
 @pytest.mark.parametrize("size", [(500, 375), (120, 400), (700, 90)])
+@pytest.mark.slow
 def test_boxes_are_distributed_as_torchvisions(size):
     """Means of area, ratio and place, equal within 5 standard errors; wide and tall images need the fallback."""
     width, height = size
@@ -181,6 +182,7 @@ def test_pixels_equal_torchvisions_for_given_parameters(view):
 
 
 @pytest.mark.parametrize("augment", sorted(AUGMENTATIONS))
+@pytest.mark.slow
 def test_whole_pipeline_equals_torchvisions_for_the_drawn_parameters(augment):
     crops = multicrop(augment)
     for seed in range(40):

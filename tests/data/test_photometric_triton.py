@@ -69,6 +69,7 @@ def test_kernels_give_what_torch_s_operators_give(interpreted):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 5), (40, 36)])
+@pytest.mark.slow
 def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
     """Mirrored edges where the crop is smaller than the blur; a mean over several programs."""
     colour = (("brightness", 1.3), ("contrast", 0.6))
@@ -78,6 +79,7 @@ def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
 
 
 @pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.slow
 def test_other_channels_and_float_crops(interpreted, channels):
     views = [replace(view, gray=True) for view in drawn(1, seed=5)]
     assert any(view.blur_radius for view in views) and any(view.jitter for view in views)
@@ -85,6 +87,7 @@ def test_other_channels_and_float_crops(interpreted, channels):
     assert_same(interpreted, some, views)
 
 
+@pytest.mark.slow
 def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted, monkeypatch):
     """On a GPU the kernels are compared with torch's operators before they are used."""
     arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))

@@ -197,6 +197,7 @@ def test_a_missing_file_is_unreadable(tmp_path):
 # photos
 
 
+@pytest.mark.slow
 def test_photos_are_real_patches_the_same_every_time():
     train, test = (build_source("photos", None, split, False) for split in ("train", "test"))
     assert len(train) >= 2700

@@ -38,7 +38,7 @@ def _train(stage, precision, accumulation=1, **sections):
     assert max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
     losses, norms = [], []
     for window in range(WINDOWS):
-        momentum = step.knobs.teacher_momentum
+        momentum = step.schedule.teacher_momentum
         losses += run_windows(step, window, 1, BATCH)
         norms.append(step.engine.grad_norm)
         masters = fp32_student(step.engine, tiny_network())

@@ -29,10 +29,9 @@ STEPS_BETWEEN_SAVES = 10
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import supervise
-from dino_ds.launching.supervise import supervise
-restarts._FIRST_WAIT = 0.1
-sys.exit(supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
+import dino_ds.launching.supervise as module
+module._FIRST_WAIT = 0.1
+sys.exit(module.supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
 """
 
 

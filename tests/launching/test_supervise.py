@@ -34,10 +34,9 @@ FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """
 import sys
 from pathlib import Path
-from dino_ds.launching import supervise
-from dino_ds.launching.supervise import supervise
-restarts._FIRST_WAIT = restarts._FIRST_WAIT_STORAGE = 0.02
-sys.exit(supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))
+import dino_ds.launching.supervise as module
+module._FIRST_WAIT = module._FIRST_WAIT_STORAGE = 0.02
+sys.exit(module.supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))
 """
 DONE = ["step 9", "exit 0"]
 

@@ -55,6 +55,7 @@ def test_the_batch_is_of_a_step_and_accumulation_divides_it():
     assert trial.step.applied_steps == 10001
 
 
+@pytest.mark.slow
 def test_two_trials_in_one_process_do_not_disturb_each_other():
     alone = _trial(1)
     losses = [float(alone.run()) for _ in range(3)]

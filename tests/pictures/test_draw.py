@@ -241,6 +241,7 @@ def _curves(folder, *records):
     return draw_curves(read_metrics(folder / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_curves_with_and_without_evaluations(tmp_path):
     record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
     records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
@@ -259,6 +260,7 @@ def test_curves_with_and_without_evaluations(tmp_path):
     figure_pixels(_curves(tmp_path), dpi=50)
 
 
+@pytest.mark.slow
 def test_a_curve_has_gaps_where_a_record_has_no_number(tmp_path):
     """NaN is text in metrics.jsonl, and runs of other versions lack a key."""
     odd = {"step": 1, "loss": "nan", "kl": "nan", "lr": "inf"}

@@ -18,6 +18,7 @@ def _plan(capsys, *words: str):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_planning_loads_no_torch():
     words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--backbone", "vit_giant_patch14_dinov2"]
     code = f"import sys; from dino_ds.cli import main; main({words!r}); assert 'torch' not in sys.modules"

@@ -94,6 +94,7 @@ def test_json_is_one_object(tmp_path, capsys):
     assert found["memory_gib"] == 0.8
 
 
+@pytest.mark.slow
 def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
     parts = ["config.yaml", "ds_config.json", "environment.json", "evaluations.json", "log.txt"]
     for i, content in enumerate((None, "", "{", '"text"', "[1]", "[" * 5000, "\x00\xff")):
@@ -138,6 +139,7 @@ def test_what_training_leaves_of_a_hang_is_named(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_no_number_is_too_odd(tmp_path, capsys):
     """Each pair of extremes as a curve of two points, each as every figure of training and of an evaluation."""
     odd = [0.0, -0.0, 1e308, -1e308, 5e-324, 1e-99, 1e99, 1.0, 1 + 2**-52, -1e16, float("nan"), float("inf")]
@@ -341,6 +343,7 @@ def test_a_real_run_is_understood(tmp_path, capsys):
     assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_small(tmp_path):
     folder = make_run(tmp_path / "run")
     keys = [f"key{i}" for i in range(20)]

@@ -25,6 +25,7 @@ def _measure(**changes: str):
     return bench_data.measure(recipe, images=3, rounds=2)[0]
 
 
+@pytest.mark.slow
 def test_every_pipeline_is_measured(capsys, tmp_path, monkeypatch):
     small = load_recipe(None, SMALL)
     monkeypatch.setattr(bench_data, "load_recipe", lambda *_: small)

@@ -18,6 +18,7 @@ def _one_thread(monkeypatch):
     monkeypatch.setattr(bench_knn, "usable_cores", lambda: [0])
 
 
+@pytest.mark.slow
 def test_beside_faiss(capsys):
     pytest.importorskip("faiss")
     bench_knn.main(**TINY, as_json=True)

@@ -41,6 +41,7 @@ def test_the_sweep_is_drawn(tmp_path, capsys, monkeypatch):
     assert "vit_7b_patch16_reg4" in (tmp_path / "new/plan.md").read_text()
 
 
+@pytest.mark.slow
 def test_scaling_is_drawn(tmp_path, capsys):
     scaling.main(str(tmp_path), "a100-80g", "vitl16")
     assert "Simulated, not measured" in capsys.readouterr().out

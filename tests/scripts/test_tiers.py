@@ -42,6 +42,7 @@ def test_each_file_is_valid_and_fits_its_card(planned):
         assert again.fits and again.memory.gib <= FILLED * case.card.memory_gib, found.name
 
 
+@pytest.mark.slow
 def test_names_say_what_the_files_are(planned):
     pattern = r"(.+?)_(\d+)gpu_(\w+?)_zero(\d)_(bf16|fp16)((?:_checkpointing|_offload|_offload_all|_hpz|_zeropp)*)"
     for case, found in planned:

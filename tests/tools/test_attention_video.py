@@ -156,6 +156,7 @@ def test_colours_mean_the_same_in_all_frames(place, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_options(place, tmp_path, monkeypatch):
     for name, changes in (("h0", {"head": 0}), ("mean", {}), ("small", {"size": 16}), ("large", {"size": None})):
         _run(place, tmp_path / f"{name}.gif", **changes)

@@ -51,6 +51,7 @@ def test_the_page_of_this_machine(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has fp16")
+@pytest.mark.slow
 def test_a_torch_that_does_not_load_is_a_page_not_a_traceback(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); sys.path.insert(0, {str(tmp_path)!r})\n"

@@ -66,6 +66,7 @@ def _results(place):
     return {name: kept["results"] for name, kept in read_results(place / "results.json").items()}
 
 
+@pytest.mark.slow
 def test_every_evaluation_gives_numbers(place, capsys):
     """One that has its own data is tested with it."""
     _run(place, ",".join(LABELLED))

@@ -96,6 +96,7 @@ def test_statistics_are_those_of_the_files(folder, tmp_path, capsys):
     assert near["largest"][0]["names"] == [str(folder / "cats/a.png"), str(folder / "cats/copy_of_a.png")]
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(folder, tmp_path, capsys):
     alone = look(folder, tmp_path, capsys)
     assert look(folder, tmp_path, capsys, **{"data.workers": "1"}) == alone
@@ -114,6 +115,7 @@ def test_text_names_what_the_json_names(folder, tmp_path, capsys):
         assert words in text, words
 
 
+@pytest.mark.slow
 def test_a_sample_is_named_and_has_its_size(folder, tmp_path, capsys):
     found = look(folder, tmp_path, capsys, sample=5)
     assert (found["images"], found["looked_at"]) == (7, 5)
@@ -157,6 +159,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
             assert seen.abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, tmp_path, capsys):
     look(folder, tmp_path, capsys, images=1)
     one = Image.open(tmp_path / "look.png")
@@ -173,6 +176,7 @@ def test_names_beyond_ascii_can_be_read():
     assert all(bytes(font.getmask(letter)) != missing for letter in "äéøčЖλ")
 
 
+@pytest.mark.slow
 def test_no_local_crops(folder, tmp_path, capsys):
     found = look(folder, tmp_path, capsys, **{"crops.num_local": "0"})
     assert "local" not in found["enlarged_crops"]
@@ -193,6 +197,7 @@ def test_the_page_is_one_file_with_all_in_it(folder, tmp_path, capsys):
     assert "words<b>" not in page and "words&lt;b&gt;.png (not an image)" in page
 
 
+@pytest.mark.slow
 def test_fewer_images_than_asked_for_is_said(folder, tmp_path, capsys):
     look_data.run(
         LookDataOptions(images=50, sample=0, out=str(tmp_path / "a.png"), json=False), recipe=recipe_for(folder)

@@ -70,6 +70,7 @@ def test_one_picture_of_each_kind(place, tmp_path, capsys):
     assert all(Image.open(path).size[0] > 200 for path in written)
 
 
+@pytest.mark.slow
 def test_curves_want_neither_images_nor_weights_and_are_on_tensorboard_too(tmp_path, capsys):
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "teacher.json").write_text('{"step": 30}')

@@ -292,6 +292,7 @@ class TestRefused:
         path = self._saved(tmp_path, lambda s: s | {"pos_embed": torch.zeros(1, 12, 64)})
         assert "11 places for patches, which is not a square" in self._line(path)
 
+    @pytest.mark.slow
     def test_another_activation(self, tmp_path):
         transformers = pytest.importorskip("transformers")
         numbers = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 32}

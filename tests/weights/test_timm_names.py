@@ -27,6 +27,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "hub"
 
 
+@pytest.mark.slow
 def test_from_the_cache(cache):
     """The real ViT-Ti/16 with its classifier, as the hub keeps it, and the same features as timm's."""
     theirs = _random(timm.create_model(NAME, depth=12))
@@ -48,6 +49,7 @@ def test_without_a_network(cache):
     assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_where_the_hub_does_not_answer(cache, monkeypatch):
     """Its client is not asked, which would try for most of a minute; the cache is."""
     from huggingface_hub import constants, utils

@@ -59,6 +59,7 @@ def _slow_f(found, wanted):
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
+@pytest.mark.slow
 def test_region_and_boundary_equal_slow_references():
     found, wanted = _masks(seed=0), _masks(seed=1)
     pairs = [(a, b) for a in range(6) for b in range(6)]
