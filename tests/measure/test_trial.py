@@ -36,9 +36,9 @@ def _trial(stage=0, batch=4, **sections):
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
     assert [tuple(view.shape) for view in all_crops(trial.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
-    knobs = trial.step.knobs
-    assert not knobs.prototypes_frozen and not knobs.unfreeze_prototypes
-    assert knobs.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
+    schedule = trial.step.schedule
+    assert not schedule.prototypes_frozen and not schedule.unfreeze_prototypes
+    assert schedule.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
     before = copied(trial.step.teachers["ema"].state())
     first = trial.run()
     assert math.isfinite(float(first))
