@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.architectures import FROM_SOURCE
+from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
 from dino_ds.health.lock import RunLock

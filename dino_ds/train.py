@@ -215,7 +215,7 @@ def _build(
     # Weights of a checkpoint take the place of others, whose file may be gone.
     begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(begins, config, epoch_steps), RunState()
-    about_teacher = functools.partial(folder.about_teacher, recipe.model.architecture())
+    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec())
     description = {**folder.description(), "images": images.to_json()}
     saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
     notes = choice.notes + same_images(source, images)

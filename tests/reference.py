@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import Backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
@@ -70,7 +70,7 @@ def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def golden_network(meta: dict[str, Any], state: dict[str, Tensor], prefix: str, **options: Any) -> Network:
     """Our network with the reference's weights (keys under `prefix`)."""
     vit, head = meta["vit"], meta["head"]
-    arch = Architecture(vit["patch_size"], vit["embed_dim"], vit["depth"], vit["num_heads"], vit["mlp_ratio"])
+    arch = ViTSpec(vit["patch_size"], vit["embed_dim"], vit["depth"], vit["num_heads"], vit["mlp_ratio"])
     network = dino_network(
         VisionTransformer(arch, vit["img_size"], BackboneOptions(**options)),
         DinoHead(arch.width, head["hidden_dim"], head["bottleneck_dim"], head["out_dim"], head["n_layers"]),

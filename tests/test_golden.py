@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dino_ds import distributed
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
@@ -135,7 +135,7 @@ def test_fresh_weights_are_distributed_as_the_reference_s():
     torch.manual_seed(0)
     ours = dict(golden_network(META, golden("model"), "weights.").named_parameters())
     fresh = dino_network(
-        VisionTransformer(Architecture(4, 48, 2, 3), META["vit"]["img_size"]),
+        VisionTransformer(ViTSpec(4, 48, 2, 3), META["vit"]["img_size"]),
         DinoHead(48, META["head"]["hidden_dim"], META["head"]["bottleneck_dim"], META["head"]["out_dim"], 3),
     )
     reference = from_reference_names(golden("trajectory"), "init.")

@@ -17,7 +17,7 @@ LAYERS = [
         "__init__",
         "errors",
         "names",
-        "architectures",
+        "backbones",
         "ranges",
         "text_file",
         "durable",
@@ -40,7 +40,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "architectures", "text_file", "__init__"}]
+ROOMS = [{"errors", "names", "backbones", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:

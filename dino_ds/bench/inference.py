@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.bench.common import begin
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
@@ -45,10 +45,8 @@ def run(options: BenchInferenceOptions) -> None:
 
     Raises ConfigError, CheckpointError.
     """
-    if options.random and options.model not in ARCHITECTURES:
-        raise ConfigError(
-            f"--random wants one of {', '.join(ARCHITECTURES)}.{did_you_mean(options.model, ARCHITECTURES)}"
-        )
+    if options.random and options.model not in BACKBONES:
+        raise ConfigError(f"--random wants one of {', '.join(BACKBONES)}.{did_you_mean(options.model, BACKBONES)}")
     if options.random and options.heads is not None:
         raise ConfigError(
             f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
@@ -90,7 +88,7 @@ def run(options: BenchInferenceOptions) -> None:
 
 
 def _random(name: str) -> Backbone:
-    return Backbone(build_backbone(ARCHITECTURES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
+    return Backbone(build_backbone(BACKBONES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:

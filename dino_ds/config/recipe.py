@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dino_ds.architectures import ARCHITECTURES, FROM_SOURCE, Architecture, BackboneSpec
+from dino_ds.backbones import BACKBONES, FROM_SOURCE, BackboneSpec, ViTSpec
 from dino_ds.config.crops import CropGroup, crop_sizes, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
@@ -137,9 +137,9 @@ class ModelSection(Section):
     @field_validator("backbone")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in (*ARCHITECTURES, FROM_SOURCE):
+        if name not in (*BACKBONES, FROM_SOURCE):
             kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
-            near = ", ".join(nearest(name, ARCHITECTURES, cutoff=0.0, slack=1.0))
+            near = ", ".join(nearest(name, BACKBONES, cutoff=0.0, slack=1.0))
             raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
         return name
 
@@ -149,21 +149,21 @@ class ModelSection(Section):
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
         if self.backbone == FROM_SOURCE:
             return self
-        spec = ARCHITECTURES[self.backbone]
+        spec = BACKBONES[self.backbone]
         foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _has_field(spec, key)]
         if foreign:
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
-        arch = self.architecture()
-        if isinstance(arch, Architecture) and arch.width % arch.heads:
+        arch = self.spec()
+        if isinstance(arch, ViTSpec) and arch.width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         return self
 
-    def architecture(self) -> BackboneSpec:
+    def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
         if self.backbone == FROM_SOURCE:
             raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         changed = {key: value for key in (*_SPEC_KEYS, "in_chans") if (value := getattr(self, key)) is not None}
-        spec: Any = ARCHITECTURES[self.backbone]
+        spec: Any = BACKBONES[self.backbone]
         replaced: BackboneSpec = dataclasses.replace(spec, **changed)
         return replaced
 
@@ -273,7 +273,7 @@ class Recipe(Section):
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
     def _crop_problems(self) -> list[str]:
-        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.architecture().stride
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().stride
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

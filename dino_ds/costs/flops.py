@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
@@ -21,10 +21,10 @@ class NotEstimated(ConfigError):
     """There is no formula for this backbone."""
 
 
-def vit_of(recipe: Recipe) -> Architecture:
+def vit_of(recipe: Recipe) -> ViTSpec:
     """The backbone that the formulas of this room are for. Raises NotEstimated for another kind."""
-    spec = recipe.model.architecture()
-    if not isinstance(spec, Architecture):
+    spec = recipe.model.spec()
+    if not isinstance(spec, ViTSpec):
         raise NotEstimated(
             f"memory and time are not estimated for model.backbone {recipe.model.backbone}: only for ViTs"
         )
@@ -42,7 +42,7 @@ class HeadSizes:
 
 
 def step_flops(
-    arch: Architecture, head: HeadSizes, crops: Sequence[CropGroup], cls_only_last_block: bool = False
+    arch: ViTSpec, head: HeadSizes, crops: Sequence[CropGroup], cls_only_last_block: bool = False
 ) -> dict[str, int]:
     """Per image, by part.
 
@@ -65,18 +65,18 @@ def head_flops(width: int, head: HeadSizes) -> int:
     return 2 * sum(a * b for a, b in itertools.pairwise(sizes))
 
 
-def tokens_of(arch: Architecture, side: int) -> int:
+def tokens_of(arch: ViTSpec, side: int) -> int:
     """Tokens of a square crop of `side` pixels."""
     return (side // arch.patch_size) ** 2 + 1 + arch.registers
 
 
-def ffn_weights(arch: Architecture) -> int:
+def ffn_weights(arch: ViTSpec) -> int:
     """Elements of the matrices of one block's MLP."""
     hidden = int(arch.width * arch.mlp_ratio)
     return arch.width * (hidden + (hidden // 2 if arch.swiglu else hidden))
 
 
-def _forward(arch: Architecture, side: int, cls_only_last_block: bool) -> tuple[int, int, int]:
+def _forward(arch: ViTSpec, side: int, cls_only_last_block: bool) -> tuple[int, int, int]:
     """Of one crop: patch embedding, linear layers of all blocks, attention of all blocks."""
     n, d = tokens_of(arch, side), arch.width
     patch = 2 * (side // arch.patch_size) ** 2 * arch.in_chans * arch.patch_size**2 * d

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
@@ -158,7 +158,7 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
 
 
 def block_bytes(
-    arch: Architecture,
+    arch: ViTSpec,
     groups: list[tuple[int, int]],
     element: int,
     performance: PerformanceOptions,

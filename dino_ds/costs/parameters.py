@@ -8,21 +8,21 @@ import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.costs.flops import HeadSizes
 
 PROTOTYPES = "head.prototypes.weight"
 
 
 @functools.cache
-def parameter_sizes(arch: Architecture, image_size: int, head: HeadSizes) -> Mapping[str, int]:
+def parameter_sizes(arch: ViTSpec, image_size: int, head: HeadSizes) -> Mapping[str, int]:
     """Elements of every parameter of backbone and head, by the network's names; `image_size` of the global crops."""
     shapes = {f"backbone.{name}": shape for name, shape in _backbone(arch, image_size)}
     shapes |= {f"head.{name}": shape for name, shape in _head(arch.width, head)}
     return MappingProxyType({name: math.prod(shape) for name, shape in shapes.items()})
 
 
-def _backbone(arch: Architecture, image_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _backbone(arch: ViTSpec, image_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     d, registers = arch.width, arch.registers
     patches = (image_size // arch.patch_size) ** 2
     yield "cls_token", (d,)
@@ -38,7 +38,7 @@ def _backbone(arch: Architecture, image_size: int) -> Iterator[tuple[str, tuple[
     yield "norm.bias", (d,)
 
 
-def _block(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _block(arch: ViTSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     d, (packed, hidden) = arch.width, mlp_widths(arch)
     for norm in ("norm1", "norm2"):
         yield f"{norm}.weight", (d,)
@@ -56,7 +56,7 @@ def _block(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "ls2.gamma", (d,)
 
 
-def mlp_widths(arch: Architecture) -> tuple[int, int]:
+def mlp_widths(arch: ViTSpec) -> tuple[int, int]:
     """Outputs of a block's first MLP layer and inputs of its second: SwiGLU packs gate and value into the first."""
     packed = int(arch.width * arch.mlp_ratio)
     return packed, packed // 2 if arch.swiglu else packed

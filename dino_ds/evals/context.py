@@ -27,7 +27,7 @@ class Model(Protocol):
     """A frozen network, as `dino_ds.weights.load.Backbone`: images (b, c, h, w), normalised, on its device."""
 
     image_size: int
-    patch_size: int
+    stride: int
     width: int
 
     def features(self, images: Tensor) -> Tensor:

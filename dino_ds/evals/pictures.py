@@ -63,17 +63,17 @@ class PeriodicPictures(AtStep):
         folder = pictures / f"step_{moment.step:08d}"
         with generators_kept(device):
             model = LiveTeacher(moment.teacher, self._image_size)
-            figures = draw_patches(model, *self._read(model.patch_size, device))
+            figures = draw_patches(model, *self._read(model.stride, device))
             for name, figure in figures.items():
                 moment.log.picture(name, figure_tensor(figure, _DPI), moment.step)
                 pictures.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", figure_png(figure, _DPI, palette=True))
 
-    def _read(self, patch_size: int, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
+    def _read(self, stride: int, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
-            crop, rows = EvalCrop(max(self._image_size, _PATCHES * patch_size)), []
+            crop, rows = EvalCrop(max(self._image_size, _PATCHES * stride)), []
             for index in evenly_spaced_indices(len(self._source), _IMAGES):
                 try:
                     rows.append(crop(load_image(self._source, index, self._range)))

@@ -30,7 +30,7 @@ class _Ready(Exception):
 class _NoModel:
     """Stands for a model; none of its methods may be called."""
 
-    image_size = patch_size = width = 1
+    image_size = stride = width = 1
 
     def features(self, *_: Any) -> torch.Tensor:
         raise AssertionError("an evaluation calls EvalContext.begin before it uses the model")

@@ -219,7 +219,7 @@ class LiveTeacher:
     def __init__(self, teacher: Teacher, image_size: int) -> None:
         self._teacher = teacher
         self._backbone = Backbone(teacher.backbone, image_size, "the teacher", {})
-        self.image_size, self.patch_size, self.width = image_size, self._backbone.patch_size, self._backbone.width
+        self.image_size, self.stride, self.width = image_size, self._backbone.stride, self._backbone.width
 
     def features(self, images: Tensor) -> Tensor:
         return self._teacher.features(images)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import Packing
@@ -73,7 +73,7 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, arch: Architecture, attention: str, attention_backend: str) -> None:
+    def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
         super().__init__()
         width = arch.width
         self.norm1 = nn.LayerNorm(width, eps=arch.norm_eps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from dino_ds.architectures import BackboneOptions, BackboneSpec
+from dino_ds.backbones import BackboneOptions, BackboneSpec
 from dino_ds.models.base import Backbone
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
@@ -27,7 +27,7 @@ _PLAIN = BackboneOptions()
 class VisionTransformer(Backbone):
     """A ViT: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size."""
 
-    def __init__(self, arch: Architecture, image_size: int, options: BackboneOptions = _PLAIN) -> None:
+    def __init__(self, arch: ViTSpec, image_size: int, options: BackboneOptions = _PLAIN) -> None:
         super().__init__(arch)
         self.arch, self.options = arch, options
         self.grid = image_size // arch.patch_size

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_schema import REFUSED, SECTIONS
 from dino_ds.config.loading import recipe_names, recipe_options
 from dino_ds.errors import EXIT_CODES
@@ -103,7 +103,7 @@ def configs_markdown() -> str:
     ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
-    ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in ARCHITECTURES) + ".", "\n## ds JSON\n",
+    ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in BACKBONES) + ".", "\n## ds JSON\n",
         "Every key with an effect. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
         *_table(("key", "type", "ZeRO stages", "what it does"), _ds_rows()), "\n### Refused\n",
         "Keys of DeepSpeed that have no effect here or would make training wrong.\n",

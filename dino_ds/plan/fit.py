@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -125,7 +125,7 @@ def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
     DINOv2. Raises ConfigError."""
     if backbone is None:
         return recipe
-    patch = ARCHITECTURES[backbone].stride if backbone in ARCHITECTURES else 1
+    patch = BACKBONES[backbone].stride if backbone in BACKBONES else 1
     crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
     sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
     return change_recipe(recipe, {"model.backbone": backbone, **sizes})

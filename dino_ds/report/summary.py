@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.costs.memory import count_parameters
 from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
@@ -45,8 +45,8 @@ def trained(run: RunFiles) -> str:
     if run.recipe is None:
         return "a network whose recipe can't be read"
     model = run.recipe.model
-    arch = model.architecture()
-    if not isinstance(arch, Architecture):
+    arch = model.spec()
+    if not isinstance(arch, ViTSpec):
         return f"{model.backbone}, width {arch.width}, depth {arch.depth}"
     weights = count_parameters(run.recipe) / 1e6
     sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"

@@ -57,7 +57,7 @@ def run(options: AttentionVideoOptions) -> None:
     backbone = load_for_pictures(options.model)
     short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
-    height, width = _network_size(sample[0], short, backbone.patch_size)
+    height, width = _network_size(sample[0], short, backbone.stride)
     paint = _painter(
         backbone, torch.stack([_cut(frame, height, width) for frame in sample]), options.show, options.head
     )

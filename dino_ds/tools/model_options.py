@@ -65,7 +65,7 @@ def side_of(backbone: Backbone, size: int | None) -> int:
 
     It is never less than the native side unless `size` is. Raises ConfigError.
     """
-    patch = backbone.patch_size
+    patch = backbone.stride
     if size is None:
         native = backbone.image_size // patch
         return patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))

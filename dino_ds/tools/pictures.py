@@ -128,7 +128,7 @@ def _patch_figures(
 ) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, options.size))
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
-    grid = crop.size // backbone.patch_size
+    grid = crop.size // backbone.stride
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])

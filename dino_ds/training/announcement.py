@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from dino_ds import distributed
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
@@ -47,8 +47,8 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
     """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-    performance, arch = config.performance, recipe.model.architecture()
-    if not isinstance(arch, Architecture):
+    performance, arch = config.performance, recipe.model.spec()
+    if not isinstance(arch, ViTSpec):
         return recipe.model.backbone
     if performance.attention != "sdpa":
         return performance.attention

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from dino_ds import distributed
-from dino_ds.architectures import BackboneOptions
+from dino_ds.backbones import BackboneOptions
 from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -121,7 +121,7 @@ def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequenc
         performance.cls_only_last_block,
     )
     with torch.device("meta"):
-        backbone = build_backbone(model.architecture(), recipe.crops.global_size, options)
+        backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
         dino_head = DinoHead(backbone.spec.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
     features = [name for name in outputs if name != HEAD]
     return Network(backbone, {HEAD: dino_head}, features, freezes_backbone=model.freeze_backbone.value > 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import distributed
-from dino_ds.architectures import BackboneSpec
+from dino_ds.backbones import BackboneSpec
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten

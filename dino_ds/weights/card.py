@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from dino_ds import __version__
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.data.images import range_text
 from dino_ds.data.multicrop import channel_statistics
 from dino_ds.weights.load import Backbone
@@ -65,7 +65,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
 def _name(model: Backbone) -> str:
     """timm's, where the model has the sizes that it stands for."""
     arch, name = model.vit.arch, model.about.get("timm_name")
-    if name is not None and ARCHITECTURES.get(name) == arch:
+    if name is not None and BACKBONES.get(name) == arch:
         return str(name)
     return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
 

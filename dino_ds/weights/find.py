@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
@@ -31,7 +31,7 @@ def find_weights(place: str | Path) -> Weights:
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
-        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), ARCHITECTURES)}"
+        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
         raise CheckpointError(f"{place} does not exist; {near}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
@@ -63,7 +63,7 @@ def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]
 
 def _is_timm_name(name: str) -> bool:
     base, _, tag = name.partition(".")
-    if base in ARCHITECTURES:
+    if base in BACKBONES:
         return True
     if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
         return False

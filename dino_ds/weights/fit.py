@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from dino_ds.architectures import VITS, Architecture
+from dino_ds.backbones import VITS, ViTSpec
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
@@ -19,7 +19,7 @@ from dino_ds.weights.reference import few
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 
-def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[Architecture, int]:
+def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[ViTSpec, int]:
     """The architecture of the tensors, and the side of its native image in pixels.
 
     They do not show the number of heads: None takes that of the known backbone of this width and depth. Raises
@@ -36,7 +36,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
         raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
     if positions < 1 or math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
-    arch = Architecture(
+    arch = ViTSpec(
         patch,
         width,
         depth,
@@ -129,7 +129,7 @@ class Description:
     """Architecture, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
     gives the number of attention heads; `notes`: what was assumed."""
 
-    arch: Architecture
+    arch: ViTSpec
     image_size: int
     interpolation: str
     heads_stated: bool = True
@@ -161,7 +161,7 @@ def _described_by_us(weights: Weights) -> Description:
     """The network that our JSON describes, if the tensors agree: it is built before they are copied into it."""
     about = weights.about
     try:
-        arch = Architecture(**about["architecture"])
+        arch = ViTSpec(**about["architecture"])
         size, resizing = int(about["timm_arguments"]["img_size"]), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)
         agree = _visible(arch) == _visible(seen) and size == seen_size and resizing in ("dino", "antialias")
@@ -173,11 +173,11 @@ def _described_by_us(weights: Weights) -> Description:
     return Description(arch, size, resizing)
 
 
-def _visible(arch: Architecture) -> tuple[object, ...]:
+def _visible(arch: ViTSpec) -> tuple[object, ...]:
     """The part of an architecture that the shapes of its tensors show."""
     return (arch.patch_size, arch.width, arch.depth, arch.in_chans, *kind_of(arch))
 
 
-def kind_of(arch: Architecture) -> tuple[bool, int, bool, int]:
+def kind_of(arch: ViTSpec) -> tuple[bool, int, bool, int]:
     """What no key of a recipe changes: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
     return arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)

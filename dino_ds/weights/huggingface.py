@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.architectures import Architecture
+from dino_ds.backbones import ViTSpec
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.weights.reference import unused
 
@@ -41,7 +41,7 @@ _OUTSIDE = {
 }
 
 
-def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
+def hf_config(arch: ViTSpec, image_size: int) -> dict[str, Any]:
     """Their config.json. Raises ConfigError for an architecture that transformers has no model of."""
     if arch.registers and arch.layer_scale is None:
         raise ConfigError("Hugging Face has no ViT with registers and without LayerScale: export to timm or onnx")
@@ -65,10 +65,10 @@ def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
             raise ConfigError("Hugging Face has no ViT with SwiGLU and without LayerScale: export to timm or onnx")
         # The pooler that AutoModel adds to a ViT: `to_huggingface` gives it weights that hand on the CLS token.
         pooler = {"pooler_act": "linear", "pooler_output_size": arch.width}
-        return {"architectures": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common, **pooler}
+        return {"backbones": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common, **pooler}
     kind = "dinov2_with_registers" if arch.registers else "dinov2"
     config = {
-        "architectures": ["Dinov2WithRegistersModel" if arch.registers else "Dinov2Model"],
+        "backbones": ["Dinov2WithRegistersModel" if arch.registers else "Dinov2Model"],
         "model_type": kind,
         "mlp_ratio": _mlp_ratio(arch),
         "use_swiglu_ffn": arch.swiglu,
@@ -78,7 +78,7 @@ def hf_config(arch: Architecture, image_size: int) -> dict[str, Any]:
     return config | ({"num_register_tokens": arch.registers} if arch.registers else {"use_mask_token": False})
 
 
-def _mlp_ratio(arch: Architecture) -> int:
+def _mlp_ratio(arch: ViTSpec) -> int:
     """The whole number that gives their model our MLP width."""
     packed = int(arch.width * arch.mlp_ratio)
     for ratio in range(1, 17):
@@ -90,7 +90,7 @@ def _mlp_ratio(arch: Architecture) -> int:
     )
 
 
-def to_huggingface(backbone: dict[str, Tensor], arch: Architecture) -> dict[str, Tensor]:
+def to_huggingface(backbone: dict[str, Tensor], arch: ViTSpec) -> dict[str, Tensor]:
     """Our tensors under their names; the values are the same. With a pooler of a ViT, which is the identity."""
     names = _VIT if arch.layer_scale is None else _SWIGLU if arch.swiglu else _DINOV2
     out: dict[str, Tensor] = {}

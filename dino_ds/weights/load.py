@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.architectures import BackboneOptions, BackboneSpec
+from dino_ds.backbones import BackboneOptions, BackboneSpec
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.images import prepared, to_rgb
 from dino_ds.data.multicrop import EvalCrop
@@ -31,7 +31,7 @@ from dino_ds.weights.read import Weights, other_spec, range_of
 
 class Backbone(nn.Module):
     """A frozen backbone. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
-    `patch_size`; every method works without gradients and in FP32 unless autocast says otherwise.
+    `stride`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
     tensors under our names, empty where there is none; `notes` what of the source was not taken or not stated;
@@ -49,7 +49,7 @@ class Backbone(nn.Module):
     ) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
-        self.image_size, self.patch_size, self.width = image_size, network.spec.stride, network.spec.width
+        self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
         self.source, self.about, self.head, self.notes = source, about, head or {}, notes
         self.value_range = range_of(about)
         self._crop = EvalCrop(image_size)
@@ -106,6 +106,11 @@ class Backbone(nn.Module):
         return weights.unflatten(2, (rows, columns))
 
     @property
+    def patch_size(self) -> int:
+        """Pixels of a patch's side: the stride, by its name for ViTs."""
+        return self.stride
+
+    @property
     def vit(self) -> VisionTransformer:
         """The network, if it is a Vision Transformer. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
@@ -113,11 +118,11 @@ class Backbone(nn.Module):
         return self.network
 
     def _grid(self, images: Tensor) -> tuple[int, int]:
-        return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
+        return images.shape[-2] // self.stride, images.shape[-1] // self.stride
 
     def _checked(self, images: Tensor) -> Tensor:
         """`images`. Raises ConfigError unless they are a batch of images that can be cut into patches."""
-        channels, size = self.network.spec.in_chans, self.patch_size
+        channels, size = self.network.spec.in_chans, self.stride
         if images.ndim != 4 or images.shape[1] != channels or images.shape[-2] % size or images.shape[-1] % size:
             raise ConfigError(
                 f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w) with h and w multiples of "

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.architectures import ARCHITECTURES, VITS, BackboneSpec
+from dino_ds.backbones import BACKBONES, VITS, BackboneSpec
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.weights.huggingface import from_huggingface
@@ -83,9 +83,9 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
 def other_spec(about: Mapping[str, Any]) -> BackboneSpec | None:
     """The backbone that teacher.json names, if it is one of dino_ds and not a Vision Transformer."""
     name, numbers = about.get("backbone"), about.get("architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES or name in VITS or not isinstance(numbers, dict):
+    if not isinstance(name, str) or name not in BACKBONES or name in VITS or not isinstance(numbers, dict):
         return None
-    spec: Any = ARCHITECTURES[name]
+    spec: Any = BACKBONES[name]
     try:
         found: BackboneSpec = replace(spec, **{key: int(value) for key, value in numbers.items()})
     except (TypeError, ValueError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dino_ds.architectures import FROM_SOURCE, VITS, Architecture
+from dino_ds.backbones import FROM_SOURCE, VITS, ViTSpec
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
 from dino_ds.data.images import ValueRange, range_text
@@ -81,16 +81,16 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     return change_recipe(recipe, flags)
 
 
-def _vit(model: ModelSection) -> Architecture:
-    spec = model.architecture()
-    if not isinstance(spec, Architecture):
+def _vit(model: ModelSection) -> ViTSpec:
+    spec = model.spec()
+    if not isinstance(spec, ViTSpec):
         raise CheckpointError(
             f"model.init_from is for Vision Transformers, which {model.backbone} is not: leave it out"
         )
     return spec
 
 
-def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
+def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
     """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
     found = []
     for name, known in VITS.items():
@@ -104,7 +104,7 @@ def flags_for(arch: Architecture, model: ModelSection) -> dict[str, str] | None:
     return min(found, key=len, default=None)
 
 
-def _differences(theirs: Architecture, ours: Architecture) -> list[str]:
+def _differences(theirs: ViTSpec, ours: ViTSpec) -> list[str]:
     """How their network differs from ours, such as "4 blocks, not 2"."""
     found = [
         f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
@@ -119,13 +119,13 @@ def _differences(theirs: Architecture, ours: Architecture) -> list[str]:
     return found
 
 
-def _parts(arch: Architecture) -> str:
+def _parts(arch: ViTSpec) -> str:
     parts = ["LayerScale"] if arch.layer_scale is not None else []
     parts += [f"{arch.registers} registers"] if arch.registers else []
     return " and ".join(parts + (["SwiGLU"] if arch.swiglu else [])) or "blocks of a plain ViT"
 
 
-def _not_built(arch: Architecture) -> str:
+def _not_built(arch: ViTSpec) -> str:
     return (
         f"dino_ds builds no network with {_parts(arch)} whose MLP has {kind_of(arch)[-1]} outputs in its first layer "
         f"for a width of {arch.width}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe, recipe_names, recipe_options
@@ -187,7 +187,7 @@ def test_unknown_backbone_names_the_three_nearest():
     (problem,) = _problems(model__backbone="vit_smal_patch16")
     named = problem.split("The nearest are ")[1].split(", ")
     assert named[0] == "vit_small_patch16_224"
-    assert len(named) == 3 and set(named) <= set(ARCHITECTURES)
+    assert len(named) == 3 and set(named) <= set(BACKBONES)
 
 
 def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
@@ -205,8 +205,8 @@ def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
 
 def test_architecture_takes_the_overrides():
     recipe = load_recipe(None, {"model.patch_size": "8", "model.width": "96", "model.heads": "3", "model.depth": "2"})
-    expected = dataclasses.replace(ARCHITECTURES["vit_small_patch16_224"], patch_size=8, width=96, heads=3, depth=2)
-    assert recipe.model.architecture() == expected
+    expected = dataclasses.replace(BACKBONES["vit_small_patch16_224"], patch_size=8, width=96, heads=3, depth=2)
+    assert recipe.model.spec() == expected
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
+from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
@@ -20,9 +20,9 @@ from tests.reference import by_group, dino_network
 
 HEAD = HeadSizes(prototypes=64, hidden=48, bottleneck=16, layers=3)
 ARCHS = {
-    "plain": Architecture(8, 32, 3, 2),
-    "swiglu": Architecture(8, 48, 2, 3, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
-    "registers": Architecture(8, 32, 2, 2, registers=4, in_chans=1),
+    "plain": ViTSpec(8, 32, 3, 2),
+    "swiglu": ViTSpec(8, 48, 2, 3, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
+    "registers": ViTSpec(8, 32, 2, 2, registers=4, in_chans=1),
 }
 
 
@@ -81,5 +81,5 @@ def test_known_models():
     """ViT-S/16 and ViT-L/16 with DINO's head and 2x224 + 8x96: 113.4 and 1526 GFLOP an image."""
     head = HeadSizes(65536, 2048, 256, 3)
     for name, expected in (("vit_small_patch16_224", 113.4e9), ("vit_large_patch16_224", 1526.2e9)):
-        total = sum(step_flops(ARCHITECTURES[name], head, Recipe().crops.groups).values())
+        total = sum(step_flops(BACKBONES[name], head, Recipe().crops.groups).values())
         assert total == pytest.approx(expected, rel=1e-3)

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from dino_ds.architectures import ARCHITECTURES, Architecture, BackboneOptions
+from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.flops import HeadSizes, tokens_of
 from dino_ds.costs.memory import (
@@ -35,9 +35,9 @@ from tests.sample import sampled
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", BACKBONES)
 def test_parameters_are_counted_one_by_one(name):
-    arch, head = ARCHITECTURES[name], HeadSizes(500, 64, 32, 3)
+    arch, head = BACKBONES[name], HeadSizes(500, 64, 32, 3)
     with torch.device("meta"):
         network = dino_network(VisionTransformer(arch, 224), DinoHead(arch.width, 64, 32, 500, 3))
     assert parameter_sizes(arch, 224, head) == {name: p.numel() for name, p in network.named_parameters()}
@@ -69,11 +69,11 @@ def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     views = [torch.randn(images, 3, 64, 64)] * 2 + [torch.randn(images, 3, 32, 32)] * 3
 
     def saved(depth: int, cls_only: bool) -> int:
-        arch = Architecture(8, 64, depth, 4, **kind)
+        arch = ViTSpec(8, 64, depth, 4, **kind)
         network = VisionTransformer(arch, 64, BackboneOptions(attention=attention, cls_only_last_block=cls_only))
         return _saved_bytes(network.to(dtype), views)
 
-    arch = Architecture(8, 64, 2, 4, **kind)
+    arch = ViTSpec(8, 64, 2, 4, **kind)
     groups = [(2 * images, tokens_of(arch, 64)), (3 * images, tokens_of(arch, 32))]
     whole = block_bytes(arch, groups, dtype.itemsize, performance)
     tokens = sum(s * n for s, n in groups)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine.device import DTYPES
@@ -33,7 +33,7 @@ GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2)
 def tiny_network(drop_path: float = 0.2, prototypes: int = PROTOTYPES) -> Network:
     """Width 32, two blocks, patch 8, 32-pixel native crops; the same weights at every call."""
     torch.manual_seed(3)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, BackboneOptions(drop_path=drop_path))
+    backbone = VisionTransformer(ViTSpec(8, 32, 2, 2), 32, BackboneOptions(drop_path=drop_path))
     return dino_network(backbone, DinoHead(32, 48, 16, prototypes, 3))
 
 

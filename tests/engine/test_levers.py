@@ -100,14 +100,14 @@ def test_the_copy_is_what_runs_and_follows():
 def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
-    from dino_ds.architectures import Architecture, BackboneOptions
+    from dino_ds.backbones import BackboneOptions, ViTSpec
     from dino_ds.models.head import DinoHead
     from dino_ds.models.vit import VisionTransformer
     from tests.engine.harness import PROTOTYPES
 
     torch.manual_seed(3)
     compiled = performance.pop("compile", False)
-    backbone = VisionTransformer(Architecture(8, 32, 2, 2), 32, BackboneOptions(drop_path=0.2, **performance))
+    backbone = VisionTransformer(ViTSpec(8, 32, 2, 2), 32, BackboneOptions(drop_path=0.2, **performance))
     network = dino_network(backbone, DinoHead(32, 48, 16, PROTOTYPES, 3))
     if compiled:
         torch._dynamo.reset()

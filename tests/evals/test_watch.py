@@ -33,7 +33,7 @@ K = 5
 class _Live:
     """In the place of LiveTeacher: a few pixels are the features."""
 
-    image_size, patch_size, width = 32, 8, 6
+    image_size, stride, width = 32, 8, 6
 
     def __init__(self, *_):
         pass

@@ -11,14 +11,14 @@ import torch._inductor
 from torch._dynamo.utils import counters
 
 import dino_ds.models.attention as attention
-from dino_ds.architectures import Architecture, BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys
 from dino_ds.models.packing import Packing
 from dino_ds.models.vit import VisionTransformer
 from tests.reference import by_group
 
-_ARCH = Architecture(8, 32, 4, 2)
+_ARCH = ViTSpec(8, 32, 4, 2)
 
 
 def _model(arch=_ARCH, **options):

@@ -9,7 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from dino_ds.architectures import ARCHITECTURES, BackboneOptions
+from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.models.base import CLS
 from dino_ds.models.blocks import PatchEmbed
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
@@ -32,14 +32,14 @@ NAMES = [
 ]
 
 
-WIDE = [pytest.param(name, 3, marks=pytest.mark.slow) for name in NAMES if ARCHITECTURES[name].width >= 1000]
-NARROW = [(name, 3) for name in NAMES if ARCHITECTURES[name].width < 1000]
+WIDE = [pytest.param(name, 3, marks=pytest.mark.slow) for name in NAMES if BACKBONES[name].width >= 1000]
+NARROW = [(name, 3) for name in NAMES if BACKBONES[name].width < 1000]
 
 
 @pytest.mark.parametrize(("name", "channels"), [*NARROW, *WIDE, (NAMES[0], 5)])
 def test_equals_timm_forward_and_gradient(name, channels):
     """Two blocks of each kind, at full width up to 2000: same weights, tokens, gradients; FP32, other kernels: 1e-4."""
-    arch = dataclasses.replace(ARCHITECTURES[name], depth=2, in_chans=channels)
+    arch = dataclasses.replace(BACKBONES[name], depth=2, in_chans=channels)
     if arch.width > 2000:
         arch = dataclasses.replace(arch, width=256, heads=4)
     size = 4 * arch.patch_size
@@ -64,15 +64,15 @@ def test_equals_timm_forward_and_gradient(name, channels):
         assert error < 1e-3, parameter_name
 
 
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("name", list(BACKBONES))
 @pytest.mark.slow
 def test_every_architecture_has_timm_s_parameters(name):
     """Names and shapes, without memory, at full depth and 224 pixels."""
     with torch.device("meta"):
-        timm_name, arguments = ARCHITECTURES[name].timm_model(name)
+        timm_name, arguments = BACKBONES[name].timm_model(name)
         theirs = timm.create_model(timm_name, img_size=224, num_classes=0, **arguments)
         plain = theirs if timm_name != name else timm.create_model(name, img_size=224, num_classes=0)
-        ours = VisionTransformer(ARCHITECTURES[name], 224)
+        ours = VisionTransformer(BACKBONES[name], 224)
     assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
     shapes = {n: p.shape for n, p in theirs.named_parameters()}
     assert {n: p.shape for n, p in ours.named_parameters()} == shapes
@@ -80,7 +80,7 @@ def test_every_architecture_has_timm_s_parameters(name):
 
 def _model(**changes):
     torch.manual_seed(1)
-    arch = dataclasses.replace(ARCHITECTURES["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, patch_size=4)
+    arch = dataclasses.replace(BACKBONES["vit_small_patch14_reg4_dinov2"], width=48, heads=3, depth=3, patch_size=4)
     model = VisionTransformer(arch, 24, BackboneOptions(drop_path=0.3, **changes))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.architectures import BackboneOptions
+from dino_ds.backbones import BackboneOptions
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer

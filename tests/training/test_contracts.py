@@ -95,9 +95,9 @@ def test_what_a_backbone_does_not_have_is_refused(tmp_path):
 
 def test_patch_features_lie_as_the_patches_do():
     """Of two groups of crops, by a ViT: rows of one crop after another, and the CLS features as without them."""
-    from dino_ds.architectures import Architecture
+    from dino_ds.backbones import ViTSpec
 
-    vit = build_backbone(Architecture(8, 32, 2, 2), 32).eval()
+    vit = build_backbone(ViTSpec(8, 32, 2, 2), 32).eval()
     crops = {"global": [torch.randn(3, 3, 32, 32) for _ in range(2)], "local": [torch.randn(3, 3, 16, 16)]}
     with torch.no_grad():
         both = vit(crops, patches=("global", "local"))

@@ -64,7 +64,7 @@ def test_timm_loads_the_teacher_as_its_json_says(run):
     model = timm.create_model(about["timm_name"], **about["timm_arguments"])
     model.load_state_dict(state)
     recipe = load_recipe(str(run / "config.yaml"), {})
-    ours = VisionTransformer(recipe.model.architecture(), recipe.crops.global_size)
+    ours = VisionTransformer(recipe.model.spec(), recipe.crops.global_size)
     whole = whole_tensors(run, 4)
     prefix = "teacher.backbone."
     ours.load_state_dict({k.removeprefix(prefix): v for k, v in whole.items() if k.startswith(prefix)})

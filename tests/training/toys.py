@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds import distributed
-from dino_ds.architectures import ARCHITECTURES, BackboneOptions
+from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.config.crops import CropGroup, dino_groups
 from dino_ds.config.recipe import CropsSection
 from dino_ds.engine.engine import Engine
@@ -120,12 +120,12 @@ def installed() -> Iterator[list[Any]]:
 
     def build_objective(recipe: Any, device: torch.device) -> Objective:
         terms = objective_of(recipe, device).terms
-        return Objective({**terms, "toy": ToyTerm(recipe.model.architecture().width, device)}, {"toy": 0.5})
+        return Objective({**terms, "toy": ToyTerm(recipe.model.spec().width, device)}, {"toy": 0.5})
 
     def build_teachers(recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
         ema = teachers_of(recipe, config, engine, objective)["ema"]
         torch.manual_seed(7)
-        spec = ToySpec(width=recipe.model.architecture().width)
+        spec = ToySpec(width=recipe.model.spec().width)
         backbone = build_backbone(spec, recipe.crops.global_size)
         frozen = Teacher(Network(backbone, {}, objective.teacher_features("frozen")))
         made.append((frozen, copy.deepcopy(frozen.network.state_dict())))
@@ -138,7 +138,7 @@ def installed() -> Iterator[list[Any]]:
 
     with (
         mock.patch.object(CropsSection, "groups", property(groups)),
-        mock.patch.dict(ARCHITECTURES, {"toy": ToySpec()}),
+        mock.patch.dict(BACKBONES, {"toy": ToySpec()}),
         mock.patch.object(build, "build_objective", build_objective),
         mock.patch.object(build, "build_teachers", build_teachers),
     ):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dino_ds.cli as cli
-from dino_ds.architectures import ARCHITECTURES
+from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import ModelSection, Recipe
@@ -160,7 +160,7 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     ]
     words += [f"--model.init_from={source}", "--model.backbone=from_source"]
     cli.main(words)
-    assert seen[0].model.architecture() == ModelSection(patch_size=8, width=192, depth=3, heads=3).architecture()
+    assert seen[0].model.spec() == ModelSection(patch_size=8, width=192, depth=3, heads=3).spec()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text(dump_recipe(seen[0]))
     source.unlink()
@@ -172,17 +172,17 @@ def test_from_source_takes_the_place_of_the_recipe_s_numbers_and_asks_for_heads(
     torch.save(Original(32, 8, 64, 2, 2).state_dict(), tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match="how many attention heads a width of 64"):
         _from_source(tmp_path / "a.pth")
-    assert _from_source(tmp_path / "a.pth", **{"model.heads": "2"}).model.architecture().heads == 2
+    assert _from_source(tmp_path / "a.pth", **{"model.heads": "2"}).model.spec().heads == 2
     recipe = _from_source(tmp_path / "a.pth", **{"model.heads": "2", "model.depth": "1"})
-    assert recipe.model.architecture().depth == 2
+    assert recipe.model.spec().depth == 2
 
 
 def test_every_backbone_is_found_by_its_own_name():
     """The fewest flags: none where the recipe builds it, else the name alone."""
-    for name, arch in ARCHITECTURES.items():
+    for name, arch in BACKBONES.items():
         assert flags_for(arch, ModelSection(backbone=name)) == {}
         (flag,) = (flags_for(arch, ModelSection(backbone="vit_7b_patch16_reg4")) or {"": name}).values()
-        assert ARCHITECTURES[flag] == arch
+        assert BACKBONES[flag] == arch
 
 
 def test_timm_s_own_file_starts_a_run(tmp_path):

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import nn
 
 import dino_ds
-from dino_ds.architectures import ARCHITECTURES, BackboneOptions
+from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
@@ -35,7 +35,7 @@ SIZE, PATCH = 32, 8
 def _backbone(name: str = KINDS[0], interpolation: str = "antialias", size: int = SIZE) -> Backbone:
     """Two narrow blocks of a kind, weights that matter everywhere, and what a run writes beside them."""
     torch.manual_seed(0)
-    arch = dataclasses.replace(ARCHITECTURES[name], patch_size=PATCH, width=64, depth=2, heads=1)
+    arch = dataclasses.replace(BACKBONES[name], patch_size=PATCH, width=64, depth=2, heads=1)
     if arch.swiglu:
         arch = dataclasses.replace(arch, mlp_ratio=2.75 * 2)  # 176 = (int(64 * 4 * 2 / 3) + 7) // 8 * 8, as DINOv2
     vit = VisionTransformer(arch, size, BackboneOptions(pos_embed_interpolation=interpolation))

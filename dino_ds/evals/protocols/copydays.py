@@ -114,11 +114,11 @@ def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]])
 
 def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
     backbone = context.backbone
-    side = max(1, (context.settings.size or _SIZE) // backbone.patch_size) * backbone.patch_size
+    side = max(1, (context.settings.size or _SIZE) // backbone.stride) * backbone.stride
 
     def describe(images: Tensor) -> Tensor:
         tokens = backbone.last_tokens(images, 1)[0]
-        rows = images.shape[-1] // backbone.patch_size
+        rows = images.shape[-1] // backbone.stride
         return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
 
     return describe_files(context, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")

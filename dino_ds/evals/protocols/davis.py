@@ -196,7 +196,7 @@ def _judge(context: EvalContext, clip: Clip) -> list[tuple[float, float, float, 
 def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarray, objects: int) -> list[np.ndarray]:
     """Found labels (height, width) of all frames but the first and the last."""
     model, device = context.backbone, context.device
-    height, width = frame_sides(*first.size, context.settings.size or _SIZE, model.patch_size)
+    height, width = frame_sides(*first.size, context.settings.size or _SIZE, model.stride)
 
     def patches(image: Image.Image) -> Tensor:
         if image.size != first.size:
@@ -204,14 +204,14 @@ def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarra
         scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
         return model.patch_tokens(scaled[None].to(device))[0].float()
 
-    grid = (width // model.patch_size, height // model.patch_size)
+    grid = (width // model.stride, height // model.stride)
     small = np.array(Image.fromarray(mask).resize(grid, Image.Resampling.NEAREST))
     labels = F.one_hot(torch.from_numpy(small).long(), objects + 1).permute(2, 0, 1).float().to(device)
     propagation = LabelPropagation(patches(first), labels)
     found = []
     for path in clip.frames[1:-1]:
         soft = propagation(patches(read_image(path)))
-        found.append(hard_labels(soft, model.patch_size, first.height, first.width))
+        found.append(hard_labels(soft, model.stride, first.height, first.width))
     return found
 
 

@@ -184,7 +184,7 @@ def _read(pair: Pair) -> tuple[Image.Image, np.ndarray]:
 
 def _patches(context: EvalContext, image: Image.Image) -> Tensor:
     """(rows, columns, d) of the photo, its shorter side resized to 512 pixels, both to multiples of the patch size."""
-    patch = context.backbone.patch_size
+    patch = context.backbone.stride
     scale = (context.settings.size or _SIZE) / min(image.size)
     width, height = (max(round(side * scale / patch), 1) * patch for side in image.size)
     scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))

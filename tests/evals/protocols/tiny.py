@@ -20,10 +20,10 @@ COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220
 class Colours:
     """A patch's token is its mean colour and its likeness to each of COLOURS; the feature is the tokens' mean."""
 
-    image_size, patch_size, width = 32, 8, 3 + len(COLOURS)
+    image_size, stride, width = 32, 8, 3 + len(COLOURS)
 
     def patch_tokens(self, images: Tensor) -> Tensor:
-        mean = F.avg_pool2d(images, self.patch_size).permute(0, 2, 3, 1)
+        mean = F.avg_pool2d(images, self.stride).permute(0, 2, 3, 1)
         shades = (torch.tensor(COLOURS) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
         distance = (mean[..., None, :] - shades).square().sum(dim=-1)
         return torch.cat((0.1 * mean, (-distance).exp()), dim=-1)

@@ -53,7 +53,7 @@ class BackboneOptions:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class ViTSpec:
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
@@ -94,29 +94,29 @@ class Architecture:
 FROM_SOURCE = "from_source"
 """Instead of a name: the architecture of the weights that a run starts from; the command line resolves it first."""
 
-_S16 = Architecture(16, 384, 12, 6)
+_S16 = ViTSpec(16, 384, 12, 6)
 # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
-_GIANT = Architecture(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5)
+_GIANT = ViTSpec(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5)
 _DINOV2 = {
     "small": (384, 12, 6),
     "base": (768, 12, 12),
     "large": (1024, 24, 16),
 }
 
-VITS: dict[str, Architecture] = {
-    "vit_tiny_patch16_224": Architecture(16, 192, 12, 3),
+VITS: dict[str, ViTSpec] = {
+    "vit_tiny_patch16_224": ViTSpec(16, 192, 12, 3),
     "vit_small_patch16_224": _S16,
-    "vit_small_patch8_224": Architecture(8, 384, 12, 6),
-    "vit_base_patch16_224": Architecture(16, 768, 12, 12),
-    "vit_base_patch8_224": Architecture(8, 768, 12, 12),
-    "vit_large_patch16_224": Architecture(16, 1024, 24, 16),
-    "vit_large_patch14_224": Architecture(14, 1024, 24, 16),
-    "vit_huge_patch14_224": Architecture(14, 1280, 32, 16),
-    "vit_huge_patch16_224": Architecture(16, 1280, 32, 16, timm="vit_huge_patch14_224"),
-    "vit_giant_patch14_224": Architecture(14, 1408, 40, 16, mlp_ratio=48 / 11),
-    "vit_gigantic_patch14_224": Architecture(14, 1664, 48, 16, mlp_ratio=64 / 13),
+    "vit_small_patch8_224": ViTSpec(8, 384, 12, 6),
+    "vit_base_patch16_224": ViTSpec(16, 768, 12, 12),
+    "vit_base_patch8_224": ViTSpec(8, 768, 12, 12),
+    "vit_large_patch16_224": ViTSpec(16, 1024, 24, 16),
+    "vit_large_patch14_224": ViTSpec(14, 1024, 24, 16),
+    "vit_huge_patch14_224": ViTSpec(14, 1280, 32, 16),
+    "vit_huge_patch16_224": ViTSpec(16, 1280, 32, 16, timm="vit_huge_patch14_224"),
+    "vit_giant_patch14_224": ViTSpec(14, 1408, 40, 16, mlp_ratio=48 / 11),
+    "vit_gigantic_patch14_224": ViTSpec(14, 1664, 48, 16, mlp_ratio=64 / 13),
     **{
-        f"vit_{size}_patch14_{kind}dinov2": Architecture(14, w, d, h, layer_scale=1e-5, registers=r)
+        f"vit_{size}_patch14_{kind}dinov2": ViTSpec(14, w, d, h, layer_scale=1e-5, registers=r)
         for size, (w, d, h) in _DINOV2.items()
         for kind, r in (("", 0), ("reg4_", 4))
     },
@@ -137,5 +137,5 @@ VITS: dict[str, Architecture] = {
     ),
 }
 
-ARCHITECTURES: dict[str, BackboneSpec] = {**VITS}
+BACKBONES: dict[str, BackboneSpec] = {**VITS}
 """Every backbone that a recipe may name."""
