@@ -120,8 +120,11 @@ def _dispatch(words: list[str]) -> None:
             check_root(files["recipe"].data.root)
         RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
 
+    def call() -> None:  # fire would go on with what a command returns
+        _call(command, options, files)
+
     # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
-    fire.Fire({command.name: lambda: _call(command, options, files)}, command=[command.name], name="dino-ds")
+    fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
 
 
 def _no_command(words: list[str]) -> str:
