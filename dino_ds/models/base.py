@@ -23,6 +23,11 @@ def patches_of(group: str) -> str:
     return f"patches/{group}"
 
 
+def cls_of(group: str) -> str:
+    """The name of the features of a crop group's crops alone among those of a network."""
+    return f"cls/{group}"
+
+
 class Backbone(nn.Module, ABC):
     """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
 

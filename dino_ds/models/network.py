@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.models.base import Backbone, Crops
+from dino_ds.models.base import CLS, Backbone, Crops, cls_of
 
 
 class Network(nn.Module):
     """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward pass.
 
     heads: by the name that their parameters and their output have; each says by `reads` which feature it takes.
-    features: the backbone's features that are given as they are, such as "cls" or "patches/global".
+    features: the backbone's features that are given as they are, such as "cls", "patches/global", or of "cls" the rows
+    of one group, "cls/global".
     `freezes_backbone`: it will be frozen for a while, and needs parameter groups of its own; `started_from` describes
     the weights that it was given.
     """
@@ -33,8 +34,10 @@ class Network(nn.Module):
         for name, head in heads.items():
             self.add_module(name, head)
         self.head_names, self.features = tuple(heads), tuple(features)
-        read = {str(head.reads) for head in heads.values()} | set(features)
-        self._patches = [name.removeprefix("patches/") for name in sorted(read) if name.startswith("patches/")]
+        self._read = {str(head.reads) for head in heads.values()} | set(features)
+        unknown = [name for name in self._read if name != CLS and name.partition("/")[0] not in ("cls", "patches")]
+        assert not unknown, f"{unknown[0]} is neither a head nor a feature"
+        self._patches = [name.removeprefix("patches/") for name in sorted(self._read) if name.startswith("patches/")]
         self.freezes_backbone, self.started_from = freezes_backbone, ""
         self._backbone_frozen = False
 
@@ -48,6 +51,10 @@ class Network(nn.Module):
         Outputs of whole crops are (v * b, ...), crop-major, groups in order.
         """
         found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops])
+        rows = [sum(len(crop) for crop in group) for group in crops.values()]
+        for name, part in zip(crops, found[CLS].split(rows), strict=True):
+            if cls_of(name) in self._read:
+                found[cls_of(name)] = part
         if self._backbone_frozen and torch.is_grad_enabled():
             found = {name: _ZeroGrad.apply(feature) for name, feature in found.items()}
         outputs = {name: head(found[head.reads]) for name, head in self.heads().items() if head.reads in found}

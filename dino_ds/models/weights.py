@@ -27,7 +27,9 @@ def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
     """Weights on the CPU for `part` (backbone or head), which is on the meta device; at most one module's at a time."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
-            nn.Linear(module.in_features, module.out_features)  # for its random numbers: its weights are drawn below
+            nn.Linear(
+                module.in_features, module.out_features, module.bias is not None
+            )  # for its random numbers: its weights are drawn below
         elif callable(reset := getattr(module, "reset_parameters", None)):
             _fill(module, reset, place)
     for module in part.modules():
@@ -49,6 +51,7 @@ def _fill(module: nn.Module, draw_own: Callable[[], None], place: Placer) -> Non
 def _init_module(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
-        nn.init.zeros_(module.bias)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
     elif callable(init_tokens := getattr(module, "init_tokens", None)):
         init_tokens()

@@ -48,7 +48,8 @@ class Term(ABC):
     """One summand of the objective.
 
     `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets over so many
-    prototypes. `statistics` by their names in checkpoints. No other term may use these names.
+    prototypes, their names end in teacher_entropy.
+    `statistics` by their names in checkpoints. No other term may use these names.
     """
 
     needs: Needs
@@ -76,7 +77,9 @@ class Objective:
         self._weights = {name: (weights or {}).get(name, 1.0) for name in terms}
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         assert len(self.statistics) == sum(len(term.statistics) for term in self.terms.values()), "names must differ"
+        assert (weights or {}).keys() <= self.terms.keys(), "a weight of no term"
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
+        assert len(set(self.scalars)) == len(self.scalars), "names must differ"
 
     def _own(self, name: str) -> tuple[str, ...]:
         """The scalar of a term's own loss: none where it is the objective."""

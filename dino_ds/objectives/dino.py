@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dino_ds.config.crops import EMA
 from dino_ds.objectives.base import Measured, Needs, Outputs, Term
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
@@ -24,7 +25,7 @@ HEAD = "head"
 class DinoTerm(Term):
     """Center and sharpen the teacher's logits of the crops it sees, compare with every student crop. All in FP32."""
 
-    needs = Needs(student=(HEAD,), teachers={"ema": (HEAD,)})
+    needs = Needs(student=(HEAD,), teachers={EMA: (HEAD,)})
     scalars = ("teacher_entropy",)
 
     def __init__(
@@ -45,7 +46,7 @@ class DinoTerm(Term):
 
         The center used is the one of the last applied step; these logits join the next one.
         """
-        logits = teachers["ema"][HEAD]
+        logits = teachers[EMA][HEAD]
         probs, entropy = teacher_targets(logits, self.center.value, schedule.teacher_temp)
         self.center.gather(logits)
         return probs.view(self.teacher_crops, -1, probs.shape[-1]), entropy

@@ -119,11 +119,11 @@ def other_series(runs: Iterable[Metrics]) -> list[Series]:
 
 def loss_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
     """The KL divergence is drawn on top of the entropy; together they are the loss."""
-    entropy = metrics["teacher_entropy"]
+    entropy, loss = metrics["teacher_entropy"], "dino_loss" if "dino_loss" in metrics.curves else "loss"
     lines = [
         Line("teacher entropy", entropy, 1, "area"),
         Line("+ KL", metrics["kl"], 4, "hidden"),
-        Line("= loss", metrics["loss"], 4, "area", base=entropy),
+        Line(f"= {loss}", metrics[loss], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
     return Chart("Loss", "nats", lines, levels, zero=True)

@@ -76,7 +76,10 @@ def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> St
     assert machine.card_gib is not None
     card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
-    best = recommend(recipe, cluster, FILLED * machine.card_gib)
+    try:
+        best = recommend(recipe, cluster, FILLED * machine.card_gib)
+    except NotEstimated as error:
+        raise ConfigError(f"{error}, so no ds config can be chosen: name one with --ds_config") from None
     ds = _changed(best.ds, path, overrides)
     why = f"by the planner for {machine.ranks} x {machine.card_gib:.1f} GiB (--ds_config FILE takes another)"
     return Start(ds, path, why, _resolve(recipe, ds, path, machine))

@@ -26,7 +26,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "images": _count(metrics["images"]),
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
-        **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
+        **{key: _last(metrics[key]) for key in ("loss", "dino_loss", "teacher_entropy", "kl")},
         "knn": summarise_knn(metrics),
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),

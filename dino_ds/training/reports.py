@@ -44,7 +44,8 @@ class Reports:
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
         """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
-        self._meter.add(micro.loss, *micro.scalars.values(), constant.float().mean())
+        scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
+        self._meter.add(micro.loss, *scalars, constant.float().mean())
         self._constant.add(constant, names)
 
     def write(self, out: MicroStep) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import distributed
-from dino_ds.backbones import BackboneSpec
+from dino_ds.backbones import BackboneSpec, ViTSpec
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
@@ -173,8 +173,9 @@ class RunFolder:
             )
 
     def _changed(self, saved: Manifest) -> dict[str, str]:
-        # A run from before this option has taken images as auto does where they are of 8 bits.
-        old = {"data.value_range": "auto", **_learned(saved.recipe, saved.gradient_clipping)}
+        # A run from before an option did what the option's default does.
+        defaults = _learned(Recipe().model_dump(mode="json"), saved.gradient_clipping)
+        old = defaults | _learned(saved.recipe, saved.gradient_clipping)
         new = self._learned()
         keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
@@ -202,17 +203,22 @@ class RunFolder:
         }
 
     def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
-        model = arch.timm_model(self.recipe.model.backbone)
+        model, size, is_vit = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size, _is_vit(arch)
+        own = {} if is_vit else {"backbone": self.recipe.model.backbone, "image_size": size}
         if model is None:
-            return {"backbone": self.recipe.model.backbone, "image_size": self.recipe.crops.global_size}
-        name, arguments = model[0], model[1] | {"img_size": self.recipe.crops.global_size, "num_classes": 0}
+            return own
+        name, arguments = model[0], model[1] | ({"img_size": size} if is_vit else {}) | {"num_classes": 0}
         written = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        return {
+        return own | {
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
             "timm_name": name,
             "timm_arguments": arguments,
         }
+
+
+def _is_vit(arch: BackboneSpec) -> bool:
+    return isinstance(arch, ViTSpec)
 
 
 def _becomes_visible(path: Path) -> bool:

@@ -83,6 +83,7 @@ class TrainingStep:
             self._finish_step()
         elif progress is Progress.SKIPPED:
             self.objective.drop()
+            self._restore_buffers()
         return MicroStep(loss.detach(), scalars, progress, schedule)
 
     def _finish_step(self) -> None:
@@ -95,6 +96,11 @@ class TrainingStep:
             self.teachers.update(self.schedule)
         self.applied_steps += 1
         self._begin_step()
+
+    def _restore_buffers(self) -> None:
+        """A skipped step changes nothing, and the student's forward passes have moved its buffers."""
+        for name, buffer in self.engine.buffers().items():
+            buffer.copy_(self._buffers[name])
 
     def state(self) -> dict[str, Tensor]:
         """What every rank holds whole of the training state, by reference; the engine's shards are its own."""
@@ -115,6 +121,7 @@ class TrainingStep:
 
     def _begin_step(self) -> None:
         schedule = self.schedule = self.schedules.at(self.applied_steps)
+        self._buffers = {name: buffer.clone() for name, buffer in self.engine.buffers().items()}
         self.engine.set_groups(group_settings(schedule))
         self.engine.freeze_prototypes(schedule.prototypes_frozen)
         self.engine.freeze_backbone(schedule.backbone_frozen)

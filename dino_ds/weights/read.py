@@ -87,8 +87,10 @@ def other_spec(about: Mapping[str, Any]) -> BackboneSpec | None:
         return None
     spec: Any = BACKBONES[name]
     try:
-        found: BackboneSpec = replace(spec, **{key: int(value) for key, value in numbers.items()})
-    except (TypeError, ValueError):
+        found: BackboneSpec = replace(spec, **numbers)
+        if not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
+            raise TypeError
+    except TypeError:
         raise CheckpointError(f"the JSON beside the weights has numbers that are not those of a {name}") from None
     return found
 

@@ -6,16 +6,20 @@ Whole runs on two ranks: trained, resumed to the bit, and their product written.
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import dino_ds
+from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import CLS
 from dino_ds.models.build import build_backbone
+from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
+from tests.reference import copied
 from tests.training.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
 from tests.training.toys import ToySpec, installed
 
@@ -85,6 +89,32 @@ def _check_the_toy(run, whole, written):
     with torch.no_grad():
         assert torch.equal(model.features(images), network.eval().features(images))
     assert model.patch_tokens(images).shape == (2, 4, 4, 24)
+
+
+def _spoil_second_window(root, run):
+    """Whether the second window is skipped, and what it changed of the state that all ranks hold."""
+    original, seen = TrainingStep.micro_batch, []
+
+    def micro_batch(step, crops, *others):
+        if step.applied_steps != 1 or seen:
+            return original(step, crops, *others)
+        before = copied(step.state())
+        spoilt = {name: [crop * float("nan") for crop in group] for name, group in crops.items()}
+        out = original(step, spoilt, *others)
+        after = copied(step.state())
+        seen.append((out.progress, [name for name in before if not torch.equal(before[name], after[name])]))
+        return out
+
+    with installed(), mock.patch.object(TrainingStep, "micro_batch", micro_batch):
+        message = train_tiny(root, run, "zero2_fp32.json", changes=LENGTH | TOY)
+    return message, seen
+
+
+def test_a_skipped_window_leaves_the_buffers_as_they_were(tmp_path):
+    """The forward pass has moved the student's; the run goes on from what they were."""
+    for message, seen in run_on_ranks(_spoil_second_window, image_folder(tmp_path / "images"), tmp_path / "run"):
+        assert message is None and seen == [(Progress.SKIPPED, [])]
+    assert torch.isfinite(whole_tensors(tmp_path / "run", 4)["student.backbone.scale.scale"])
 
 
 def test_what_a_backbone_does_not_have_is_refused(tmp_path):

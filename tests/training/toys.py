@@ -17,7 +17,7 @@ from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.config.crops import CropGroup, dino_groups
 from dino_ds.config.recipe import CropsSection
 from dino_ds.engine.engine import Engine
-from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.base import CLS, Backbone, Crops, cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
 from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, Term
@@ -90,7 +90,7 @@ class ToyBackbone(Backbone):
 class ToyTerm(Term):
     """Pulls the student's CLS features to the frozen teacher's, less their running mean; patches to be small."""
 
-    needs = Needs(student=(CLS, patches_of("global")), teachers={"frozen": (CLS,)})
+    needs = Needs(student=(cls_of("global"), patches_of("global")), teachers={"frozen": (CLS,)})
     scalars = ("toy_distance",)
 
     def __init__(self, width: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class ToyTerm(Term):
         return features - self.mean.value
 
     def loss(self, student: dict[str, Tensor], targets: Tensor, schedule: ScheduleValues) -> Measured:
-        distance = (student[CLS][: len(targets)].float() - targets).square().mean()
+        distance = (student[cls_of("global")].float() - targets).square().mean()
         return Measured(
             distance + 0.1 * student[patches_of("global")].float().square().mean(), {"toy_distance": distance.detach()}
         )
