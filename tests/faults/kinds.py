@@ -102,8 +102,8 @@ SAVING = [
         "rank 0 killed before `latest` is written", "step 6 is in place", (-9, 6), "rank 0 died",
         inject.before_latest(6, inject.kill),
     ),
-    Kind("disk full once", "ENOSPC on rank 1 in step 6", (0, 0), "continues (1 failed", in_save(6, (1,), inject.no_space)),
-    Kind("disk fails once", "EIO on rank 0 in step 6", (0, 0), "continues (1 failed", in_save(6, (0,), inject.no_disk)),
+    Kind("disk full once", "ENOSPC on rank 1 in step 6", (0, 0), "continues (1", in_save(6, (1,), inject.no_space)),
+    Kind("disk fails once", "EIO on rank 0 in step 6", (0, 0), "continues (1", in_save(6, (0,), inject.no_disk)),
     Kind(
         "disk full for good", "ENOSPC on rank 0 from step 6 on", (5, 5), "3 saves in a row have failed",
         in_save(6, (0,), inject.no_space, times=1000), changes={"save_every": "1 steps"},
