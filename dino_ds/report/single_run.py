@@ -61,7 +61,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait = facts["data_wait_fraction"]
     parts = "" if facts["kl"] is None else f"entropy {nats(facts['teacher_entropy'])} + KL {nats(facts['kl'])}"
-    parts = parts if facts["dino_loss"] is None else f"DINO's {nats(facts['dino_loss'])} = {parts}"
+    parts = parts if facts.get("dino_loss") is None else f"DINO's {nats(facts['dino_loss'])} = {parts}"
     waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
