@@ -32,6 +32,7 @@ def test_a_recipe_s_groups_are_dino_s():
 
 
 @BOTH
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
     """The other groups' crops are those of a run without it."""

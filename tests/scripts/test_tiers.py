@@ -13,6 +13,8 @@ from dino_ds.costs.memory import count_parameters
 from dino_ds.plan.fit import FILLED, fit
 from scripts.tiers import CASES, FOLDER, README, file_text, pages, plan_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def planned():

@@ -60,6 +60,7 @@ def _huggingface(folder, kind: str, **changes):
         return model(pixel_values=IMAGES).last_hidden_state[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "said", "flags"),
     [
