@@ -26,7 +26,6 @@ from dino_ds.training.build import build_schedules
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""
-MOMENTUM = 0.99
 
 
 def main(config: str = "vitti16", batch: int | None = None, steps: int = 7, threads: int = 1) -> None:
@@ -43,7 +42,7 @@ def measure(recipe: Recipe, batch: int, steps: int) -> None:
     runs: dict[str, Callable[[], object]] = {
         "step": trial.run,
         "loss": LossAlone(recipe, batch),
-        "ema": lambda: teacher.move(MOMENTUM),
+        "ema": lambda: teacher.update(trial.step.schedule),
         "copy": lambda: target.copy_(source),
     }
     timings = time_interleaved(runs, steps, 2, device())

@@ -58,7 +58,8 @@ class Engine:
         network.train()
         buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
         saved = network.state_dict().keys() & buffers.keys()
-        self._saved_buffers = [name for name in buffers if name in saved]
+        owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in buffers}
+        self._buffers = [(name, owners[name], name.rpartition(".")[2], name in saved) for name in buffers]
         # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
         optimizer = torch.optim.AdamW(parameter_groups(network), lr=0.0, betas=betas, eps=eps, fused=True)
         # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
@@ -72,8 +73,7 @@ class Engine:
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
         for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
-            owner, _, leaf = name.rpartition(".")
-            setattr(network.get_submodule(owner), leaf, buffer.to(self.device))
+            setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
         norm_in_one_pass(self._optimizer)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
@@ -176,8 +176,7 @@ class Engine:
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; `saved`: those that belong into a checkpoint."""
-        buffers = dict(self._engine.module.named_buffers())
-        return {name: buffers[name] for name in self._saved_buffers} if saved else buffers
+        return {name: getattr(owner, leaf) for name, owner, leaf, kept in self._buffers if kept or not saved}
 
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""

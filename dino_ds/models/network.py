@@ -34,10 +34,11 @@ class Network(nn.Module):
         for name, head in heads.items():
             self.add_module(name, head)
         self.head_names, self.features = tuple(heads), tuple(features)
-        self._read = {str(head.reads) for head in heads.values()} | set(features)
-        unknown = [name for name in self._read if name != CLS and name.partition("/")[0] not in ("cls", "patches")]
+        read = {str(head.reads) for head in heads.values()} | set(features)
+        unknown = [name for name in read if name != CLS and name.partition("/")[0] not in ("cls", "patches")]
         assert not unknown, f"{unknown[0]} is neither a head nor a feature"
-        self._patches = [name.removeprefix("patches/") for name in sorted(self._read) if name.startswith("patches/")]
+        self._patches = [name.removeprefix("patches/") for name in sorted(read) if name.startswith("patches/")]
+        self._reads_cls_by_group = any(name.startswith("cls/") for name in read)
         self.freezes_backbone, self.started_from = freezes_backbone, ""
         self._backbone_frozen = False
 
@@ -51,10 +52,9 @@ class Network(nn.Module):
         Outputs of whole crops are (v * b, ...), crop-major, groups in order.
         """
         found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops])
-        rows = [sum(len(crop) for crop in group) for group in crops.values()]
-        for name, part in zip(crops, found[CLS].split(rows), strict=True):
-            if cls_of(name) in self._read:
-                found[cls_of(name)] = part
+        if self._reads_cls_by_group:
+            rows = [sum(len(crop) for crop in group) for group in crops.values()]
+            found |= {cls_of(name): part for name, part in zip(crops, found[CLS].split(rows), strict=True)}
         if self._backbone_frozen and torch.is_grad_enabled():
             found = {name: _ZeroGrad.apply(feature) for name, feature in found.items()}
         outputs = {name: head(found[head.reads]) for name, head in self.heads().items() if head.reads in found}

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import NotEstimated, vit_of
+from dino_ds.costs.flops import NotEstimated
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
@@ -129,10 +130,7 @@ def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine)
 
 
 def _is_estimated(recipe: Recipe) -> bool:
-    try:
-        return bool(vit_of(recipe))
-    except NotEstimated:
-        return False
+    return isinstance(recipe.model.spec(), ViTSpec)
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:

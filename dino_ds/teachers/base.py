@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,7 +84,7 @@ class Teachers:
             for name, teacher in self._teachers.items()
         }
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Teacher:
         return self._teachers[name]
 
     def update(self, schedule: ScheduleValues) -> None:

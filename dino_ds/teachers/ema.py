@@ -49,8 +49,8 @@ class EmaTeacher(Teacher):
         self._updaters = [self._updater(m, parameters) for m in masters]
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
-        self._student_buffers = buffers
-        assert buffers().keys() == dict(network.named_buffers()).keys(), "each buffer must have the student's"
+        self._student_buffers, self._own_buffers = buffers, dict(network.named_buffers())
+        assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         if keep_copy:
             self._running, self._casts = _low_precision_copy(network, dtype)
@@ -74,7 +74,7 @@ class EmaTeacher(Teacher):
         for updater in self._updaters:
             updater.update(1.0 - momentum)
         theirs = self._student_buffers()
-        for name, own in self.network.named_buffers():
+        for name, own in self._own_buffers.items():
             if own.is_floating_point():
                 own.lerp_(theirs[name].to(own.dtype), 1.0 - momentum)
             else:

@@ -203,7 +203,8 @@ class RunFolder:
         }
 
     def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
-        model, size, is_vit = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size, _is_vit(arch)
+        model, size = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size
+        is_vit = isinstance(arch, ViTSpec)
         own = {} if is_vit else {"backbone": self.recipe.model.backbone, "image_size": size}
         if model is None:
             return own
@@ -215,10 +216,6 @@ class RunFolder:
             "timm_name": name,
             "timm_arguments": arguments,
         }
-
-
-def _is_vit(arch: BackboneSpec) -> bool:
-    return isinstance(arch, ViTSpec)
 
 
 def _becomes_visible(path: Path) -> bool:
