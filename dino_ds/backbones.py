@@ -37,19 +37,22 @@ class BackboneSpec(Protocol):
 class BackboneOptions:
     """What a recipe and a ds config ask of a backbone; the second five change speed, not results.
 
-    `drop_path` rate of the last block, growing linearly from 0 at the first; `stochastic_depth` "per_image", or
+    `drop_path` rate of the last block, `drop_path_growth` "linear" (from 0 at the first) or "uniform"; `mask_token`: it
+    has one, in the place of hidden patches; `stochastic_depth` "per_image", or
     "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
     sizes than the native. `attention` and `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one
     pass a size; `cls_only_last_block` False computes the last block for all tokens.
     """
 
     drop_path: float = 0.0
+    drop_path_growth: str = "linear"
     stochastic_depth: str = "per_image"
     pos_embed_interpolation: str = "dino"
     attention: str = "sdpa"
     attention_backend: str = "auto"
     packed: bool = True
     cls_only_last_block: bool = True
+    mask_token: bool = False
 
 
 @dataclass(frozen=True)

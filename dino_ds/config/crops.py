@@ -38,9 +38,13 @@ def dino_groups(
     local_size: int,
     local_scale: tuple[float, float],
     num_local: int,
+    masked: bool = False,
 ) -> tuple[CropGroup, ...]:
-    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student."""
-    both = CropGroup("global", 2, global_size, global_scale, teachers=(EMA,), student=True)
+    """DINO's crops: two large ones that teacher and student see, and `num_local` small ones for the student.
+
+    masked: the student sees the large ones with patches hidden.
+    """
+    both = CropGroup("global", 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
     local = CropGroup("local", num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)
 

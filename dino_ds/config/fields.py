@@ -53,6 +53,39 @@ class Length:
         return math.ceil(value * per_unit[self.unit])
 
 
+@dataclass(frozen=True)
+class Ramp:
+    """A number that moves from `start` to `end` by half a cosine over `length`, then stays; without length constant."""
+
+    start: float
+    end: float | None = None
+    length: Length | None = None
+
+    def __str__(self) -> str:
+        return f"{self.start:g}" if self.length is None else f"{self.start:g}..{self.end:g} over {self.length}"
+
+    def __bool__(self) -> bool:
+        """Whether it is ever more than 0."""
+        return self.start > 0 or bool(self.end)
+
+
+def _parse_ramp(value: object) -> Ramp:
+    """From 0.1, "0.1" or "0..2 over 1000 steps"."""
+    if isinstance(value, Ramp):
+        return value
+    first, dots, rest = str(value).partition("..")
+    second, _, length = rest.partition("over")
+    try:
+        start, end = float(first), float(second) if dots else 0.0
+    except ValueError:
+        start, end = math.nan, 0.0
+    if not (math.isfinite(start) and math.isfinite(end)) or (dots and not length.strip()):
+        raise ValueError(f"{value!r} is not a weight: write a number, or such as '0..2 over 1000 steps'")
+    if start < 0 or end < 0:
+        raise ValueError(f"{value!r} is below 0: a weight is 0 or more")
+    return Ramp(start, end, positive(_parse_length(length))) if dots else Ramp(start)
+
+
 def _parse_length(value: object) -> Length:
     try:
         length = Length.parse(value)
@@ -120,6 +153,7 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
 
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+WeightField = Annotated[Ramp, PlainValidator(_parse_ramp), PlainSerializer(str)]
 SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]

@@ -15,8 +15,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dino_ds.config.fields import Length
-from dino_ds.config.recipe import Recipe, Section
+from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import Section
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file, read_text
@@ -276,7 +277,8 @@ def _members(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _type_text(field: FieldInfo) -> str:
-    words = {int: "integer", float: "number", bool: "true or false", str: "text", Length: "length", type(None): "none"}
+    words = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
+    words |= {Length: "length", Ramp: "weight"}
     texts = []
     for member in _members(field):
         limits = [*field.metadata]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.config.recipe import BENCHMARKS
+from dino_ds.config.fields import BENCHMARKS
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext

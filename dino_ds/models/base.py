@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,12 +45,19 @@ class Backbone(nn.Module, ABC):
         self._checkpointed, self._checkpoint_on_cpu = 0, False
 
     @abstractmethod
-    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        patches: Sequence[str] = (),
+        masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
         """Crops by group -> features by name, all crops in one pass.
 
         "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
         (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
-        stochastic depth of its crops follows; None for none (teachers, evaluation).
+        stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
+        hidden, (v_g * b, patches of a crop) bool.
         """
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
+from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.options.definition import Heads, Help, Json, Model, command
 
 PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.config.recipe import BENCHMARKS, EVALUATIONS
+from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.data.base import Source
 from dino_ds.data.find_range import look_at_values
 from dino_ds.data.images import ValueRange

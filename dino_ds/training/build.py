@@ -113,12 +113,14 @@ def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequenc
     model, head = recipe.model, recipe.head
     options = BackboneOptions(
         model.drop_path,
+        model.drop_path_growth,
         model.stochastic_depth,
         model.pos_embed_interpolation,
         performance.attention,
         performance.attention_backend,
         performance.packed,
         performance.cls_only_last_block,
+        mask_token=recipe.crops.mask != "none",
     )
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
@@ -135,7 +137,7 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=recipe.length.in_steps(batch, epoch_steps),
-        lr=optimizer.lr * batch / 256,
+        lr=recipe.peak_lr,
         min_lr=optimizer.min_lr,
         warmup_steps=optimizer.warmup.in_steps(batch, epoch_steps),
         weight_decay=optimizer.weight_decay,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from dino_ds.config.recipe import DataSection
+from dino_ds.config.sections import DataSection
 from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import largest_shrink, resize_crop, shrunk_box

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dino_ds import distributed
 from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.config.crops import CropGroup, dino_groups
-from dino_ds.config.recipe import CropsSection
+from dino_ds.config.sections import CropsSection
 from dino_ds.engine.engine import Engine
 from dino_ds.models.base import CLS, Backbone, Crops, cls_of, patches_of
 from dino_ds.models.build import build_backbone

@@ -1,0 +1,259 @@
+"""The sections of the recipe's schema, with the defaults of the DINO paper's ViT-S/16 (main_dino.py). No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from dino_ds.backbones import BACKBONES, FROM_SOURCE, BackboneSpec, ViTSpec
+from dino_ds.config.crops import CropGroup, dino_groups
+from dino_ds.config.fields import (
+    BENCHMARKS,
+    EVALUATIONS,
+    SOURCES,
+    BatchSize,
+    BelowOne,
+    Count,
+    Depth,
+    Evaluations,
+    Few,
+    Fraction01,
+    Length,
+    LengthField,
+    NotNegative,
+    PathText,
+    Positive,
+    Ramp,
+    ScaleRange,
+    Side,
+    SourceName,
+    Temperature,
+    ValueRangeField,
+    WeightField,
+    Width,
+    check_range,
+)
+from dino_ds.errors import ConfigError
+from dino_ds.names import nearest
+
+
+def option(default: Any, description: str) -> Any:
+    return Field(default, description=description)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DataSection(Section):
+    source: SourceName = option(
+        "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
+    )
+    root: PathText | None = option(
+        None, "a folder of images, .txt list, .tar or .parquet files (patterns too), or torchvision's data folder"
+    )
+    download: bool = option(False, "let torchvision download its data set into data.root")
+    global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
+    workers: Few | None = option(None, "data loading processes per rank; none = by the cores")
+    augment: Literal["device", "worker"] = option(
+        "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+    )
+    max_pixels: Count = option(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
+    value_range: ValueRangeField = option(
+        "auto",
+        "black and white of images deeper than 8 bits, such as 0,4095; auto = the bits that a sample of them uses",
+    )
+    max_bad_fraction: Fraction01 = option(
+        0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
+    )
+
+    @property
+    def known_range(self) -> tuple[float, float] | None:
+        """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
+        return None if self.value_range == "auto" else self.value_range
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether crops leave the loader as FP32, also those of 8-bit images."""
+        return self.known_range is not None
+
+    @property
+    def own_files(self) -> bool:
+        """Whether data.root says which images: others may then be named for tests. Else the source has its own."""
+        return self.source == "folder" or ":" in self.source
+
+    @model_validator(mode="after")
+    def _check(self) -> DataSection:
+        if self.download and (self.source == "photos" or self.own_files):
+            raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
+        return self
+
+
+class CropsSection(Section):
+    global_size: Side = option(224, "side of the 2 global crops, pixels; a multiple of the patch size")
+    global_scale: ScaleRange = option((0.4, 1.0), "area of a global crop, as parts of the image")
+    local_size: Side = option(96, "side of a local crop, pixels; a multiple of the patch size")
+    local_scale: ScaleRange = option((0.05, 0.4), "area of a local crop, as parts of the image")
+    num_local: Few = option(8, "local crops per image")
+    augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
+        "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
+    )
+    mask: Literal["none", "dinov2", "dinov3"] = option(
+        "none", "blocks of patches hidden from the student in global crops; dinov3 hides an exact number of them"
+    )
+    mask_share: Fraction01 = option(0.5, "chance that a global crop is masked")
+    mask_ratio: ScaleRange = option((0.1, 0.5), "patches hidden of a masked crop, drawn evenly between the two")
+
+    _ranges = field_validator("global_scale", "local_scale")(check_range)
+
+    @model_validator(mode="after")
+    def _check(self) -> CropsSection:
+        low, high = self.mask_ratio
+        if not 0 < low <= high < 1:
+            raise ValueError(f"mask_ratio {[low, high]} must be two parts of the patches, 0 < low <= high < 1")
+        if self.mask != "none" and self.mask_share == 0:
+            raise ValueError(f"mask {self.mask} with mask_share 0 masks nothing: set mask none, or a share above 0")
+        return self
+
+    @property
+    def groups(self) -> tuple[CropGroup, ...]:
+        """What is cut from every image, in order."""
+        sizes = self.global_size, self.global_scale, self.local_size, self.local_scale
+        return dino_groups(*sizes, self.num_local, masked=self.mask != "none")
+
+
+class ModelSection(Section):
+    backbone: str = option("vit_small_patch16_224", "timm's name of the ViT; from_source = that of init_from's weights")
+    patch_size: Side | None = option(None, "pixels; none = the backbone's")
+    width: Width | None = option(None, "embedding dimension; none = the backbone's")
+    depth: Depth | None = option(None, "blocks; none = the backbone's")
+    heads: Depth | None = option(None, "attention heads; none = the backbone's")
+    registers: Few | None = option(None, "register tokens; none = the backbone's")
+    layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
+    in_chans: Depth = option(3, "channels of the images; the data source must give as many")
+    drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
+    drop_path_growth: Literal["linear", "uniform"] = option(
+        "linear", "drop_path of the blocks before the last: growing from 0, or all the same (DINOv2)"
+    )
+    stochastic_depth: Literal["per_image", "batched"] = option(
+        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
+    init_from: PathText | None = option(
+        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
+    )
+    freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
+    pos_embed_interpolation: Literal["dino", "antialias"] = option(
+        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
+    )
+
+    @field_validator("backbone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in (*BACKBONES, FROM_SOURCE):
+            kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
+            near = ", ".join(nearest(name, BACKBONES, cutoff=0.0, slack=1.0))
+            raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
+        return name
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if self.backbone == FROM_SOURCE and self.init_from is None:
+            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        if self.backbone == FROM_SOURCE:
+            return self
+        spec = BACKBONES[self.backbone]
+        foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
+        if foreign:
+            raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
+        arch = self.spec()
+        if isinstance(arch, ViTSpec) and arch.width % arch.heads:
+            raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
+        return self
+
+    def spec(self) -> BackboneSpec:
+        """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
+        if self.backbone == FROM_SOURCE:
+            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
+        changed = {key: value for key in (*_SPEC_KEYS, "in_chans") if (value := getattr(self, key)) is not None}
+        spec: Any = BACKBONES[self.backbone]
+        replaced: BackboneSpec = dataclasses.replace(spec, **changed)
+        return replaced
+
+
+_SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale")
+
+
+def _hasoption(spec: Any, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(spec))
+
+
+class HeadSection(Section):
+    prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "outputs of the projection head")
+    hidden: Width = option(2048, "width of the head's hidden layers")
+    bottleneck: Width = option(256, "width before the prototypes")
+    layers: Depth = option(3, "linear layers before the prototypes")
+    learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
+
+
+class ObjectiveSection(Section):
+    student_temp: Temperature = option(0.1, "softmax temperature of the student")
+    teacher_temp: Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
+    warmup_teacher_temp: Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
+    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of the teacher temperature's warm-up")
+    centering: Literal["softmax", "sinkhorn"] = option(
+        "softmax", "teacher's targets: less a running mean, or by Sinkhorn-Knopp over all images of a step"
+    )
+    center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean of teacher's logits")
+    freeze_prototypes: LengthField = option(Length(1, "epochs"), "how long the prototypes stay as initialised")
+    frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
+        "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam's moments see their gradient (DINOv2)"
+    )
+    dino_weight: WeightField = option(Ramp(1.0), "weight of the CLS loss; or such as '0..1 over 1000 steps'")
+    ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
+    ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
+    koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
+    koleo_ranks: Literal["own", "all"] = option("own", "images that KoLeo spreads: a rank's micro-batch, or all ranks'")
+
+
+class OptimizerSection(Section):
+    lr: Positive = option(0.0005, "peak learning rate for as many images as lr_scaling says")
+    lr_scaling: Literal["linear", "sqrt"] = option(
+        "linear", "with data.global_batch: linear from 256 images (DINO), or with its root from 1024 (DINOv2)"
+    )
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = option(
+        1.0, "learning rate of a block as a part of the next one's"
+    )
+    patch_embed_lr: Annotated[float, Field(gt=0, le=1)] = option(1.0, "factor of the patch embedding's learning rate")
+    clip_by: Literal["network", "part"] = option(
+        "network", "gradient_clipping of the ds config bounds the norm of all, or of backbone and each head (DINOv2)"
+    )
+    min_lr: NotNegative = option(1e-6, "learning rate at the end; not scaled")
+    warmup: LengthField = option(Length(10, "epochs"), "linear warm-up of the learning rate from 0")
+    weight_decay: NotNegative = option(0.04, "weight decay at the start")
+    weight_decay_end: NotNegative = option(0.4, "weight decay at the end (cosine in between)")
+    beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
+    beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
+    eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
+
+
+class TeacherSection(Section):
+    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
+    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
+
+
+class EvalSection(Section):
+    every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
+    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
+    root: PathText | None = option(
+        None, "labelled test images in a form that data.root may have, with the same classes"
+    )
+    k: Count = option(20, "neighbours")
+    temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
+    bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
+    test_images: Count = option(2000, "test images, at most")
+    benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    pictures_every: LengthField = option(
+        Length(5, "epochs"), "how often attention and PCA of a few training images are drawn; 0 steps = never"
+    )
