@@ -60,7 +60,7 @@ def main(
 def measure(recipe: Recipe, images: int, rounds: int) -> tuple[dict[str, Any], Any]:
     """The result and its picture. Raises ConfigError for a source that has no files, DataError."""
     torch.set_num_threads(1)
-    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    multicrop = MultiCrop.of(recipe)
     files = _Files(recipe, images)
     timings = _time(multicrop, files, recipe, rounds)
     rates = {name: {"images_per_second": len(files) / t.seconds, "spread": t.spread} for name, t in timings.items()}

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _T = TypeVar("_T")
 
 
 EMA = "ema"
 """The name of the teacher that follows the student."""
+Masks = Mapping[str, Mapping[str, "Tensor"]]
+"""Which patches of a micro-batch the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
+(the first crop of all images, then the second), patches row by row. "rows" (m,) int64: places of the m hidden patches
+in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that crop. m varies, and may be 0."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -15,10 +15,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
 from dino_ds.data.images import ValueRange
+from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import Box, CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.errors import DataError
@@ -82,6 +84,7 @@ class Batch:
     """One micro-batch on the device: by group of crops a list of (b, c, h, w) float32, in the order of the groups.
 
     indices (b,) int64, all of one epoch. `bad` has one text for each unreadable image met: its name and the reason.
+    `masks` says which patches of masked groups are hidden from the student.
     """
 
     crops: dict[str, list[Tensor]]
@@ -89,6 +92,7 @@ class Batch:
     epoch: int
     names: list[str]
     bad: list[str]
+    masks: Masks = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class LoaderBatch:
     epoch: int
     names: list[str]
     bad: list[str]
+    masks: Masks = field(default_factory=dict)
 
     def pin_memory(self) -> LoaderBatch:
         return self.moved(Tensor.pin_memory)
@@ -113,22 +118,26 @@ class LoaderBatch:
         """The same batch with every tensor moved."""
         params = self.params and {name: [one.moved(move) for one in group] for name, group in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
-        return replace(self, crops=crops, params=params, indices=move(self.indices))
+        masks = {name: {key: move(one) for key, one in group.items()} for name, group in self.masks.items()}
+        return replace(self, crops=crops, params=params, indices=move(self.indices), masks=masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
         # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
-        rest = pickle.dumps((self.params, self.indices.numpy(), self.epoch, self.names, self.bad))
+        # Tensors go by shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
+        masks = {name: {key: one.numpy() for key, one in group.items()} for name, group in self.masks.items()}
+        rest = pickle.dumps((self.params, self.indices.numpy(), self.epoch, self.names, self.bad, masks))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    params, indices, epoch, names, bad = pickle.loads(rest.numpy().tobytes())
-    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad)
+    params, indices, epoch, names, bad, arrays = pickle.loads(rest.numpy().tobytes())
+    masks = {name: {key: torch.from_numpy(one) for key, one in group.items()} for name, group in arrays.items()}
+    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad, masks)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs. Crops depend on (seed, epoch, index) and on nothing else."""
+    """Batches by (epoch, index) pairs. Crops and masks depend on (seed, epoch, index) and on nothing else."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
@@ -157,7 +166,9 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         if params and self._options.augment == "worker":
             crops = {name: _augment_group(group, params[name]) for name, group in crops.items()}
             params = None
-        return LoaderBatch(crops, params, torch.tensor([index for _, index in keys]), keys[0][0], names, bad)
+        seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
+        masks = draw_masks(self._multicrop.groups, self._multicrop.masks, seeds)
+        return LoaderBatch(crops, params, torch.tensor([index for _, index in keys]), keys[0][0], names, bad, masks)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Room for the crops of a group; in a loader process, in memory that it shares with the training process."""

@@ -10,14 +10,20 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
-from dino_ds.config.crops import CropGroup, all_crops, crop_sizes
+from dino_ds.config.crops import CropGroup, Masks, crop_sizes
+from dino_ds.data.masks import MaskOptions, with_hidden_patches
 from dino_ds.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 Box = tuple[int, int, int, int]
 """left, top, right, bottom in pixels"""
@@ -73,10 +79,13 @@ class CropParameters:
 class MultiCrop:
     """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them.
 
+    masks: by name of the masked groups, which of their patches are hidden from the student.
     Raises ConfigError where `augment` is not a name of AUGMENTATIONS, or says nothing about an augmented group.
     """
 
-    def __init__(self, groups: Sequence[CropGroup], augment: str) -> None:
+    def __init__(
+        self, groups: Sequence[CropGroup], augment: str, masks: Mapping[str, MaskOptions] = MappingProxyType({})
+    ) -> None:
         if augment not in AUGMENTATIONS:
             raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
         self.groups = tuple(groups)
@@ -84,6 +93,12 @@ class MultiCrop:
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
+        self.masks = dict(masks)
+
+    @staticmethod
+    def of(recipe: Recipe) -> MultiCrop:
+        """The crops of a recipe."""
+        return MultiCrop(recipe.crops.groups, recipe.crops.augment, MaskOptions.of(recipe))
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
@@ -111,11 +126,13 @@ class MultiCrop:
             solarize=rng.random() < strength.solarize[kind],
         )
 
-    def picture(self, batch: Mapping[str, list[Tensor]], images: int = 8) -> Tensor:
-        """Crops of a batch, (b, 3, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the network saw it."""
-        crops = all_crops(batch)
+    def picture(
+        self, batch: Mapping[str, list[Tensor]], images: int = 8, masks: Masks = MappingProxyType({})
+    ) -> Tensor:
+        """Crops of a batch, (b, 3, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the student saw it."""
+        crops = with_hidden_patches(batch, masks, images)
         cell = max(crop.shape[-1] for crop in crops) + 2
-        rows = min(images, len(crops[0]))
+        rows = len(crops[0])
         sheet = torch.ones(3, rows * cell, len(crops) * cell)
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(crops[0].shape[1]))
         for column, crop in enumerate(crops):

@@ -46,7 +46,8 @@ class DevicePrefetcher:
             ready = self._to_device(self._loader.next_unless(give_up))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
-        for tensor in (*all_crops(ready.crops), ready.indices):
+        masks = (one for group in ready.masks.values() for one in group.values())
+        for tensor in (*all_crops(ready.crops), ready.indices, *masks):
             tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
         return ready
 
@@ -89,4 +90,4 @@ def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
     there = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
         crops = augmented_crops(there)
-    return Batch(crops, there.indices, batch.epoch, batch.names, batch.bad)
+    return Batch(crops, there.indices, batch.epoch, batch.names, batch.bad, there.masks)

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
@@ -24,6 +23,7 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.loader import Position, ResumableSampler
+from dino_ds.data.masks import with_hidden_patches
 from dino_ds.data.multicrop import MultiCrop, channel_statistics
 from dino_ds.data.sources import build_source
 from dino_ds.durable import replace_file, replacing
@@ -123,7 +123,7 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
     """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
-    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    multicrop = MultiCrop.of(recipe)
     small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
     for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
         sampled = multicrop.sample(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
@@ -140,7 +140,7 @@ def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
     data, channels = recipe.data, recipe.model.in_chans
-    multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    multicrop = MultiCrop.of(recipe)
     options = LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
     for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
@@ -155,7 +155,8 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         assert not isinstance(batch, DataError)
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        crops = [_picture(_levels(crop[0]).numpy()) for crop in all_crops(augmented_crops(batch))]
+        shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
+        crops = [_picture(_levels(crop[0]).numpy()) for crop in shown]
         yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
@@ -172,4 +173,5 @@ def _picture(array: np.ndarray) -> Image.Image:
 
 def _title(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.crops.groups)
-    return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}"
+    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
+    return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}{masks}"

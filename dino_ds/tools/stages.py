@@ -53,7 +53,7 @@ def measure_stages(
 class _Stages:
     def __init__(self, source: Source, recipe: Recipe, device: torch.device, images: int) -> None:
         self._source, self._recipe, self._device, self._images = source, recipe, device, images
-        self._multicrop = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+        self._multicrop = MultiCrop.of(recipe)
         # Another order than the loader's: its files may be in memory already.
         sampler = ResumableSampler(len(source), LoaderOptions(seed=recipe.seed + 1), Position())
         self._order = (index for [(_, index)] in sampler)

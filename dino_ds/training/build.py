@@ -164,5 +164,5 @@ def build_prefetcher(
         check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
     rank, ranks = distributed.rank(), distributed.world_size()
     options = LoaderOptions.of(recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where)
-    loader = Loader(source, MultiCrop(recipe.crops.groups, recipe.crops.augment), options, start)
+    loader = Loader(source, MultiCrop.of(recipe), options, start)
     return DevicePrefetcher(loader, where)

@@ -37,7 +37,7 @@ class Loop:
         self._reports = Reports(run, saver)
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
-        self._crops = MultiCrop(run.recipe.crops.groups, run.recipe.crops.augment)
+        self._crops = MultiCrop.of(run.recipe)
         recipe, start = run.recipe, run.step.applied_steps
         every = recipe.save_every
         self._saves = SaveClock(
@@ -139,7 +139,7 @@ class Loop:
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
-            self._log.picture("crops", self._crops.picture(batch.crops), done)
+            self._log.picture("crops", self._crops.picture(batch.crops, masks=batch.masks), done)
         if not stop:
             self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:

@@ -82,7 +82,8 @@ class Recorder:
         number = batch.number
         self.did.append(f"augment {number} on {self.streams[-1]}")
         tensor = SimpleNamespace(record_stream=lambda stream: self.did.append(f"keep {number} for the step"))
-        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, number=number)
+        masks = {"global": {"rows": tensor}}
+        return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, masks=masks, number=number)
 
     def step(self):
         """What the host does in one step; the batch it got."""
@@ -97,7 +98,7 @@ class Recorder:
 def test_the_next_batch_is_launched_behind_the_backward_pass(monkeypatch):
     """Once there is a first one, nothing stands between two steps but the streams' order."""
     recorder = Recorder(monkeypatch, ready=True)
-    handed_over = ["step waits for side", "keep {0} for the step", "keep {0} for the step"]
+    handed_over = ["step waits for side", *["keep {0} for the step"] * 3]  # crops, indices, masks
     expected = ["backward", "augment 2 on side", "optimizer"]
     assert recorder.step() == (1, ["wait", "augment 1 on side", *[x.format(1) for x in handed_over], *expected])
     expected[1] = "augment 3 on side"

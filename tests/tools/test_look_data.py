@@ -296,3 +296,16 @@ def test_deep_images_are_shown_with_their_values(tmp_path, capsys, kind, text):
     assert f"values        {name} in 1: 0 to 3998\n" in said and text in said
     found = look(tmp_path / "images", tmp_path, capsys, images=2)
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
+
+
+def test_hidden_patches_are_grey(folder):
+    """Those of the same crops without masks, in the mean colour."""
+    masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
+    recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
+    source = build_source("folder", str(folder), "train", False)
+    for plain, hidden in zip(*(look_data._seen(source, recipe) for recipe in recipes), strict=True):
+        for number, (a, b) in enumerate(zip(plain.crops, hidden.crops, strict=True)):
+            changed = np.any(np.array(a) != np.array(b), axis=2)
+            assert changed.any() == (number < 2)
+            assert (np.array(b)[changed] == [124, 116, 104]).all()
+    assert look_data._title(recipes[1]).endswith("masks dinov2") and "masks" not in look_data._title(recipes[0])

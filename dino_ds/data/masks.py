@@ -1,0 +1,145 @@
+"""Which patches of a crop are hidden from the student: blocks of random shape, from one seed a crop.
+
+Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. How ours relates to it:
+there exactly half of a batch's crops are masked, and their ratios are dealt to equal bins between the smallest and the
+largest. Here each crop is masked with a probability, and draws its ratio from the whole range: its mask follows from
+(seed, epoch, index of the image, number of the crop) and depends on no rank, loader process, micro-batch or
+accumulation. The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins,
+which a large batch makes narrow); what varies from batch to batch is how many crops are masked (by sqrt(crops) / 2 at
+a probability of a half), and none may be.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_ds.config.crops import CropGroup, Masks
+from dino_ds.hashing import crop_seed
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
+
+_LOG_ASPECT = math.log(1 / 0.3)
+_MIN_AREA = 4
+"""Patches of a block, where as many are still to be hidden."""
+_TRIES = 10
+"""For one block, before a mask is left as it is."""
+
+
+@dataclass(frozen=True)
+class MaskOptions:
+    """The masks of one group of crops.
+
+    A crop is masked with probability `share`; int(patches * ratio) of its patches are to be hidden, the ratio drawn
+    evenly from the range `ratio`. law "dinov2": by blocks, which may leave some out; "dinov3": what they leave out is
+    made up by single patches at random. grid: (rows, columns) of a crop's patches.
+    """
+
+    law: Literal["dinov2", "dinov3"]
+    share: float
+    ratio: tuple[float, float]
+    grid: tuple[int, int]
+
+    @staticmethod
+    def of(recipe: Recipe) -> dict[str, MaskOptions]:
+        """By name those of a recipe's masked groups. Raises ConfigError for a backbone that is not known yet."""
+        crops = recipe.crops
+        if crops.mask == "none":
+            return {}
+        stride = recipe.model.spec().stride
+        sides = {group.name: group.size // stride for group in crops.groups if group.masked}
+        return {
+            name: MaskOptions(crops.mask, crops.mask_share, crops.mask_ratio, (side, side))
+            for name, side in sides.items()
+        }
+
+
+def mask_seed(seed: int, number: int) -> int:
+    """The seed of the mask of a crop: `seed` is that of its image's crops, `number` its place among all of them."""
+    return crop_seed(seed, -1, number)  # -1: the crops' own stream is that of `seed` itself
+
+
+def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
+    """Which patches of a crop are hidden: (rows * columns,) bool, row by row. The seed alone decides."""
+    rng = random.Random(seed)
+    mask = np.zeros(options.grid, dtype=bool)
+    flat = mask.reshape(-1)
+    if rng.random() >= options.share:
+        return flat
+    missing = int(mask.size * rng.uniform(*options.ratio))
+    # The reference's largest block is half of the crop by `0.5 * side // patch * side // patch`, which halves the
+    # number of rows and rounds down: 18 x 37 patches of 37 x 37. Kept, so that its law is ours on odd grids too.
+    largest = options.grid[0] // 2 * options.grid[1]
+    while missing and (added := add_block(mask, min(missing, largest), rng)):
+        missing -= added
+    if missing and options.law == "dinov3":
+        flat[rng.sample(np.flatnonzero(~flat).tolist(), missing)] = True
+    return flat
+
+
+def add_block(mask: np.ndarray, most: float, rng: random.Random) -> int:
+    """Hide one more block of `mask` (rows, columns), at most `most` new patches, and count them; 0: none was found.
+
+    Its area is drawn evenly between 4 and `most`, its height / width log-evenly between .3 and 1 / .3. It is smaller
+    than the crop both ways, and may overlap others if it hides at least one patch more.
+    """
+    rows, columns = mask.shape
+    for _ in range(_TRIES):
+        area = rng.uniform(_MIN_AREA, most)
+        aspect = math.exp(rng.uniform(-_LOG_ASPECT, _LOG_ASPECT))
+        height, width = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if height < rows and width < columns:
+            top, left = rng.randint(0, rows - height), rng.randint(0, columns - width)
+            block = mask[top : top + height, left : left + width]
+            added = height * width - int(np.count_nonzero(block))
+            if 0 < added <= most:
+                block[:] = True
+                return added
+    return 0
+
+
+def with_rows(mask: Tensor) -> dict[str, Tensor]:
+    """The masks of v * b crops (v * b, n) bool, on the host, as an entry of `Masks`."""
+    rows = mask.flatten().nonzero().squeeze(1)
+    return {"mask": mask, "rows": rows, "weights": 1 / mask.sum(1)[rows // mask.shape[1]].float()}
+
+
+def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], seeds: Sequence[int]) -> Masks:
+    """The masks of a micro-batch on the host. masks: by name of the masked groups; seeds: of each image's crops."""
+    drawn, first = {}, 0
+    for group in groups:
+        if options := masks.get(group.name):
+            numbers = range(first, first + group.count)
+            flat = [draw_mask(options, mask_seed(seed, number)) for number in numbers for seed in seeds]
+            drawn[group.name] = with_rows(torch.from_numpy(np.stack(flat)))
+        first += group.count
+    return drawn
+
+
+def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
+    """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
+
+    Hidden patches are 0: of the images' mean colour, a grey.
+    """
+    shown = []
+    for name, group in crops.items():
+        hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None
+        for number, crop in enumerate(group):
+            crop = crop[:images]
+            shown.append(crop if hidden is None else crop.masked_fill(_pixels(hidden[number, :images], crop), 0))
+    return shown
+
+
+def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
+    """(b, n) -> (b, 1, h, w), which pixels of square `crops` (b, c, h, w) lie in hidden patches."""
+    side = math.isqrt(mask.shape[1])
+    stride = crops.shape[-1] // side
+    return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)
