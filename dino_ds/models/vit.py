@@ -8,7 +8,8 @@ Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialisation and position 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,13 @@ class VisionTransformer(Backbone):
     def segments(self) -> Sequence[nn.Module]:
         return list(self.blocks)
 
-    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        patches: Sequence[str] = (),
+        masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
         """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
         each = [crop for group in crops.values() for crop in group]
         draws = None
