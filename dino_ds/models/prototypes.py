@@ -111,7 +111,8 @@ class Prototypes(nn.Module):
             rows = F.normalize(z.float(), dim=-1)
             if comparison is None:
                 return Logits(rows, self.weight.float(), _scale(self.weight, self.lengths)[0], low)
-            return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, (comparison, self.frozen, low)))
+            how = comparison, self.frozen, low
+            return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, how))
 
 
 def _scale(weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from dino_ds.models.base import Masks
 from dino_ds.models.network import Output, Query
-from dino_ds.models.prototypes import Comparison
+from dino_ds.models.prototypes import Comparison, Logits
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 
@@ -30,7 +30,14 @@ class Needs:
 
     student: tuple[str, ...]
     teachers: Mapping[str, tuple[str, ...]]
-    queries: Mapping[str, Query] = MappingProxyType({})
+    queries: Mapping[str, Query] = field(default_factory=dict)
+
+
+def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
+    """What a teacher's head gives for a query, for each micro-batch of a window."""
+    found = [teachers[teacher][query] for teachers in window]
+    assert all(isinstance(logits, Logits) for logits in found)
+    return cast(list[Logits], found)
 
 
 class Measured(NamedTuple):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dino_ds.config.crops import EMA
 from dino_ds.models.base import CLS, Masks
 from dino_ds.models.network import Query
-from dino_ds.models.prototypes import Compared, Comparison, Logits
-from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term
+from dino_ds.models.prototypes import Compared, Comparison
+from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
 from dino_ds.objectives.centering import Centering
 from dino_ds.schedules import ScheduleValues
 
@@ -35,11 +35,8 @@ class DinoTerm(Term):
         self.entropies = {"teacher_entropy": TargetEntropy(prototypes)}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
-    def targets(
-        self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
-    ) -> list[Comparison]:
-        logits = [teachers[EMA][DINO] for teachers in window]
-        assert all(isinstance(of_batch, Logits) for of_batch in logits)
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
+        logits = teacher_logits(window, EMA, DINO)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
         return [

@@ -11,7 +11,7 @@ from dino_ds.config.crops import EMA
 from dino_ds.models.base import Masks, masked_of
 from dino_ds.models.network import Query
 from dino_ds.models.prototypes import Compared, Comparison
-from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term
+from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
 from dino_ds.objectives.centering import Centering
 from dino_ds.schedules import ScheduleValues
 
@@ -35,10 +35,8 @@ class IbotTerm(Term):
         self.entropies = {"ibot_teacher_entropy": TargetEntropy(prototypes, "ibot_cross_entropy")}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
-    def targets(
-        self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
-    ) -> list[Comparison]:
-        logits = [teachers[EMA][IBOT] for teachers in window]
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
+        logits = teacher_logits(window, EMA, IBOT)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
         return [

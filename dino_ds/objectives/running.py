@@ -35,7 +35,10 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window; without rows it stays."""
+        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window.
+
+        Without rows it stays as it is.
+        """
         moves = (total[-1] > 0) * (1 - self.momentum)
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()

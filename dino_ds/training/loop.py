@@ -122,7 +122,7 @@ class Loop:
             for group in run.recipe.crops.groups
         }
         indices = torch.zeros(micro, dtype=torch.long, device=device)
-        return Inputs(crops, sample_keys(run.recipe.seed, 0, indices), no_masks(run.recipe, micro, device))
+        return Inputs(crops, sample_keys(run.recipe.seed, 0, indices), synthetic_masks(run.recipe, micro, device))
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
@@ -177,7 +177,6 @@ class Loop:
         self._window = []
         if again:
             self._run.state.position = self._window_start
-        self._ahead: list[Batch | None] = []
         self._window_start = self._run.state.position
 
     def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
