@@ -91,7 +91,14 @@ class ViTSpec:
             "num_heads": self.heads,
             "in_chans": self.in_chans,
         }
-        return (name, arguments) if self.timm is None else (self.timm, arguments | {"mlp_ratio": self.mlp_ratio})
+        if self.timm is not None:
+            name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
+        as_named = VITS.get(name)
+        if as_named is None or as_named.layer_scale != self.layer_scale:
+            arguments["init_values"] = self.layer_scale
+        if as_named is None or as_named.registers != self.registers:
+            arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
+        return name, arguments
 
 
 FROM_SOURCE = "from_source"

@@ -77,7 +77,7 @@ class _Bare(Attention):
     def attend(self, qkv: Tensor, packing: Packing) -> Tensor:
         """qkv (tokens, 3d) -> (tokens, d)."""
         attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        return attend((qkv,), packing)
+        return attend((qkv,), packing, packing)
 
 
 class _Case:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dino_ds.models.packing import Packing
+from dino_ds.models.packing import Packing, Selection
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -80,19 +80,20 @@ class Attention(nn.Module):
         self.qkv = QueryKeyValue(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, packing: Packing, cls_only: bool) -> Tensor:
-        """x (tokens, d) -> (tokens, d), or (sequences, d) for the CLS tokens alone."""
-        projected = self.qkv(x, packing.cls if cls_only else None)
+    def forward(self, x: Tensor, packing: Packing, selection: Selection | None = None) -> Tensor:
+        """x (tokens, d) -> (tokens, d), or (rows, d) for the selected ones alone."""
+        projected = self.qkv(x, None if selection is None else selection.rows)
         attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        return self.proj(attend(projected, packing))
+        return self.proj(attend(projected, packing, packing if selection is None else selection.packing))
 
-    def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing) -> Tensor:
+    def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
+        """`packing` of the keys and values, `asking` of the queries."""
         groups = packing.groups
         if len(projected) == 1:
             pieces = _PerSize.apply(projected[0], groups, 3, self.heads)
             triples = [pieces[i : i + 3] for i in range(0, len(pieces), 3)]
         else:
-            queries = _PerSize.apply(projected[0], tuple((sequences, 1) for sequences, _ in groups), 1, self.heads)
+            queries = _PerSize.apply(projected[0], asking.groups, 1, self.heads)
             pieces = _PerSize.apply(projected[1], groups, 2, self.heads)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
         return torch.cat([rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples])
@@ -105,16 +106,13 @@ class Attention(nn.Module):
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         return weights @ v
 
-    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing) -> Tensor:
+    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        cls_only = len(projected) == 2
         q, k, v = (
             part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
         )
-        bounds = packing.bounds
-        q_bounds = torch.arange(len(bounds), device=bounds.device, dtype=torch.int32) if cls_only else bounds
-        out = varlen_attn(q, k, v, q_bounds, bounds, 1 if cls_only else packing.longest, packing.longest)
+        out = varlen_attn(q, k, v, asking.bounds, packing.bounds, asking.longest, packing.longest)
         assert isinstance(out, Tensor)
         return rearrange(out, "t h c -> t (h c)")
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dino_ds.backbones import ViTSpec
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
-from dino_ds.models.packing import Packing
+from dino_ds.models.packing import Packing, Selection
 
 
 class PatchProjection(nn.Conv2d):
@@ -83,28 +83,33 @@ class Block(nn.Module):
         self.mlp = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 
-    def forward(self, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None, cls_only: bool) -> Tensor:
-        """x (tokens, d) -> (tokens, d); with cls_only (sequences, d).
+    def forward(
+        self, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None = None, selection: Selection | None = None
+    ) -> Tensor:
+        """x (tokens, d) -> (tokens, d); with a selection (its rows, d): keys and values come from all tokens.
 
         drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences that
-        each computes at all, or None. With cls_only keys and values come from all tokens, the rest from the CLS token.
+        each computes at all, or None.
         """
         if isinstance(drop, list):
-            return self._forward_kept(x, packing, drop, cls_only)
-        branch = self.ls1(self.attn(self.norm1(x), packing, cls_only))
-        x = (x.index_select(0, packing.cls) if cls_only else x) + (branch if drop is None else branch * drop[0])
+            return self._forward_kept(x, drop, selection)
+        branch = self.ls1(self.attn(self.norm1(x), packing, selection))
+        x = _selected(x, selection) + (branch if drop is None else branch * drop[0])
         branch = self.ls2(self.mlp(self.norm2(x)))
         return x + (branch if drop is None else branch * drop[1])
 
-    def _forward_kept(self, x: Tensor, packing: Packing, kept: list[Kept], cls_only: bool) -> Tensor:
+    def _forward_kept(self, x: Tensor, kept: list[Kept], selection: Selection | None) -> Tensor:
         first, second = kept
-        branch = self.ls1(self.attn(self.norm1(x.index_select(0, first.rows)), first.packing, cls_only))
-        x = _add(x.index_select(0, packing.cls) if cls_only else x, branch, first, cls_only)
-        branch = self.ls2(self.mlp(self.norm2(x.index_select(0, second.sequences if cls_only else second.rows))))
-        return _add(x, branch, second, cls_only)
+        branch = self.ls1(self.attn(self.norm1(x.index_select(0, first.rows)), first.packing, first.selection))
+        x = _add(_selected(x, selection), branch, first)
+        branch = self.ls2(self.mlp(self.norm2(x.index_select(0, second.places))))
+        return _add(x, branch, second)
 
 
-def _add(x: Tensor, branch: Tensor, kept: Kept, cls_only: bool) -> Tensor:
+def _selected(x: Tensor, selection: Selection | None) -> Tensor:
+    return x if selection is None else x.index_select(0, selection.rows)
+
+
+def _add(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
     """x plus the branch of the sequences that have one, made larger by those that have none."""
-    scales = kept.scales[0 if cls_only else 1]
-    return x.index_add(0, kept.sequences if cls_only else kept.rows, (branch * scales).to(x.dtype))
+    return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))

@@ -2,7 +2,8 @@
 
 Whether a crop skips a branch is a hash of (key of the image, view, block, branch): the same on any rank, for any
 micro-batch, after a resume and in the recomputation of a checkpointed block, with no RNG state to save.
-Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino.
+Source of the method: Huang et al. 2016 (arXiv 1603.09382); the rates grow linearly, as in facebookresearch/dino,
+or are all the same, as in facebookresearch/dinov2.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.hashing import mix, shift_right
-from dino_ds.models.packing import Packing
+from dino_ds.models.packing import Packing, Selection
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
@@ -31,15 +32,16 @@ def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
     return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(blocks, 2, -1)
 
 
-def drop_path_scales(draws: Tensor, last_rate: float) -> Tensor:
+def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
     """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
 
-    Rates grow linearly from 0 in the first block to `last_rate` in the last.
+    rates: of the first block and of the last; those between lie on a line.
     """
     # Made on the device: a list of rates would be a copy from the host in every step.
+    first, last = rates
     blocks = len(draws)
-    rate = torch.arange(blocks, device=draws.device, dtype=torch.float64) * (last_rate / max(blocks - 1, 1))
-    rate = rate.view(-1, 1, 1)
+    rate = torch.arange(blocks, device=draws.device, dtype=torch.float64) * ((last - first) / max(blocks - 1, 1))
+    rate = (rate + first).view(-1, 1, 1)
     return ((draws >= rate) / (1 - rate)).float()
 
 
@@ -47,53 +49,71 @@ def drop_path_scales(draws: Tensor, last_rate: float) -> Tensor:
 class Kept:
     """The sequences whose branch is computed at all.
 
-    sequences (k,) in the whole batch; rows: all their tokens there; packing: of those rows; scales: sequences of a size
-    / kept ones, so that the sum over a batch stays what it was, for each kept sequence (k, 1) and each row (rows, 1).
+    rows: all their tokens in the matrix of all sequences; packing: of those rows; selection: of them, where the block
+    gives selected rows alone; places: what the block gives of them, as rows of its result; scales: sequences of a size
+    / kept ones, so that the sum over a batch stays what it was, for each of `places`, (rows, 1).
     """
 
-    sequences: Tensor
     rows: Tensor
     packing: Packing
-    scales: tuple[Tensor, Tensor]
+    selection: Selection | None
+    places: Tensor
+    scales: Tensor
 
 
-def kept_sequences(draws: Tensor, last_rate: float, packing: Packing) -> list[list[Kept]]:
+def kept_sequences(
+    draws: Tensor, rates: tuple[float, float], packing: Packing, selection: Selection | None = None
+) -> list[list[Kept]]:
     """Batched stochastic depth: for each block and branch an exact part of the sequences of each size, 1 - rate.
 
     The others are not computed: the student's blocks cost (1 - mean rate). Not what `drop_path_scales` does: the number
     no longer varies, and who is kept depends on the micro-batch. Those with the largest draws of each size are kept.
-    Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with linear rates.
+    `selection`: the rows that the last block gives, `Packing.first_and_last`.
+    Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with the rates of `drop_path_scales`.
     """
-    sequences, rows, first, start = [], [], 0, 0
-    for count, tokens in packing.groups:
-        order = draws[..., first : first + count].argsort(dim=-1, descending=True)  # of all blocks and branches at once
-        sequences.append(order + first)
-        rows.append(order.unsqueeze(-1) * tokens + torch.arange(start, start + tokens, device=draws.device))
-        first, start = first + count, start + count * tokens
-    blocks = []
+    orders, at = [], 0
+    for count, _ in packing.groups:  # of all blocks and branches at once
+        orders.append(draws[..., at : at + count].argsort(dim=-1, descending=True))
+        at += count
+    rows, last = _rows(orders, packing), len(draws) - 1
+    places = rows if selection is None else _rows([order[-1:] for order in orders], selection.packing)
+    blocks: list[list[Kept]] = []
     for block in range(len(draws)):
-        rate = block * last_rate / max(len(draws) - 1, 1)
+        rate = rates[0] + block * (rates[1] - rates[0]) / max(last, 1)
         counts = [max(1, round(count * (1 - rate))) for count, _ in packing.groups]
-        own = Packing.of([(kept, n) for kept, (_, n) in zip(counts, packing.groups, strict=True)], draws.device)
-        scales = _scales(packing, own, draws, False), _scales(packing, own, draws, True)
-        blocks.append(
-            [
-                Kept(
-                    torch.cat([whole[block, branch, :kept] for whole, kept in zip(sequences, counts, strict=True)]),
-                    torch.cat(
-                        [whole[block, branch, :kept].flatten() for whole, kept in zip(rows, counts, strict=True)]
-                    ),
-                    own,
-                    scales,
-                )
-                for branch in range(2)
-            ]
-        )
+        own, chosen = _fewer(packing, counts), None
+        if selection is not None and block == last:
+            chosen = own.first_and_last([tokens for _, tokens in selection.packing.groups])
+        scales = _scales(packing, own if chosen is None else chosen.packing, draws)
+        blocks.append([])
+        for branch in range(2):
+            read = _first(rows, block, branch, counts)
+            given = read if chosen is None else _first(places, -1, branch, counts)
+            blocks[-1].append(Kept(read, own, chosen, given, scales))
     return blocks
 
 
-def _scales(whole: Packing, kept: Packing, like: Tensor, by_row: bool) -> Tensor:
-    """Sequences of a size / kept ones, for each kept sequence or row, (n, 1) FP32."""
+def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
+    """By size, sequences in an order (..., sequences) -> the rows of their tokens (..., sequences, tokens)."""
+    rows, start = [], 0
+    for order, (count, tokens) in zip(orders, packing.groups, strict=True):
+        rows.append(order.unsqueeze(-1) * tokens + torch.arange(start, start + tokens, device=order.device))
+        start += count * tokens
+    return rows
+
+
+def _first(rows: list[Tensor], block: int, branch: int, counts: list[int]) -> Tensor:
+    """The rows of the first `counts` sequences of each size."""
+    return torch.cat([whole[block, branch, :kept].flatten() for whole, kept in zip(rows, counts, strict=True)])
+
+
+def _fewer(packing: Packing, counts: list[int]) -> Packing:
+    pairs = zip(counts, packing.groups, strict=True)
+    return Packing.of([(kept, tokens) for kept, (_, tokens) in pairs], packing.bounds.device)
+
+
+def _scales(whole: Packing, kept: Packing, like: Tensor) -> Tensor:
+    """Sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
     pairs = zip(whole.groups, kept.groups, strict=True)
-    rows = [((n * tokens if by_row else n, 1), count / n) for (count, tokens), (n, _) in pairs]
+    rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in pairs]
     return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,19 @@ class Packing:
         """(sequences,) the row of every sequence's CLS token."""
         return self.bounds[:-1]
 
+    def first_and_last(self, kept: Sequence[int]) -> Selection:
+        """Of each sequence its first token and its last ones, `kept` of them by size: 1 is the CLS token alone."""
+        parts, first, device = [], 0, self.bounds.device
+        for (sequences, tokens), own in zip(self.groups, kept, strict=True):
+            starts = self.bounds[first : first + sequences].unsqueeze(1)
+            columns = torch.arange(tokens - own, tokens, dtype=torch.int32, device=device)
+            columns[:1] = 0
+            parts.append((starts + columns).flatten())
+            first += sequences
+        return Selection(
+            torch.cat(parts), Packing.of([(s, k) for (s, _), k in zip(self.groups, kept, strict=True)], device)
+        )
+
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
@@ -47,3 +61,14 @@ class Packing:
             parts.append(own.unsqueeze(1).expand(-1, tokens).flatten())
             first += sequences
         return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows of a packed matrix for which a block is computed to its end; the others are keys and values alone.
+
+    rows (r,) int32 in the matrix; packing: of the r rows.
+    """
+
+    rows: Tensor
+    packing: Packing

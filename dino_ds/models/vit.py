@@ -7,8 +7,11 @@ Source: Dosovitskiy et al. 2021 (arXiv 2010.11929); initialisation and position 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
-from dino_ds.models.packing import Packing
+from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.weights import init_weights
 
@@ -37,6 +40,7 @@ class VisionTransformer(Backbone):
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
         positions = self.grid**2 + (0 if arch.registers else 1)
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
+        self.mask_token = nn.Parameter(torch.zeros(1, arch.width)) if options.mask_token else None
         attention, kernel = options.attention, options.attention_backend
         self.blocks = nn.ModuleList(Block(arch, attention, kernel) for _ in range(arch.depth))
         self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
@@ -47,47 +51,53 @@ class VisionTransformer(Backbone):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         if self.reg_token is not None:
             nn.init.normal_(self.reg_token, std=1e-6)
+        if self.mask_token is not None:
+            nn.init.zeros_(self.mask_token)
 
     def segments(self) -> Sequence[nn.Module]:
         return list(self.blocks)
 
-    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        patches: Sequence[str] = (),
+        masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
         """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
-        each = [crop for group in crops.values() for crop in group]
+        runs = _adjacent_sizes(crops)
+        batches = [self._batch(crops, names, patches, masks) for names in runs]
         draws = None
         if drop_keys is not None and self.options.drop_path > 0:
-            draws = drop_path_draws(drop_keys, len(each), self.arch.depth)
-        sizes = _adjacent_sizes(each)
-        batches = [each[start:stop] for start, stop in sizes]
-        cls_only = self.options.cls_only_last_block and not patches
+            draws = drop_path_draws(drop_keys, sum(len(group) for group in crops.values()), self.arch.depth)
         if self.options.packed:
-            outputs = [self._features(batches, draws, cls_only, bool(patches))]
+            found = self._features(batches, draws)
         else:
-            images = each[0].shape[0]
-            cut = [None if draws is None else draws[:, :, a * images : b * images] for a, b in sizes]
-            outputs = [
-                self._features([batch], own, cls_only, bool(patches)) for batch, own in zip(batches, cut, strict=True)
-            ]
-        found = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return self._by_name(found, crops, patches) if patches else {CLS: found}
+            sizes = [len(batch.images) for batch in batches]
+            cut = [None] * len(runs) if draws is None else draws.split(sizes, dim=-1)
+            found = torch.cat([self._features([batch], own) for batch, own in zip(batches, cut, strict=True)])
+        if not patches:
+            return {CLS: found}
+        kept = {name: batch.kept for names, batch in zip(runs, batches, strict=True) for name in names}
+        return _by_name(found, crops, patches, kept)
 
-    def _by_name(self, tokens: Tensor, crops: Crops, patches: Sequence[str]) -> dict[str, Tensor]:
-        """All tokens of all crops (tokens, d) -> CLS features and the patch features of the groups `patches`."""
-        found: dict[str, Tensor] = {}
-        cls: list[Tensor] = []
-        for name, group in crops.items():
-            rows = sum(crop.shape[0] for crop in group)
-            n = 1 + self.arch.registers + _patches(group[0], self.arch.patch_size)
-            own, tokens = tokens[: rows * n].view(rows, n, -1), tokens[rows * n :]
-            cls.append(own[:, 0])
-            if name in patches:
-                found[patches_of(name)] = own[:, 1 + self.arch.registers :]
-        return {CLS: torch.cat(cls), **found}
+    def _batch(self, crops: Crops, names: Sequence[str], patches: Sequence[str], masks: Mapping[str, Tensor]) -> _Batch:
+        """The crops of the groups `names`, which have one size. Patches are computed for all of them or none."""
+        images = torch.cat([crop for name in names for crop in crops[name]])
+        grid = [side // self.arch.patch_size for side in images.shape[-2:]]
+        kept = 1 + math.prod(grid) if any(name in patches for name in names) else 1
+        if not any(name in masks for name in names):
+            return _Batch(images, None, kept)
+        rows = {name: sum(len(crop) for crop in crops[name]) for name in names}
+        hidden = [
+            masks[name] if name in masks else images.new_zeros(rows[name], math.prod(grid), dtype=torch.bool)
+            for name in names
+        ]
+        return _Batch(images, torch.cat(hidden), kept)
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
-        x = self._features([[images]], None, cls_only=False, all_tokens=True)
-        return x.view(images.shape[0], -1, self.arch.width)
+        return self.last_tokens(images, 1)[0]
 
     def last_tokens(self, images: Tensor, blocks: int) -> list[Tensor]:
         """Images (b, c, h, w) -> all tokens after each of the last `blocks` blocks and the final norm, each (b, n, d).
@@ -98,7 +108,7 @@ class VisionTransformer(Backbone):
         packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
         flat, kept = x.flatten(0, 1), []
         for i, block in enumerate(self.blocks):
-            flat = block(flat, packing, None, False)
+            flat = block(flat, packing)
             if i >= len(self.blocks) - blocks:
                 kept.append(self.norm(flat).view_as(x))
         return kept
@@ -113,7 +123,7 @@ class VisionTransformer(Backbone):
         packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
         flat = x.flatten(0, 1)
         for block in self.blocks[:-1]:
-            flat = block(flat, packing, None, False)
+            flat = block(flat, packing)
         last = self.blocks[-1]
         assert isinstance(last, Block)
         (projected,) = last.attn.qkv(last.norm1(flat))
@@ -121,38 +131,49 @@ class VisionTransformer(Backbone):
         q = q[:, :, :1] if cls_only else q
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
-    def _features(
-        self, groups: list[list[Tensor]], draws: Tensor | None, cls_only: bool, all_tokens: bool = False
-    ) -> Tensor:
-        sequences = [self._embed(torch.cat(group)) for group in groups]
+    def _features(self, batches: Sequence[_Batch], draws: Tensor | None) -> Tensor:
+        """Of each sequence the CLS token and the last tokens, `kept` of them, after the final norm: (rows, d)."""
+        sequences = [self._embed(batch.images, batch.mask) for batch in batches]
         packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
+        kept = [batch.kept for batch in batches]
+        wanted = None if kept == [tokens for _, tokens in packing.groups] else packing.first_and_last(kept)
+        selection = wanted if self.options.cls_only_last_block else None
         x = torch.cat([s.flatten(0, 1) for s in sequences])
-        drop = self._drop(draws, packing, x.dtype, cls_only)
+        drop = self._drop(draws, packing, x.dtype, selection)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            x = self.run_segment(i, block, x, packing, None if drop is None else drop[i], cls_only and i == last)
-        if not cls_only and not all_tokens:
-            x = x.index_select(0, packing.cls)
+            own = None if drop is None else drop[i]
+            x = self.run_segment(i, block, x, packing, own, selection if i == last else None)
+        if wanted is not None and selection is None:
+            x = x.index_select(0, wanted.rows)
         return self.norm(x)
 
     def _drop(
-        self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, cls_only: bool
+        self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
     ) -> list[Tensor] | list[list[Kept]] | None:
-        """What each block drops: `draws` as of `drop_path_draws`; `cls_only` that the last one has only CLS rows."""
+        """What each block drops: `draws` as of `drop_path_draws`; `selection` the rows that the last one gives."""
         if draws is None:
             return None
+        last = self.options.drop_path
+        rates = (last if self.options.drop_path_growth == "uniform" else 0.0, last)
         if self.options.stochastic_depth == "batched":
-            return kept_sequences(draws, self.options.drop_path, packing)
-        scales = drop_path_scales(draws, self.options.drop_path).to(dtype).unsqueeze(-1)
+            return kept_sequences(draws, rates, packing, selection)
+        scales = drop_path_scales(draws, rates).to(dtype).unsqueeze(-1)
         blocks = [*scales[:, :, packing.sequence_of_token()]]
-        return [*blocks[:-1], scales[-1]] if cls_only else blocks
+        return blocks if selection is None else [*blocks[:-1], scales[-1][:, selection.packing.sequence_of_token()]]
 
-    def _embed(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> tokens with positions (b, n, d)."""
-        patches = self.patch_embed(images)
+    def _embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Images (b, c, h, w), hidden patches (b, n) bool or None -> tokens with positions (b, tokens, d)."""
+        patches: Tensor = self.patch_embed(images)
+        cls = self.cls_token.expand(images.shape[0], -1, -1)
+        if mask is not None:
+            assert self.mask_token is not None
+            patches = torch.where(mask.unsqueeze(-1), self.mask_token.to(patches.dtype), patches)
+        elif self.mask_token is not None:
+            # Zero: ZeRO 3 would repeat an old gradient for a parameter that gets none.
+            cls = cls + 0 * self.mask_token
         size = self.arch.patch_size
         positions = self._positions(images.shape[-2] // size, images.shape[-1] // size)
-        cls = self.cls_token.expand(images.shape[0], -1, -1)
         if self.reg_token is None:
             return torch.cat((cls, patches), dim=1) + positions
         registers = self.reg_token.expand(images.shape[0], -1, -1)
@@ -174,11 +195,29 @@ class VisionTransformer(Backbone):
         return self._matrices[key]
 
 
-def _adjacent_sizes(crops: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of each run of crops of one size."""
-    bounds = [i for i, crop in enumerate(crops) if i == 0 or crop.shape[-2:] != crops[i - 1].shape[-2:]]
-    return list(zip(bounds, [*bounds[1:], len(crops)], strict=True))
+@dataclass(frozen=True)
+class _Batch:
+    """Crops of one size: images (b, c, h, w), hidden patches (b, n) bool or None, tokens to give of each."""
+
+    images: Tensor
+    mask: Tensor | None
+    kept: int
 
 
-def _patches(crop: Tensor, size: int) -> int:
-    return (crop.shape[-2] // size) * (crop.shape[-1] // size)
+def _adjacent_sizes(crops: Crops) -> list[list[str]]:
+    """The names of groups whose crops have one size and lie side by side."""
+    sizes = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
+    return [list(names) for _, names in sizes]
+
+
+def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping[str, int]) -> dict[str, Tensor]:
+    """The rows that `_features` gives, `kept` for each crop of a group -> features by name."""
+    rows = [sum(len(crop) for crop in group) for group in crops.values()]
+    parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
+    found, cls = {}, []
+    for name, b, own in zip(crops, rows, parts, strict=True):
+        first, others = own.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
+        cls.append(first.squeeze(1))
+        if name in patches:
+            found[patches_of(name)] = others
+    return {CLS: torch.cat(cls), **found}

@@ -123,7 +123,7 @@ class TestBatchedStochasticDepth:
         options = {"drop_path": 0.6, "packed": packed, "cls_only_last_block": cls_only}
         ours = _outputs_and_gradients(_model(arch, stochastic_depth="batched", **options), keys)
 
-        def masks(draws, last_rate):
+        def masks(draws, rates):
             """(blocks, 2, sequences) scales of the same decisions, for the groups that these sequences form."""
             images, scales = 5, torch.zeros(draws.shape)
             sizes = [2 * images, 3 * images] if packed else [draws.shape[-1]]
@@ -131,7 +131,7 @@ class TestBatchedStochasticDepth:
                 for branch in range(2):
                     at = 0
                     for size in sizes:
-                        kept = max(1, round(size * (1 - block * last_rate / 3)))
+                        kept = max(1, round(size * (1 - block * rates[1] / 3)))
                         order = draws[block, branch, at : at + size].argsort(descending=True)[:kept] + at
                         scales[block, branch, order] = size / kept
                         at += size
@@ -143,14 +143,19 @@ class TestBatchedStochasticDepth:
 
     def test_computes_an_exact_part_of_each_size(self):
         packing = Packing.of([(8, 17), (24, 5)], torch.device("cpu"))
-        kept = kept_sequences(drop_path_draws(sample_keys(0, 0, torch.arange(8)), 4, 3), 0.5, packing)
+        draws = drop_path_draws(sample_keys(0, 0, torch.arange(8)), 4, 3)
+        kept = kept_sequences(draws, (0.0, 0.5), packing, packing.first_and_last([17, 1]))
         assert [block[0].packing.groups for block in kept] == [
             ((8, 17), (24, 5)),
             ((6, 17), (18, 5)),
             ((4, 17), (12, 5)),
         ]
-        assert torch.equal(packing.cls[kept[1][0].sequences], kept[1][0].rows[kept[1][0].packing.cls])
-        assert not torch.equal(kept[1][0].sequences, kept[1][1].sequences)
+        assert not torch.equal(kept[1][0].rows, kept[1][1].rows)
+        read, last = kept[2]
+        large, small = read.rows[: 4 * 17], read.rows[4 * 17 :].view(12, 5)
+        assert torch.equal(read.places, torch.cat((large, 8 * 17 + (small[:, 0] - 8 * 17) // 5)))
+        assert torch.equal(read.rows[read.selection.rows], torch.cat((large, small[:, 0])))
+        assert not torch.equal(read.places, last.places)
 
     def test_is_not_used_in_evaluation(self):
         batched, crops = _model(drop_path=0.6, stochastic_depth="batched"), by_group(_views())

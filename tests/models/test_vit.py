@@ -160,7 +160,7 @@ def test_patches_are_embedded_as_by_a_convolution(channels, side, size):
 
 
 def _scales(keys, views, blocks, last_rate):
-    return drop_path_scales(drop_path_draws(keys, views, blocks), last_rate)
+    return drop_path_scales(drop_path_draws(keys, views, blocks), (0.0, last_rate))
 
 
 class TestStochasticDepth:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -75,7 +76,13 @@ class ToyBackbone(Backbone):
     def segments(self) -> Sequence[nn.Module]:
         return [self.mix]
 
-    def forward(self, crops: Crops, drop_keys: Tensor | None = None, patches: Sequence[str] = ()) -> dict[str, Tensor]:
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        patches: Sequence[str] = (),
+        masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
         cls, found = [], {}
         for name, group in crops.items():
             means = nn.functional.avg_pool2d(torch.cat(list(group)), self.spec.stride)
