@@ -158,7 +158,8 @@ class InitialWeights:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._resized: list[str] = []
-        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        anew = {f"backbone.{name}" for name in network.backbone.training_only}
+        own = {name: tuple(p.shape) for name, p in network.named_parameters() if name not in anew}
         self._head = {f"head.{name}": t for name, t in weights.head.items()}
         self._head_note = self._fit_head(own)
         backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
