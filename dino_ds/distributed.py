@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from dino_ds.errors import ConfigError, UserError
 
@@ -49,6 +50,35 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     if world_size() > 1:
         dist.all_reduce(values)
     return values
+
+
+def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The element-wise maximum over all ranks, in place; every rank must call it."""
+    if world_size() > 1:
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values
+
+
+class GatherRows(torch.autograd.Function):
+    """(v, n, d) of every rank, n the same -> (v, ranks * n, d), ranks in order; every rank must call it.
+
+    The gradient of a rank's rows is the sum of what all ranks have for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.rows = rows.shape[1]
+        if world_size() == 1:
+            return rows.clone()
+        each = [torch.empty_like(rows) for _ in range(world_size())]
+        dist.all_gather(each, rows.contiguous())
+        return torch.cat(each, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        total = sum_across_ranks(grad_outputs[0].contiguous())
+        return total.narrow(1, rank() * ctx.rows, ctx.rows)
 
 
 def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.models.base import Backbone
+from dino_ds.models.base import CLS, Backbone
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import Network
+from dino_ds.models.network import Network, Query
+from dino_ds.models.prototypes import Compared, Comparison, Logits, _TiledCrossEntropy
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.objectives.centering import RunningCenter
+from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 
 
 def golden_folder() -> Path:
@@ -48,8 +50,32 @@ def dino_loss_by_pairs(student: Tensor, teacher_probs: Tensor, temperature: floa
 def dino_loss(term: DinoTerm, student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Student logits (v * b, k) and teacher logits (2 * b, k) -> the term's loss and the entropy of its targets."""
     schedule: Any = SimpleNamespace(teacher_temp=temperature)
-    loss, scalars = term.loss({HEAD: student}, term.targets({"ema": {HEAD: teacher}}, schedule), schedule)
+    (targets,) = term.targets([{"ema": {DINO: as_logits(teacher)}}], [{}], schedule)
+    loss, scalars = term.loss({DINO: compare(student, targets)}, targets, schedule)
     return loss, scalars["teacher_entropy"]
+
+
+def as_logits(values: Tensor) -> Logits:
+    """(n, k) as a head would give them: the prototypes are the axes."""
+    k = values.shape[1]
+    return Logits(values, torch.eye(k), torch.ones(k))
+
+
+def product(logits: Logits) -> Tensor:
+    """(n, k) the logits multiplied out, with their gradient."""
+    return logits.rows @ logits.weight.t() * logits.scale
+
+
+def compare(student: Tensor, comparison: Comparison) -> Compared:
+    """What a head with the axes as prototypes makes of the student's logits (v * n, k)."""
+    axes = torch.eye(student.shape[1])
+    return Compared(*_TiledCrossEntropy.apply(student, axes, None, (comparison, False, False)))
+
+
+def centered(prototypes: int, student_temp: float, center_momentum: float, teacher_crops: int = 2) -> DinoTerm:
+    """DINO's term of 2021, its running mean called "center"."""
+    center = RunningCenter("center", prototypes, center_momentum)
+    return DinoTerm(prototypes, student_temp, center, teacher_crops)
 
 
 def by_group(crops: list[Tensor]) -> dict[str, list[Tensor]]:
@@ -59,7 +85,7 @@ def by_group(crops: list[Tensor]) -> dict[str, list[Tensor]]:
 
 def dino_network(backbone: Backbone, head: DinoHead) -> Network:
     """With DINO's head alone."""
-    return Network(backbone, {HEAD: head})
+    return Network(backbone, {HEAD: head}, {DINO: Query(HEAD, CLS)})
 
 
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

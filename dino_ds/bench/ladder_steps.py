@@ -22,14 +22,13 @@ from dino_ds.measure.trial import (
     begin_training,
     build_trial,
     resolve,
-    synthetic_crops,
-    synthetic_keys,
+    synthetic_inputs,
 )
 from dino_ds.objectives.base import Objective
-from dino_ds.objectives.dino import DinoTerm
+from dino_ds.objectives.dino import DINO
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
-from dino_ds.training.build import build_network, build_schedules
+from dino_ds.training.build import build_network, build_objective, build_schedules
 from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
@@ -45,8 +44,7 @@ class LadderStep:
     name: str
     exact: bool = True
     performance: PerformanceOptions = _PLAIN
-    efficient_prototypes: bool = False
-    minimal_loss: bool = False
+    tiled_loss: bool = False
     fused_adamw: bool = False
     one_pass_ema: bool = False
     engine: bool = False
@@ -70,8 +68,7 @@ def all_steps() -> list[LadderStep]:
     add("SDPA", performance=with_option(attention="sdpa"))
     add("packed crops", performance=with_option(packed=True))
     add("CLS-only last block", performance=with_option(cls_only_last_block=True))
-    add("minimal-pass loss", minimal_loss=True)
-    add("memory-efficient prototypes", efficient_prototypes=True)
+    add("prototypes and loss in tiles", tiled_loss=True)
     add("fused AdamW", fused_adamw=True)
     add("one-pass EMA", one_pass_ema=True)
     add("DeepSpeed engine", engine=True)
@@ -137,22 +134,21 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
     built = build_plain_step(recipe, step)
     begin_training(built)
-    return Trial(built, 1, synthetic_crops(recipe, batch, device()), synthetic_keys(recipe, batch, device()))
+    return Trial(built, 1, synthetic_inputs(recipe, batch, device()))
 
 
 def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     """A training step without an engine: FP32, one process."""
     network = build_network(recipe, step.performance)
-    if not step.efficient_prototypes:
+    objective, how = build_objective(recipe, device()), recipe.objective
+    if not step.tiled_loss:
         normalise_prototypes(network)
-    copied, head, objective = copy.deepcopy(network).to(device()), recipe.head, recipe.objective
+        objective = Objective({DINO: PairwiseTerm(recipe.head.prototypes, how.student_temp, how.center_momentum)})
+    copied = copy.deepcopy(network).to(device())
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
     teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
-    dino = (DinoTerm if step.minimal_loss else PairwiseTerm)(
-        head.prototypes, objective.student_temp, objective.center_momentum, device=device()
-    )
     teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
-    return TrainingStep(engine, teachers, Objective({"dino": dino}), build_schedules(recipe, EPOCH_STEPS), groups)
+    return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 
 
 def _ds_config(step: LadderStep) -> dict[str, Any]:

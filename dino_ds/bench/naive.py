@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,43 +15,58 @@ from torch import Tensor
 
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import parameter_groups
-from dino_ds.models.base import Crops
-from dino_ds.models.head import Prototypes
-from dino_ds.models.network import Network
-from dino_ds.objectives.base import Measured, Outputs
-from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.models.base import Masks
+from dino_ds.models.network import Network, Output
+from dino_ds.models.prototypes import Prototypes
+from dino_ds.objectives.base import Measured, Outputs, StudentOutputs, Term
+from dino_ds.objectives.dino import DINO, DinoTerm
+from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 from dino_ds.teachers.ema import EmaTeacher
 
 
-class PairwiseTerm(DinoTerm):
-    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy."""
+class PairwiseTerm(Term):
+    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy.
 
-    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> tuple[Tensor, Tensor]:
-        logits = teachers["ema"][HEAD]
+    For a network with `NormalisedPrototypes`.
+    """
+
+    needs = DinoTerm.needs
+    scalars = DinoTerm.scalars
+
+    def __init__(self, prototypes: int, student_temp: float, center_momentum: float, teacher_crops: int = 2) -> None:
+        self.student_temp, self.teacher_crops = student_temp, teacher_crops
+        self.center = RunningMean(prototypes, center_momentum, device())
+        self.statistics = {"center": self.center}
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        return [self._probs(cast(Tensor, teachers["ema"][DINO]), schedule) for teachers in window]
+
+    def _probs(self, logits: Tensor, schedule: ScheduleValues) -> Tensor:
         probs = F.softmax((logits - self.center.value) / schedule.teacher_temp, dim=-1)
         self.center.gather(logits)
-        return probs.view(self.teacher_crops, -1, probs.shape[-1]), probs.new_zeros(())
+        return probs.view(self.teacher_crops, -1, probs.shape[-1])
 
-    def loss(self, student: dict[str, Tensor], targets: tuple[Tensor, Tensor], schedule: ScheduleValues) -> Measured:
-        probs, entropy = targets
-        logits = (student[HEAD] / self.student_temp).split(probs.shape[1])
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        probs = targets
+        logits = (cast(Tensor, student[DINO]) / self.student_temp).split(probs.shape[1])
         losses = [
             torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean()
             for t, target in enumerate(probs)
             for s, crop in enumerate(logits)
             if s != t
         ]
-        return Measured(torch.stack(losses).mean(), {"teacher_entropy": entropy})
+        return Measured(torch.stack(losses).mean(), {"teacher_entropy": probs.new_zeros(())})
 
 
 class NormalisedPrototypes(Prototypes):
-    """Normalises the whole weight in each forward pass, and differentiates through that."""
+    """All logits in one matrix; normalises the whole weight in each forward pass and differentiates through that."""
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, comparison: object = None) -> Tensor:  # type: ignore[override]
         return F.linear(F.normalize(z, dim=-1), F.normalize(self.weight, dim=-1))
 
 
@@ -86,7 +101,8 @@ class PlainEngine:
 
     def __init__(self, network: Network, recipe: Recipe, clipping: float, fused: bool, device: torch.device) -> None:
         self.device = device
-        self.config = SimpleNamespace(performance=PerformanceOptions())  # a step asks what is compiled: nothing
+        # What a step asks of it: what is compiled (nothing), and how many micro-batches it has.
+        self.config = SimpleNamespace(performance=PerformanceOptions(), accumulation=1)
         self._network = network.to(device).train()
         self._clipping = clipping
         options = recipe.optimizer
@@ -99,8 +115,8 @@ class PlainEngine:
             foreach=False,
         )
 
-    def __call__(self, crops: Crops, drop_keys: Tensor | None) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self._network(crops, drop_keys)
+    def __call__(self, *inputs: Any) -> dict[str, Output]:
+        outputs: dict[str, Output] = self._network(*inputs)
         return outputs
 
     def backward(self, loss: Tensor) -> None:

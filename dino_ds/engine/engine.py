@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from dino_ds.engine.optimizers import masters_of, norm_in_one_pass
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
 from dino_ds.errors import ConfigError
-from dino_ds.models.base import Crops
-from dino_ds.models.network import Network
+from dino_ds.models.base import Crops, Masks
+from dino_ds.models.network import Network, Output
+from dino_ds.models.prototypes import Comparison
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -93,9 +95,18 @@ class Engine:
     def device(self) -> torch.device:
         return self._engine.device
 
-    def __call__(self, crops: Crops, drop_keys: Tensor | None) -> dict[str, Tensor]:
+    def __call__(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None,
+        masks: Masks = MappingProxyType({}),
+        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+    ) -> dict[str, Output]:
         """As of the network. One call per micro-batch: ZeRO 3 traces it."""
-        outputs: dict[str, Tensor] = self._engine(crops, drop_keys)
+        # Copies: ZeRO 3's hooks write into the dictionaries that they are given.
+        outputs: dict[str, Output] = self._engine(
+            crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons)
+        )
         return outputs
 
     def backward(self, loss: Tensor) -> None:

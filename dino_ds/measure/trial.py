@@ -17,6 +17,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import Position
+from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import fp16_supported
@@ -25,7 +26,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.ranges import named_range
 from dino_ds.training.build import build_prefetcher, build_step
-from dino_ds.training.step import TrainingStep
+from dino_ds.training.step import Inputs, TrainingStep
 
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
@@ -33,26 +34,34 @@ EPOCH_STEPS = 1000
 
 @dataclass
 class Trial:
-    """A step and one micro-batch for it: crops (b, c, h, w) by group on the device, keys (b,) for stochastic depth."""
+    """A step and one micro-batch for it, on the device."""
 
     step: TrainingStep
     accumulation: int
-    crops: dict[str, list[Tensor]]
-    keys: Tensor
+    inputs: Inputs
 
     def run(self) -> Tensor:
         """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
-        losses = [self.step.micro_batch(self.crops, self.keys).loss for _ in range(self.accumulation)]
+        self.begin()
+        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
+
+    def begin(self) -> None:
+        """Before the micro-batches of a step: what needs all of them."""
+        if self.step.window > 1:
+            self.step.prepare([self.inputs] * self.step.window)
 
 
 def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
     """Take one optimizer step on real images; the wait for them is the part "data"."""
-    for _ in range(trial.accumulation):
+    step = trial.step
+    for _ in range(trial.accumulation // step.window):
         with named_range("data"):
-            batch = next(prefetcher)
-        keys = sample_keys(seed, batch.epoch, batch.indices)
-        trial.step.micro_batch(batch.crops, keys, prefetcher.prefetch)
+            batches = [next(prefetcher) for _ in range(step.window)]
+        window = [Inputs(b.crops, sample_keys(seed, b.epoch, b.indices), b.masks) for b in batches]
+        step.prepare(window)
+        for inputs in window:
+            step.micro_batch(inputs, prefetcher.prefetch)
 
 
 def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
@@ -86,8 +95,7 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
     """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
     step = build_step(recipe, config, EPOCH_STEPS)
     begin_training(step)
-    crops = synthetic_crops(recipe, config.micro_batch, step.engine.device)
-    return Trial(step, config.accumulation, crops, synthetic_keys(recipe, config.micro_batch, step.engine.device))
+    return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
 
 
 def begin_training(step: TrainingStep) -> None:
@@ -96,8 +104,15 @@ def begin_training(step: TrainingStep) -> None:
     step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
 
 
-def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
-    """Normal noise as the recipe's crops (images, c, h, w) FP32 by group; other noise on each rank."""
+def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
+    """A micro-batch of noise, with masks as the recipe draws them; other ones on each rank."""
+    first = distributed.rank() * images
+    keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
+    return Inputs(_crops(recipe, images, device), keys, synthetic_masks(recipe, images, device))
+
+
+def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
+    """Normal noise as the recipe's crops (images, c, h, w) FP32 by group."""
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     channels = recipe.model.in_chans
     return {
@@ -107,12 +122,6 @@ def synthetic_crops(recipe: Recipe, images: int, device: torch.device) -> dict[s
         ]
         for group in recipe.crops.groups
     }
-
-
-def synthetic_keys(recipe: Recipe, images: int, device: torch.device) -> Tensor:
-    """Keys (images,) int64 for stochastic depth."""
-    first = distributed.rank() * images
-    return sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
 
 
 def free_memory() -> None:

@@ -16,12 +16,20 @@ from dino_ds.backbones import BackboneSpec
 
 Crops = Mapping[str, Sequence[Tensor]]
 """What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
+Masks = Mapping[str, Mapping[str, Tensor]]
+"""Of a micro-batch, by group of crops: "mask" (v * b, n) bool, the hidden patches, crop-major; "rows" (m,) int64, their
+places in (v * b * n); "weights" (m,), 1 / hidden patches of the same crop."""
 CLS = "cls"
 
 
 def patches_of(group: str) -> str:
     """The name of the patch features of a crop group among a backbone's features."""
     return f"patches/{group}"
+
+
+def masked_of(group: str) -> str:
+    """The name of the features of the hidden patches of a crop group among those of a network."""
+    return f"masked/{group}"
 
 
 def cls_of(group: str) -> str:

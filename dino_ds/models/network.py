@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.models.base import CLS, Backbone, Crops, cls_of
+from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, masked_of, patches_of
+from dino_ds.models.prototypes import Compared, Comparison, Logits
+
+Output = Tensor | Logits | Compared
+
+
+class Query(NamedTuple):
+    """An output of a network: what `head` gives for a feature."""
+
+    head: str
+    feature: str
 
 
 class Network(nn.Module):
     """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward pass.
 
-    heads: by the name that their parameters and their output have; each says by `reads` which feature it takes.
-    features: the backbone's features that are given as they are, such as "cls", "patches/global", or of "cls" the rows
-    of one group, "cls/global".
+    heads: by the name that their parameters have. queries: by the name of an output the head and its input.
+    features: the features that are given as they are. A feature is one of the backbone's, such as "cls" or
+    "patches/global"; of "cls" the rows of one group, "cls/global"; or of patches those hidden, "masked/global".
     `freezes_backbone`: it will be frozen for a while, and needs parameter groups of its own; `started_from` describes
     the weights that it was given.
     """
@@ -26,6 +37,7 @@ class Network(nn.Module):
         self,
         backbone: Backbone,
         heads: Mapping[str, nn.Module],
+        queries: Mapping[str, Query],
         features: Sequence[str] = (),
         freezes_backbone: bool = False,
     ) -> None:
@@ -33,12 +45,15 @@ class Network(nn.Module):
         self.backbone = backbone
         for name, head in heads.items():
             self.add_module(name, head)
-        self.head_names, self.features = tuple(heads), tuple(features)
-        read = {str(head.reads) for head in heads.values()} | set(features)
-        unknown = [name for name in read if name != CLS and name.partition("/")[0] not in ("cls", "patches")]
-        assert not unknown, f"{unknown[0]} is neither a head nor a feature"
-        self._patches = [name.removeprefix("patches/") for name in sorted(read) if name.startswith("patches/")]
-        self._reads_cls_by_group = any(name.startswith("cls/") for name in read)
+        self.head_names, self.queries, self.features = tuple(heads), dict(queries), tuple(features)
+        read = {query.feature for query in queries.values()} | set(features)
+        kinds = {name: name.partition("/") for name in read}
+        unknown = [name for name, (kind, _, _) in kinds.items() if kind not in ("cls", "patches", "masked")]
+        assert not unknown, f"{unknown[0]} is not a feature"
+        self._masked = sorted(group for kind, _, group in kinds.values() if kind == "masked")
+        own = {group for kind, _, group in kinds.values() if kind == "patches"}
+        self._patches = sorted(own | set(self._masked))
+        self._reads_cls_by_group = any(kind == "cls" and group for kind, _, group in kinds.values())
         self.freezes_backbone, self.started_from = freezes_backbone, ""
         self._backbone_frozen = False
 
@@ -46,19 +61,33 @@ class Network(nn.Module):
         """The heads by name."""
         return {name: getattr(self, name) for name in self.head_names}
 
-    def forward(self, crops: Crops, drop_keys: Tensor | None = None) -> dict[str, Tensor]:
-        """Crops by group; drop_keys (b,) int64 or None -> outputs by name: each head's, and `features`.
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        masks: Masks = MappingProxyType({}),
+        comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+    ) -> dict[str, Output]:
+        """Crops by group; drop_keys (b,) int64 or None -> outputs by name: queries, and `features`.
 
-        Outputs of whole crops are (v * b, ...), crop-major, groups in order.
+        Outputs of whole crops are (v * b, ...), crop-major, groups in order. Where `masks` have no "mask", nothing is
+        hidden. comparisons: by query what its logits are compared with; without it the query gives the logits.
         """
-        found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops])
+        hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
+        found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops], hidden)
         if self._reads_cls_by_group:
             rows = [sum(len(crop) for crop in group) for group in crops.values()]
             found |= {cls_of(name): part for name, part in zip(crops, found[CLS].split(rows), strict=True)}
+        for name in self._masked:
+            if name in crops:
+                found[masked_of(name)] = found[patches_of(name)].flatten(0, 1).index_select(0, masks[name]["rows"])
         if self._backbone_frozen and torch.is_grad_enabled():
             found = {name: _ZeroGrad.apply(feature) for name, feature in found.items()}
-        outputs = {name: head(found[head.reads]) for name, head in self.heads().items() if head.reads in found}
-        return outputs | {name: found[name] for name in self.features if name in found}
+        outputs: dict[str, Output] = {name: found[name] for name in self.features if name in found}
+        for name, query in self.queries.items():
+            if query.feature in found:
+                outputs[name] = getattr(self, query.head)(found[query.feature], comparisons.get(name))
+        return outputs
 
     def freeze_prototypes(self, frozen: bool) -> None:
         for head in self.heads().values():

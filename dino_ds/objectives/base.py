@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from dino_ds.models.base import Masks
+from dino_ds.models.network import Output, Query
+from dino_ds.models.prototypes import Comparison, Logits
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 
-Outputs = Mapping[str, Mapping[str, Tensor]]
-"""By teacher the outputs of its network, by their names; see `dino_ds.models.network.Network`."""
+StudentOutputs = Mapping[str, Output]
+"""The outputs of the student's network, by their names; see `dino_ds.models.network.Network`."""
+Outputs = Mapping[str, Mapping[str, Output]]
+"""By teacher those of its network."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which outputs of the student's network a term reads, and which of each teacher's: names of heads, or features of
-    the backbone as "cls" and "patches/global"."""
+    """Which outputs of the student's network a term reads, and which of each teacher's: names of `queries`, or
+    features as "cls/global" and "patches/global"."""
 
     student: tuple[str, ...]
     teachers: Mapping[str, tuple[str, ...]]
+    queries: Mapping[str, Query] = field(default_factory=dict)
+
+
+def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
+    """What a teacher's head gives for a query, for each micro-batch of a window."""
+    found = [teachers[teacher][query] for teachers in window]
+    assert all(isinstance(logits, Logits) for logits in found)
+    return cast(list[Logits], found)
 
 
 class Measured(NamedTuple):
@@ -32,6 +45,13 @@ class Measured(NamedTuple):
 
     loss: Tensor
     scalars: dict[str, Tensor]
+
+
+class TargetEntropy(NamedTuple):
+    """Of targets over so many prototypes; the scalar that is their cross-entropy, None: the term's own loss."""
+
+    prototypes: int
+    cross_entropy: str | None = None
 
 
 class Entropy(NamedTuple):
@@ -47,29 +67,32 @@ class Entropy(NamedTuple):
 class Term(ABC):
     """One summand of the objective.
 
-    `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets over so many
-    prototypes, their names end in teacher_entropy.
-    `statistics` by their names in checkpoints. No other term may use these names.
+    `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets, their names
+    end in teacher_entropy. `statistics` by their names in checkpoints. No other term may use these names.
+    `whole_step`: targets depend on all micro-batches of a step.
     """
 
     needs: Needs
     scalars: tuple[str, ...] = ()
-    entropies: Mapping[str, int] = MappingProxyType({})
+    entropies: Mapping[str, TargetEntropy] = MappingProxyType({})
     statistics: Mapping[str, RunningMean] = MappingProxyType({})
+    whole_step = False
 
     @abstractmethod
-    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> Any:
-        """What the student is compared with, from the teachers' micro-batch, without gradient; gathers statistics."""
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> Sequence[Any]:
+        """What the student is compared with, for each of the micro-batches of a window: from the teachers' outputs and
+        the masks of each, without gradient; gathers statistics. Targets for a query are `Comparison`s."""
 
     @abstractmethod
-    def loss(self, student: dict[str, Tensor], targets: Any, schedule: ScheduleValues) -> Measured:
-        """The loss of one micro-batch; may be called once for the same outputs, whose memory it may use up."""
+    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
+        """The loss of one micro-batch."""
 
 
 class Objective:
     """The weighted sum of named terms, and the running statistics of all of them.
 
-    With several terms each one's loss is among the scalars as NAME_loss.
+    A term's weight is the schedule's of its name, or that of `weights`, or 1. With several terms each one's loss,
+    unweighted, is among the scalars as NAME_loss.
     """
 
     def __init__(self, terms: Mapping[str, Term], weights: Mapping[str, float] | None = None) -> None:
@@ -88,24 +111,42 @@ class Objective:
     @property
     def entropies(self) -> list[Entropy]:
         """The entropies of all terms."""
-        return [
-            Entropy(scalar, next(iter(self._own(name)), "loss"), scalar.replace("teacher_entropy", "kl"), prototypes)
-            for name, term in self.terms.items()
-            for scalar, prototypes in term.entropies.items()
-        ]
+        found = []
+        for name, term in self.terms.items():
+            own = next(iter(self._own(name)), "loss")
+            for scalar, (prototypes, loss) in term.entropies.items():
+                found.append(Entropy(scalar, loss or own, scalar.replace("teacher_entropy", "kl"), prototypes))
+        return found
 
-    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> dict[str, Any]:
-        """Every term's targets, by its name; their rows join the running statistics of the window."""
-        return {name: term.targets(teachers, schedule) for name, term in self.terms.items()}
+    @property
+    def whole_step(self) -> bool:
+        """Whether targets depend on all micro-batches of a step."""
+        return any(term.whole_step for term in self.terms.values())
 
-    def loss(self, student: dict[str, Tensor], targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
+    @property
+    def queries(self) -> dict[str, Query]:
+        """What the terms ask of heads, by the name of the output."""
+        return {name: query for term in self.terms.values() for name, query in term.needs.queries.items()}
+
+    def targets(
+        self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
+    ) -> list[dict[str, Any]]:
+        """For each micro-batch of a window every term's targets, by its name; their rows join the statistics."""
+        by_term = {name: term.targets(window, masks, schedule) for name, term in self.terms.items()}
+        return [{name: targets[i] for name, targets in by_term.items()} for i in range(len(window))]
+
+    def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
+        """Of the targets of a micro-batch those that heads compare their logits with, by query."""
+        return {q: targets[name] for name, term in self.terms.items() for q in term.needs.queries}
+
+    def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
         """The student's outputs by name -> the weighted sum of the terms, and their scalars."""
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
             loss, own = term.loss(student, targets[name], schedule)
             scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
-            weight = self._weights[name]
+            weight = schedule.weights.get(name, self._weights[name])
             weighted = loss if weight == 1 else weight * loss
             total = weighted if total is None else total + weighted
         assert total is not None, "an objective has at least one term"

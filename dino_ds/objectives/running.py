@@ -21,8 +21,13 @@ class RunningMean:
     @torch.no_grad()
     def gather(self, rows: Tensor) -> None:
         """Rows (n, k) of one micro-batch join the window."""
-        self._pending[:-1] += rows.float().sum(dim=0)
-        self._pending[-1] += rows.shape[0]
+        self.gather_sum(rows.float().sum(dim=0), len(rows))
+
+    @torch.no_grad()
+    def gather_sum(self, total: Tensor, count: int) -> None:
+        """The sum (k,) of `count` rows of one micro-batch joins the window."""
+        self._pending[:-1] += total
+        self._pending[-1] += count
 
     def pending(self) -> Tensor:
         """This rank's window, (k + 1,): the sum of the rows and their number; to be summed over ranks."""
@@ -30,8 +35,12 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window."""
-        self.value.lerp_(total[:-1] / total[-1], 1 - self.momentum)
+        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window.
+
+        Without rows it stays as it is.
+        """
+        moves = (total[-1] > 0) * (1 - self.momentum)
+        self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()
 
     def drop(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.crops import EMA, CropGroup
-from dino_ds.models.base import Backbone, Crops
-from dino_ds.models.network import Network
+from dino_ds.models.base import Backbone, Crops, Masks
+from dino_ds.models.network import Network, Output
 from dino_ds.schedules import ScheduleValues
 
 
@@ -27,10 +27,12 @@ class Teacher:
         self._running = network
 
     @torch.no_grad()
-    def __call__(self, crops: Crops) -> dict[str, Tensor]:
-        """The crops that it sees, by group -> outputs by name, as of the network."""
+    def __call__(self, crops: Crops, masks: Masks) -> dict[str, Output]:
+        """The crops that it sees, by group, and which patches are hidden from the student -> outputs by name, as of
+        the network; nothing is hidden from the teacher."""
+        hidden = {group: {"rows": mask["rows"]} for group, mask in masks.items() if group in crops}
         with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            outputs: dict[str, Tensor] = self._running(crops)
+            outputs: dict[str, Output] = self._running(crops, None, hidden)
             return outputs
 
     def update(self, schedule: ScheduleValues) -> None:
@@ -77,10 +79,10 @@ class Teachers:
         self.exported = self._teachers[exported]
         self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
 
-    def __call__(self, crops: Crops) -> dict[str, dict[str, Tensor]]:
+    def __call__(self, crops: Crops, masks: Masks) -> dict[str, dict[str, Output]]:
         """All crops of a micro-batch by group -> each teacher's outputs for those it sees, by its name."""
         return {
-            name: teacher({group: crops[group] for group in self._groups[name]})
+            name: teacher({group: crops[group] for group in self._groups[name]}, masks)
             for name, teacher in self._teachers.items()
         }
 

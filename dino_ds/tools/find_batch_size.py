@@ -209,7 +209,7 @@ def measure(
     try:
         trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
         # On a GPU training has the next batch there already.
-        ahead = [crop.clone() for crop in all_crops(trial.crops) if crop.is_cuda]
+        ahead = [crop.clone() for crop in all_crops(trial.inputs.crops) if crop.is_cuda]
         windows = [_window_seconds(trial) for _ in range(WARMUP + steps)][WARMUP:]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
@@ -226,8 +226,9 @@ def _window_seconds(trial: Trial) -> tuple[float, float]:
     now = time.process_time if clock_of(where, distributed.world_size() > 1) == "cpu" else time.perf_counter
     synchronize(where)
     times = [now()]
+    trial.begin()
     for _ in range(trial.accumulation):
-        trial.step.micro_batch(trial.crops, trial.keys)
+        trial.step.micro_batch(trial.inputs)
         synchronize(where)
         times.append(now())
     return (times[-2] - times[0]) / max(1, trial.accumulation - 1), times[-1] - times[-2]

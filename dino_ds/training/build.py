@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,6 +11,7 @@ from dino_ds.backbones import BackboneOptions
 from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
@@ -23,10 +24,13 @@ from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import Network
+from dino_ds.models.network import Network, Query
 from dino_ds.models.weights import Placer, init_weights_in_pieces
-from dino_ds.objectives.base import Objective
-from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.objectives.base import Objective, Term
+from dino_ds.objectives.centering import Centering, RunningCenter, SinkhornKnopp
+from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
+from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
+from dino_ds.objectives.koleo import KoLeoTerm
 from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
@@ -40,7 +44,7 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     if config.performance.deterministic:
         use_deterministic_kernels()
     objective = build_objective(recipe, device())
-    network = build_network(recipe, config.performance, Placement(config), objective.student_features())
+    network = build_network(recipe, config.performance, Placement(config), objective)
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
@@ -53,16 +57,17 @@ def build_network(
     recipe: Recipe,
     performance: PerformanceOptions,
     place: Placer = lambda module: None,
-    outputs: Sequence[str] = (HEAD,),
+    objective: Objective | None = None,
 ) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
-    `outputs`: of heads, and features of the backbone, as loss terms need them.
+    It gives what the terms of `objective` need, None: the recipe's.
     Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
     not fit.
     """
-    network = build_meta(recipe, performance, outputs)
+    objective = objective or build_objective(recipe, torch.device("cpu"))
+    network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range)
@@ -76,15 +81,30 @@ def build_network(
 
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:
     """The recipe's loss terms, with new running statistics."""
-    objective = recipe.objective
-    seen = len(teacher_sizes(recipe.crops.groups))
-    dino = DinoTerm(recipe.head.prototypes, objective.student_temp, objective.center_momentum, seen, device)
-    return Objective({"dino": dino})
+    how, crops = recipe.objective, len(teacher_sizes(recipe.crops.groups))
+    own = how.ibot_head == "own"
+    terms: dict[str, Term] = {}
+
+    def centering(name: str, prototypes: int) -> Centering:
+        if how.centering == "sinkhorn":
+            return SinkhornKnopp()
+        return RunningCenter(name, prototypes, how.center_momentum, device)
+
+    if how.dino_weight:
+        prototypes = recipe.head.prototypes
+        terms[DINO] = DinoTerm(prototypes, how.student_temp, centering("center", prototypes), crops)
+    if how.ibot_weight:
+        head, prototypes = (IBOT_HEAD, recipe.ibot_head.prototypes) if own else (HEAD, recipe.head.prototypes)
+        terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head)
+    if how.koleo_weight:
+        terms["koleo"] = KoLeoTerm(crops, how.koleo_ranks == "all")
+    return Objective(terms)
 
 
 def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective) -> Teachers:
     """The EMA teacher of the engine's student, equal to it."""
-    network = build_meta(recipe, config.performance, objective.teacher_features(EMA)).to_empty(device=device())
+    network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(EMA))
+    network = network.to_empty(device=device())
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.zero_()  # the student's values take their place
@@ -100,8 +120,10 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
     return Teachers({EMA: ema}, recipe.crops.groups, exported=EMA)
 
 
-def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequence[str] = (HEAD,)) -> Network:
-    """The network of a recipe that gives `outputs`, its weights without memory.
+def build_meta(
+    recipe: Recipe, performance: PerformanceOptions, queries: Mapping[str, Query], outputs: Sequence[str]
+) -> Network:
+    """The network of a recipe that gives those of `queries` and of features that are `outputs`, weights without memory.
 
     Raises ConfigError for batched stochastic depth in compiled blocks.
     """
@@ -110,7 +132,7 @@ def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequenc
             "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
             "and would be compiled anew; remove one of the two"
         )
-    model, head = recipe.model, recipe.head
+    model, sizes = recipe.model, {HEAD: recipe.head, IBOT_HEAD: recipe.ibot_head}
     options = BackboneOptions(
         model.drop_path,
         model.drop_path_growth,
@@ -124,9 +146,20 @@ def build_meta(recipe: Recipe, performance: PerformanceOptions, outputs: Sequenc
     )
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
-        dino_head = DinoHead(backbone.spec.width, head.hidden, head.bottleneck, head.prototypes, head.layers)
-    features = [name for name in outputs if name != HEAD]
-    return Network(backbone, {HEAD: dino_head}, features, freezes_backbone=model.freeze_backbone.value > 0)
+        heads = {name: build_head(backbone.spec.width, sizes[name]) for name in _heads_of(queries)}
+    asked = {name: query for name, query in queries.items() if name in outputs}
+    features = [name for name in outputs if name not in queries]
+    return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
+
+
+def _heads_of(queries: Mapping[str, Query]) -> list[str]:
+    """Each head that is asked, once: of the student and of a teacher the same ones."""
+    return list(dict.fromkeys(query.head for query in queries.values()))
+
+
+def build_head(width: int, head: HeadSection) -> DinoHead:
+    """A recipe's head for features of `width`."""
+    return DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:

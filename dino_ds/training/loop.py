@@ -24,7 +24,7 @@ from dino_ds.training.constant_images import constant_images
 from dino_ds.training.reports import Reports
 from dino_ds.training.run import AtStep, Moment, Run
 from dino_ds.training.saver import Saver
-from dino_ds.training.step import MicroStep
+from dino_ds.training.step import Inputs, MicroStep
 from dino_ds.training.stop import StopRequests
 
 
@@ -47,6 +47,7 @@ class Loop:
             recipe.expected_hours_between_failures,
         )
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
+        self._ahead: list[Batch | None] = []
         self._window_start = run.state.position
         self._saved_step = start
         self._data_timed_out = False
@@ -71,9 +72,15 @@ class Loop:
         self._finish()
 
     def _micro_batch(self, prefetcher: DevicePrefetcher) -> None:
-        batch = self._next(prefetcher)
-        self._beat.enter("step", self._run.step.applied_steps)
-        out = self._train(batch, prefetcher) if batch else self._skip_window()
+        step = self._run.step
+        if not self._ahead:
+            self._ahead = [self._next(prefetcher) for _ in range(step.window)]
+            self._beat.enter("step", step.applied_steps)
+            if step.window > 1:
+                step.prepare([self._inputs(batch) for batch in self._ahead])
+        self._beat.enter("step", step.applied_steps)
+        batch = self._ahead.pop(0)
+        out = self._train(batch, prefetcher) if batch else step.micro_batch(self._inputs(None))
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
@@ -97,25 +104,25 @@ class Loop:
     def _train(self, batch: Batch, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
         constant = constant_images(teacher_crops(run.recipe.crops.groups, batch.crops))
-        keys = sample_keys(run.recipe.seed, batch.epoch, batch.indices)
-        out = run.step.micro_batch(batch.crops, keys, prefetcher.prefetch)
+        out = run.step.micro_batch(self._inputs(batch), prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
 
-    def _skip_window(self) -> MicroStep:
-        """A micro-batch of NaN: all ranks skip this window, moving nothing, and then agree on the stop.
-
-        Without it the others would wait for this rank's gradient until its data come.
+    def _inputs(self, batch: Batch | None) -> Inputs:
+        """What the step takes of a batch; None: one of NaN, so that all ranks skip this window, moving nothing, and
+        then agree on the stop. Without it the others would wait for this rank's gradient until its data come.
         """
         run = self._run
+        if batch:
+            return Inputs(batch.crops, sample_keys(run.recipe.seed, batch.epoch, batch.indices), batch.masks)
         micro, channels, device = run.config.micro_batch, run.recipe.model.in_chans, run.step.engine.device
         crops = {
             group.name: [torch.full((micro, channels, group.size, group.size), torch.nan, device=device)] * group.count
             for group in run.recipe.crops.groups
         }
         indices = torch.zeros(micro, dtype=torch.long, device=device)
-        return run.step.micro_batch(crops, sample_keys(run.recipe.seed, 0, indices))
+        return Inputs(crops, sample_keys(run.recipe.seed, 0, indices), synthetic_masks(run.recipe, micro, device))
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from dino_ds.config.crops import CropGroup
 from dino_ds.distributed import RankFlags, sum_across_ranks
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
-from dino_ds.models.base import Crops
+from dino_ds.models.base import Crops, Masks
 from dino_ds.objectives.base import Objective
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Schedules, ScheduleValues
@@ -34,6 +36,14 @@ class MicroStep:
     scalars: dict[str, Tensor]
     progress: Progress
     schedule: ScheduleValues
+
+
+class Inputs(NamedTuple):
+    """A micro-batch on the device: crops by group; drop_keys (b,) int64 for stochastic depth; masks of crop groups."""
+
+    crops: Crops
+    drop_keys: Tensor | None = None
+    masks: Masks = MappingProxyType({})
 
 
 class TrainingStep:
@@ -54,23 +64,36 @@ class TrainingStep:
         self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
         self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
+        self._targets: list[dict[str, Any]] = []
         self.flags = RankFlags(FLAGS, engine.device)
         self._begin_step()
 
-    def micro_batch(
-        self, crops: Crops, drop_keys: Tensor | None, after_backward: Callable[[], None] | None = None
-    ) -> MicroStep:
-        """Crops on the device by group; drop_keys (b,) int64 for stochastic depth.
+    @property
+    def window(self) -> int:
+        """How many micro-batches `prepare` must see together: those of a step, where targets depend on all of them."""
+        return self.engine.config.accumulation if self.objective.whole_step else 1
 
-        after_backward: what the host does while the device works, before the optimizer's results are read.
-        """
-        schedule = self.schedule
+    def prepare(self, window: Sequence[Inputs]) -> None:
+        """Make the targets of the next micro-batches, at the beginning of a step where `window` is more than 1."""
+        assert len(window) == self.window and not self._targets
         if self.engine.config.performance.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
-            targets = self.objective.targets(self.teachers(crops), schedule)
+            outputs = [self.teachers(inputs.crops, inputs.masks) for inputs in window]
+            self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
+
+    def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:
+        """One micro-batch, which was among those last prepared; without targets it is prepared now.
+
+        after_backward: what the host does while the device works, before the optimizer's results are read.
+        """
+        schedule, (crops, drop_keys, masks) = self.schedule, inputs
+        if not self._targets:
+            self.prepare([inputs])
+        targets = self._targets.pop(0)
         with named_range("student"):
-            outputs = self.engine({name: crops[name] for name in self._student_groups}, drop_keys)
+            seen = {name: crops[name] for name in self._student_groups}
+            outputs = self.engine(seen, drop_keys, masks, self.objective.comparisons(targets))
         with named_range("loss"):
             loss, scalars = self.objective.loss(outputs, targets, schedule)
         with named_range("backward"):

@@ -19,12 +19,11 @@ from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objectives.base import Objective
-from dino_ds.objectives.dino import DinoTerm
 from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
-from dino_ds.training.step import TrainingStep
-from tests.reference import copied, dino_network
+from dino_ds.training.step import Inputs, TrainingStep
+from tests.reference import centered, copied, dino_network
 
 PROTOTYPES = 40
 GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2)
@@ -92,7 +91,7 @@ def build_step(
     teacher = EmaTeacher(
         copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
     )
-    objective = Objective({"dino": DinoTerm(prototypes, student_temp=0.1, center_momentum=0.9)})
+    objective = Objective({"dino": centered(prototypes, student_temp=0.1, center_momentum=0.9)})
     teachers = Teachers({"ema": teacher}, GROUPS)
     return TrainingStep(engine, teachers, objective, schedules or tiny_schedules(), GROUPS)
 
@@ -110,7 +109,7 @@ def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 
         for m in range(step.engine.config.accumulation):
             start = window * global_batch + m * micro * world + rank * micro
             indices = torch.arange(start, start + micro)
-            out = step.micro_batch(crops(indices), sample_keys(0, 0, indices))
+            out = step.micro_batch(Inputs(crops(indices), sample_keys(0, 0, indices)))
             total += out.loss
             progress = out.progress
         assert progress is not Progress.ACCUMULATING

@@ -1,0 +1,279 @@
+"""Prototypes, and cross-entropies over them that never hold a whole (rows, prototypes) matrix.
+
+Logits stay factored: unit rows (n, c) and prototypes (k, c). Who needs logits makes them tile by tile, as often as
+needed, in FP32 whatever the engine's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+# Bytes of the logits in one tile.
+_TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+# Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
+_CPU_BLOCK = 4096
+# Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256.
+_BLOCK = 16384
+
+
+class Logits(NamedTuple):
+    """Logits (n, k) = (rows @ weight.T) * scale, not multiplied out.
+
+    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: that the engine computes in bf16 or fp16.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    scale: Tensor
+    low: bool = False
+
+    def sum(self) -> Tensor:
+        """(k,) the sum over rows: linear, so no tile is needed."""
+        with torch.autocast(self.rows.device.type, enabled=False):
+            return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
+
+    def tiles(self, temperature: float) -> Iterator[Tensor]:
+        """Logits / temperature, (r, k) FP32 each, all rows in order; a tile is overwritten by the next one."""
+        size = tile_rows(self.weight)
+        room = self.rows.new_empty(min(size, len(self.rows)), len(self.weight))
+        for start in range(0, len(self.rows), size):
+            yield self.multiply(self.rows[start : start + size], temperature, room)
+
+    def multiply(self, rows: Tensor, temperature: float, room: Tensor) -> Tensor:
+        """Logits / temperature of some rows (r, c), written into the first rows of `room`."""
+        out = room[: len(rows)]
+        with torch.autocast(rows.device.type, enabled=False), _tf32(self.low):
+            block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
+            for start in range(0, len(self.weight), block):
+                torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
+        return out.mul_(self.scale / temperature)
+
+
+class Comparison(NamedTuple):
+    """What a head compares its rows with, and how.
+
+    teacher: logits of g * n rows, of which the targets are softmax(logits / temperature + shift), shift (k,). The
+    student's rows are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself
+    if `exclude_own`. weights (n,) of the images, None: 1. The sum is divided by `divisor`, None: the number of pairs.
+    """
+
+    teacher: Logits
+    shift: Tensor
+    temperature: float
+    student_temp: float
+    crops: int = 1
+    exclude_own: bool = False
+    weights: Tensor | None = None
+    divisor: float | None = None
+
+
+class Compared(NamedTuple):
+    """loss: scalar with gradient, the weighted sum of cross-entropies / divisor; entropy: of the targets, their
+    weighted mean, without gradient."""
+
+    loss: Tensor
+    entropy: Tensor
+
+
+class Prototypes(nn.Module):
+    """Cosines between bottleneck features and k prototypes, times the lengths of these if `learned_lengths`. FP32.
+
+    While `frozen`, the weight takes part with a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a
+    parameter that gets none, and the frozen gradient must not enter the clipping norm.
+    """
+
+    def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
+        self.lengths = nn.Parameter(torch.empty(prototypes, 1)) if learned_lengths else None
+        self.frozen = False
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
+        # rows sets how far one step of Adam turns them.
+        bound = self.weight.shape[1] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.lengths is not None:
+            nn.init.ones_(self.lengths)
+
+    def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
+        """z (n, bottleneck) of any length -> logits, or what comes of the comparison."""
+        low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
+        with torch.autocast(z.device.type, enabled=False):
+            rows = F.normalize(z.float(), dim=-1)
+            if comparison is None:
+                return Logits(rows, self.weight.float(), _scale(self.weight, self.lengths)[0], low)
+            how = comparison, self.frozen, low
+            return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, how))
+
+
+def _scale(weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(k,) what turns products with the weight into logits; 1 / lengths of the weight's rows."""
+    inverse = torch.linalg.vector_norm(weight.float(), dim=-1).clamp_min(1e-12).reciprocal()
+    return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass.
+
+    A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
+    sum of its pairs = w lse(l) - <T, l>, T = the sum of the targets it is compared with, w = their number.
+    With g' = gradient of the logits * length / |w|: rows get g' w; A = g'^T rows (k, c) gives the weight
+    A - w (w . A) / |w|^2 and the length w . A / length.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, lengths: Tensor | None, how: tuple[Comparison, bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        comparison, frozen, low = how
+        scale, inverse = _scale(weight, lengths)
+        wanted = any(ctx.needs_input_grad)
+        grad_rows = torch.zeros_like(rows) if wanted else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not frozen else None
+        tiles = _Tiles(Logits(rows, weight.float(), scale, low), comparison)
+        total, entropy = rows.new_zeros(()), rows.new_zeros(())
+        for tile in tiles:
+            total += tile.loss
+            entropy += tile.entropy
+            if grad_rows is not None:
+                tile.backward(grad_rows, grad_weight)
+        ctx.save_for_backward(grad_rows, grad_weight, weight, inverse, lengths)
+        if comparison.weights is None:
+            entropy /= max(len(comparison.teacher.rows), 1)
+        else:
+            entropy /= (comparison.weights.sum() * comparison.crops).clamp_min(1e-9)
+        ctx.mark_non_differentiable(entropy)
+        return total / tiles.divisor, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_rows, grad_weight, weight, inverse, lengths = ctx.saved_tensors
+        grad = grad_outputs[0]
+        grad_lengths = None if lengths is None else torch.zeros_like(lengths)
+        if grad_weight is None:
+            return grad_rows * grad, torch.zeros_like(weight), grad_lengths, None
+        for start in range(0, len(weight), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            w, part = weight[block].float(), grad_weight[block].mul_(grad)
+            along = (part * w).sum(dim=-1, keepdim=True)
+            if lengths is not None and grad_lengths is not None:
+                grad_lengths[block] = along / lengths[block].float()
+            part.addcmul_(w, along * inverse[block].square().unsqueeze(-1), value=-1)
+        return grad_rows * grad, grad_weight.to(weight.dtype), grad_lengths, None
+
+
+class _Tile:
+    """A few images: their loss, the entropy of their targets, and what they add to the gradients."""
+
+    def __init__(self, tiles: _Tiles, images: slice) -> None:
+        self._tiles, self._images = tiles, images
+        how, student = tiles.comparison, tiles.student
+        temperature, rows = how.student_temp, tiles.rows[:, images].flatten(0, 1)
+        self._rows, count = rows, tiles.rows[0, images].shape[0]
+        targets, entropy = tiles.targets(images)
+        self._weights = None if how.weights is None else how.weights[images]
+        self.entropy = self._weighted(entropy).sum()
+        logits = student.multiply(rows, temperature, tiles.logits)
+        self._probs = torch.softmax(logits, dim=-1, out=tiles.probs[: len(logits)])
+        lse = (logits.amax(dim=-1) - self._probs.amax(dim=-1).log()).view(-1, count)
+        logits, self._targets = logits.view(-1, count, logits.shape[-1]), targets
+        sums = [pairs * lse[s] - torch.linalg.vecdot(target, logits[s]) for s, (target, pairs) in enumerate(targets)]
+        self.loss = self._weighted(torch.stack(sums)).sum()
+
+    def _weighted(self, values: Tensor) -> Tensor:
+        """(..., n) values of images, times their weights."""
+        return values if self._weights is None else values * self._weights
+
+    def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
+        tiles = self._tiles
+        how, student = tiles.comparison, tiles.student
+        grad = self._probs.view(len(self._targets), -1, self._probs.shape[-1])
+        for s, (target, pairs) in enumerate(self._targets):
+            grad[s].mul_(pairs).sub_(target)
+        if self._weights is not None:
+            grad.mul_(self._weights.unsqueeze(-1))
+        flat = self._probs.mul_(student.scale / (how.student_temp * tiles.divisor))
+        with _tf32(student.low):
+            own = grad_rows.view(tiles.rows.shape)[:, self._images]
+            own.copy_((flat @ student.weight).view(own.shape))
+            if grad_weight is not None:
+                grad_weight.addmm_(flat.t(), self._rows)
+
+
+class _Tiles:
+    """The student's logits and the teacher's, cut by images; the room that all tiles share."""
+
+    def __init__(self, student: Logits, comparison: Comparison) -> None:
+        self.student, self.comparison = student, comparison
+        teacher, g = comparison.teacher, comparison.crops
+        self._images = len(teacher.rows) // g
+        self._teacher_rows = teacher.rows.view(g, self._images, teacher.rows.shape[-1])
+        self.student_crops = len(student.rows) // self._images if self._images else 1
+        self.rows = student.rows.view(self.student_crops, self._images, student.rows.shape[-1])
+        pairs = g * self.student_crops - (g if comparison.exclude_own else 0)
+        self.divisor = comparison.divisor or float(max(pairs * self._images, 1))
+        self._size = max(1, tile_rows(student.weight) // max(self.student_crops, g))
+        k, n = len(student.weight), min(self._size, self._images)
+        self.logits, self.probs = student.rows.new_empty(2, max(self.student_crops, g) * n, k).unbind()
+        self._targets = student.rows.new_empty(g * n, k)
+
+    def __iter__(self) -> Iterator[_Tile]:
+        for start in range(0, self._images, self._size):
+            yield _Tile(self, slice(start, min(start + self._size, self._images)))
+
+    def targets(self, images: slice) -> tuple[list[tuple[Tensor, int]], Tensor]:
+        """For each student crop the sum (n, k) of its targets and their number; the entropies of all targets (g, n)."""
+        how, rows = self.comparison, self._teacher_rows[:, images]
+        logits = how.teacher.multiply(rows.flatten(0, 1), how.temperature, self.logits).add_(how.shift)
+        probs = torch.softmax(logits, dim=-1, out=self._targets[: len(logits)])
+        lse = logits.amax(dim=-1) - probs.amax(dim=-1).log()
+        entropy = (lse - torch.linalg.vecdot(probs, logits)).view(how.crops, -1)
+        each = list(probs.view(how.crops, rows.shape[1], -1))
+        if not how.exclude_own:
+            return [(_sum(each), len(each))] * self.student_crops, entropy
+        others = [_sum([target for t, target in enumerate(each) if t != s]) for s in range(len(each))]
+        found = [(other, len(each) - 1) for other in others]
+        if self.student_crops > len(each):
+            found += [(_sum(each), len(each))] * (self.student_crops - len(each))
+        return found, entropy
+
+
+def _sum(targets: list[Tensor]) -> Tensor:
+    """(n, k) each, at least one; no copy of a single one."""
+    total = targets[0]
+    for target in targets[1:]:
+        total = total + target
+    return total
+
+
+def tile_rows(weight: Tensor) -> int:
+    """Rows of logits that are made at a time."""
+    return max(1, _TILE.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """FP32 products of a GPU in TF32, which rounds them less than bf16 and fp16 do.
+
+    Only inside: the switch is the whole process's, evaluations want FP32, and compilers of some versions of torch ask
+    for it by its older name, which refuses to answer while it is switched by this one (pytorch issue 166387).
+    """
+    if not wanted:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
