@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,11 @@ class Backbone(nn.Module, ABC):
     A module inside that owns buffers must have `reset_parameters` (or torch's `reset_running_stats`) give them their
     values: networks are built on the meta device. Buffers must be equal on all ranks: one that a forward pass changes
     has to be reduced there.
+    `training_only`: parameters of no use for features: teacher.safetensors leaves them out, and weights that a run
+    starts from need not have them.
     """
+
+    training_only: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, spec: BackboneSpec) -> None:
         super().__init__()

@@ -30,6 +30,8 @@ _PLAIN = BackboneOptions()
 class VisionTransformer(Backbone):
     """A ViT: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size."""
 
+    training_only = ("mask_token",)
+
     def __init__(self, arch: ViTSpec, image_size: int, options: BackboneOptions = _PLAIN) -> None:
         super().__init__(arch)
         self.arch, self.options = arch, options

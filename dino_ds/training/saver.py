@@ -115,6 +115,8 @@ class Saver:
         """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""
         saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
+        for name in self.step.teachers.exported.backbone.training_only:
+            backbone.pop(name, None)
         path = self._run_dir / "teacher.safetensors"
         with replacing(path) as temporary:
             write_tensors(temporary, backbone, {"format": "pt"})

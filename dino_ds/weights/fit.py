@@ -179,5 +179,5 @@ def _visible(arch: ViTSpec) -> tuple[object, ...]:
 
 
 def kind_of(arch: ViTSpec) -> tuple[bool, int, bool, int]:
-    """What no key of a recipe changes: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
+    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
     return arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)

@@ -27,6 +27,7 @@ _NUMBERS = {
     "heads": "{} attention heads",
     "in_chans": "{} channels",
 }
+_FLAGS = (*_NUMBERS, "registers")
 
 
 def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
@@ -68,7 +69,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     if run_dir is not None and begun.is_file():
         before = load_recipe(str(begun), {}).model
         if before.init_from == model.init_from:
-            values = {key: getattr(before, key) for key in ("backbone", *_NUMBERS)}
+            values = {key: getattr(before, key) for key in ("backbone", *_FLAGS)}
             return change_recipe(
                 recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
             )
@@ -96,11 +97,11 @@ def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
     found = []
     for name, known in VITS.items():
         wanted = {} if name == model.backbone else {"model.backbone": name}
-        for key in _NUMBERS:
+        for key in _FLAGS:
             given = getattr(model, key)
             if getattr(arch, key) != (getattr(known, key) if given is None else given):
                 wanted[f"model.{key}"] = str(getattr(arch, key))
-        if kind_of(replace(known, **{key: getattr(arch, key) for key in _NUMBERS})) == kind_of(arch):
+        if kind_of(replace(known, **{key: getattr(arch, key) for key in _FLAGS})) == kind_of(arch):
             found.append(wanted)
     return min(found, key=len, default=None)
 
@@ -158,7 +159,8 @@ class InitialWeights:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._resized: list[str] = []
-        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        anew = {f"backbone.{name}" for name in network.backbone.training_only}
+        own = {name: tuple(p.shape) for name, p in network.named_parameters() if name not in anew}
         self._head = {f"head.{name}": t for name, t in weights.head.items()}
         self._head_note = self._fit_head(own)
         backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}

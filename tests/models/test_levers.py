@@ -93,10 +93,10 @@ def test_varlen_hands_over_the_right_sequences(monkeypatch, cls_only):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cls_only", [True, False])
+@pytest.mark.parametrize("cls_only, patches", [(True, ()), (True, ("global",)), (False, ())])
 @pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
-def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only):
-    """And its gradients, with one query a sequence in the last block too, where torch may choose cuDNN.
+def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only, patches):
+    """And its gradients, with one query of some or all sequences in the last block, where torch may choose cuDNN.
 
     bf16 has 8 bits: 2 % of the largest feature, 5 % of a gradient's norm.
     """
@@ -104,7 +104,8 @@ def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only):
     results = []
     for kind, dtype in ((implementation, torch.bfloat16), ("naive", torch.float32)):
         model = _model(arch, attention=kind, cls_only_last_block=cls_only).cuda().to(dtype)
-        features = model(by_group([view.cuda().to(dtype) for view in _views()]))[CLS].float()
+        found = model(by_group([view.cuda().to(dtype) for view in _views()]), patches=patches)
+        features = torch.cat([feature.flatten() for feature in found.values()]).float()
         (features * torch.linspace(-1, 1, features.numel(), device="cuda").view_as(features)).sum().backward()
         results.append((features.detach(), [block.attn.qkv.weight.grad.float() for block in model.blocks]))
     (ours, gradients), (exact, expected) = results

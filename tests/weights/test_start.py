@@ -66,6 +66,12 @@ def _huggingface(folder, kind: str, **changes):
     ("kind", "changes", "said", "flags"),
     [
         ("Dinov2", {}, "it has LayerScale, not blocks of a plain ViT", "--model.backbone vit_small_patch14_dinov2"),
+        (
+            "Dinov2WithRegisters",
+            {"num_register_tokens": 2},
+            "it has LayerScale and 2 registers, not blocks of a plain ViT",
+            "--model.backbone vit_small_patch14_dinov2 --model.registers 2",
+        ),
         ("ViT", {"num_hidden_layers": 4}, "it has 4 blocks, not 2", "--model.depth 4"),
         ("ViT", {"num_attention_heads": 8}, "it has 8 attention heads, not 2", "--model.heads 8"),
         (
@@ -93,8 +99,7 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
     ("kind", "changes", "said"),
     [
         ("ViT", {"intermediate_size": 192}, "blocks of a plain ViT whose MLP has 192 outputs"),
-        ("Dinov2WithRegisters", {"num_register_tokens": 2}, "LayerScale and 2 registers"),
-        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 3}, "LayerScale and SwiGLU whose MLP has 256 outputs"),
+        ("Dinov2", {"use_swiglu_ffn": True, "mlp_ratio": 6}, "LayerScale and SwiGLU whose MLP has 512 outputs"),
     ],
 )
 def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):

@@ -1,0 +1,219 @@
+"""Patch features where they are asked for, hidden patches, and networks that a recipe changes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import timm
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
+from dino_ds.models.base import CLS
+from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, sample_keys
+from dino_ds.models.packing import Packing
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.weights import init_weights_in_pieces
+
+_PLAIN = ViTSpec(8, 32, 4, 2)
+_OTHER = dataclasses.replace(_PLAIN, layer_scale=0.5, registers=3)
+_PATCHES = "patches/global"
+
+
+def _model(arch=_PLAIN, **options):
+    torch.manual_seed(0)
+    model = VisionTransformer(arch, 32, BackboneOptions(mask_token=True, **options))
+    torch.nn.init.normal_(model.mask_token)
+    return model.double()
+
+
+def _crops(**sizes):
+    generator = torch.Generator().manual_seed(1)
+    sizes = sizes or {"global": (2, 32), "local": (3, 16)}
+    return {
+        name: [torch.randn(5, 3, s, s, generator=generator).double() for _ in range(v)]
+        for name, (v, s) in sizes.items()
+    }
+
+
+def _masks(share=0.4):
+    return {"global": torch.rand(10, 16, generator=torch.Generator().manual_seed(2)) < share}
+
+
+def _outputs_and_gradients(model, crops=None, patches=("global",), masks=None):
+    found = model(crops or _crops(), sample_keys(0, 0, torch.arange(5)), patches, _masks() if masks is None else masks)
+    sum((t * torch.linspace(-1, 1, t.numel()).double().view_as(t)).sum() for t in found.values()).backward()
+    return {name: t.detach() for name, t in found.items()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+def _assert_equal(ours, theirs):
+    """In double precision, sums in another order: 1e-10 of the largest entry (positions are resized alike, in FP32)."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        largest = max(float(expected.abs().max()), 1.0)
+        torch.testing.assert_close(
+            ours[name], expected, rtol=0, atol=1e-10 * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("arch", [_PLAIN, _OTHER], ids=["plain", "registers"])
+@pytest.mark.parametrize("depth", ["per_image", "batched"])
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"packed": False}, {"attention": "naive"}, {"attention": "varlen"}, {"checkpointed": True}],
+    ids=lambda c: next(iter(c), "as is"),
+)
+def test_patches_of_one_group_equal_the_whole_last_block(change, depth, arch, monkeypatch):
+    """Values and gradients, against all tokens everywhere."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
+    options = {name: value for name, value in change.items() if name != "checkpointed"}
+    drop = {"drop_path": 0.5, "stochastic_depth": depth, "packed": options.pop("packed", True)}
+    ours = _model(arch, **drop, **options)
+    ours.checkpoint_segments(None if "checkpointed" in change else 0)
+    _assert_equal(_outputs_and_gradients(ours), _outputs_and_gradients(_model(arch, cls_only_last_block=False, **drop)))
+
+
+def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+    """What the CUDA kernel does, sequence by sequence."""
+    out = []
+    for s in range(len(bounds_k) - 1):
+        rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
+        assert bounds_q[s + 1] - bounds_q[s] <= longest_q and bounds_k[s + 1] - bounds_k[s] <= longest_k
+        weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys]))
+    return torch.cat(out)
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("patches", [("global",), ("large",), ("global", "local", "large")])
+def test_features_by_name_are_those_of_each_group_alone(patches):
+    """Also where two groups of one size lie side by side, of which one is masked or asked for."""
+    crops = _crops(local=(3, 16), large=(1, 32), **{"global": (2, 32)})
+    model = _model(_OTHER)
+    together = model(crops, None, patches, _masks())
+    assert together.keys() == {CLS, *(f"patches/{name}" for name in patches)}
+    cls = dict(zip(crops, together[CLS].split([15, 5, 10]), strict=True))
+    for name, group in crops.items():
+        alone = model({name: group}, None, (name,), {n: m for n, m in _masks().items() if n == name})
+        torch.testing.assert_close(cls[name], alone[CLS], rtol=0, atol=1e-10)
+        if name in patches:
+            torch.testing.assert_close(together[f"patches/{name}"], alone[f"patches/{name}"], rtol=0, atol=1e-10)
+
+
+def test_the_last_block_computes_what_is_asked_for():
+    """Rows of its MLP: CLS and patches of the global crops (no registers), the CLS token alone of the local ones."""
+    model, rows = _model(_OTHER), []
+    model.blocks[-1].mlp.register_forward_hook(lambda module, given, out: rows.append(len(out)))
+    model.norm.register_forward_hook(lambda module, given, out: rows.append(len(out)))
+    model(_crops(), None, ("global",))
+    assert rows == [10 * 17 + 15] * 2
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("arch", [_PLAIN, _OTHER], ids=["plain", "registers"])
+def test_hidden_patches_equal_embeddings_replaced_by_hand(arch):
+    """The mask token in their place before positions are added. In double precision: 1e-12."""
+    model, masks = _model(arch), _masks()["global"]
+    images = torch.cat(_crops()["global"])
+    found = model({"global": [images]}, None, ("global",), {"global": masks})
+    embedded = model.patch_embed(images)
+    for row, column in masks.nonzero().tolist():
+        embedded[row, column] = model.mask_token[0]
+    model.patch_embed.forward = lambda _: embedded
+    plain = model({"global": [images]}, None, ("global",))
+    for name in found:
+        torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-12)
+    model_without = VisionTransformer(arch, 32).double()
+    model_without.load_state_dict({n: p for n, p in model.state_dict().items() if n != "mask_token"})
+    assert not torch.allclose(model_without({"global": [images]})[CLS], found[CLS], atol=1e-3)
+
+
+@pytest.mark.parametrize("masks", [{}, _masks(share=0.0)], ids=["no masks", "nothing hidden"])
+def test_the_mask_token_always_has_a_gradient(masks):
+    """Exactly zero where nothing is hidden: weight decay reaches it, and no ZeRO stage repeats an old one."""
+    found = _outputs_and_gradients(_model(), masks=masks)
+    assert torch.equal(found["mask_token"], torch.zeros(1, 32).double())
+
+
+def test_a_mask_token_changes_no_other_weights():
+    """It starts at zero and draws no random numbers, also where weights are made in pieces."""
+    torch.manual_seed(3)
+    plain = VisionTransformer(_OTHER, 32)
+    torch.manual_seed(3)
+    ours = VisionTransformer(_OTHER, 32, BackboneOptions(mask_token=True))
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        pieces = VisionTransformer(_OTHER, 32, BackboneOptions(mask_token=True))
+    init_weights_in_pieces(pieces, lambda module: None)
+    for state in (ours.state_dict(), pieces.state_dict()):
+        assert torch.equal(state.pop("mask_token"), torch.zeros(1, 32))
+        assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+        assert len(state) == len(plain.state_dict())
+
+
+def test_uniform_drop_path_has_one_rate_in_all_blocks():
+    draws = drop_path_draws(sample_keys(0, 0, torch.arange(4000)), 4, 3)
+    dropped = (drop_path_scales(draws, (0.3, 0.3)) == 0).double().mean(dim=(1, 2))
+    # 32,000 decisions a block: three standard errors are below 0.009.
+    torch.testing.assert_close(dropped, torch.full((3,), 0.3).double(), atol=0.009, rtol=0)
+    kept = kept_sequences(draws, (0.25, 0.25), Packing.of([(8000, 1), (8000, 2)], draws.device))
+    assert {branch.packing.groups for block in kept for branch in block} == {((6000, 1), (6000, 2))}
+
+
+@pytest.mark.parametrize("depth", ["per_image", "batched"])
+def test_growth_of_drop_path_is_a_choice(depth):
+    options = {"drop_path": 0.4, "stochastic_depth": depth}
+    linear, uniform = (
+        _outputs_and_gradients(_model(drop_path_growth=growth, **options))[CLS] for growth in ("linear", "uniform")
+    )
+    assert (linear - uniform).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_blocks_that_give_patches_compile_without_graph_breaks():
+    """Student: two programs, that of the last block with a selection. Same numbers."""
+    torch._dynamo.reset()
+    counters.clear()
+    ours = _model(drop_path=0.3)
+    ours.compile_segments(backend="aot_eager")
+    for _ in range(2):
+        ours.zero_grad()
+        found = _outputs_and_gradients(ours)
+    assert counters["stats"]["unique_graphs"] <= 2, counters["stats"]
+    assert not counters["graph_break"], counters["graph_break"]
+    _assert_equal(found, _outputs_and_gradients(_model(drop_path=0.3)))
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vit_small_patch16_224", {"registers": 4, "layer_scale": 1e-5}),
+        ("vit_small_patch16_224", {"layer_scale": 0.1}),
+        ("vit_small_patch14_reg4_dinov2", {"registers": 0}),
+        ("vit_small_patch14_dinov2", {"registers": 2}),
+        ("vit_giant_patch14_dinov2", {"registers": 1, "layer_scale": 0.1}),
+    ],
+)
+def test_timm_builds_what_a_recipe_changed(name, changes):
+    """Registers and LayerScale: same parameters, same start of LayerScale, same features. Other kernels: 1e-4."""
+    arch = dataclasses.replace(BACKBONES[name], width=48, heads=3, depth=2, **changes)
+    timm_name, arguments = arch.timm_model(name)
+    size = 4 * arch.patch_size
+    theirs = timm.create_model(timm_name, img_size=size, num_classes=0, **arguments).eval()
+    ours = VisionTransformer(arch, size)
+    assert torch.all(theirs.blocks[1].ls2.gamma == torch.tensor(arch.layer_scale))
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        theirs.load_state_dict(ours.state_dict())
+        images = torch.randn(2, 3, size, size)
+        torch.testing.assert_close(ours.features(images), theirs(images), rtol=1e-4, atol=1e-4)
+
+
+def test_timm_s_own_networks_need_no_more_arguments():
+    for name, arch in BACKBONES.items():
+        assert not {"init_values", "reg_tokens", "no_embed_class"} & arch.timm_model(name)[1].keys(), name
