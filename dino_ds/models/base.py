@@ -64,6 +64,17 @@ class Backbone(nn.Module, ABC):
     def segments(self) -> Sequence[nn.Module]:
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
+    def layers(self) -> dict[str, int]:
+        """The layer of every parameter, by name, for learning rates that fall from layer to layer.
+
+        i + 1 in segment i; one more than the last in a module `norm` after them; 0 elsewhere: before the first.
+        """
+        segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
+        last = len(self.segments()) + 1
+        return {
+            name: segments.get(id(p), last if name.startswith("norm.") else 0) for name, p in self.named_parameters()
+        }
+
     def features(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> features of the whole image (b, d)."""
         return self({"images": [images]})[CLS]
