@@ -7,7 +7,8 @@ value at its last step; the cosine approaches its final value and never reaches 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 def cosine_schedule(
@@ -35,6 +36,27 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 
 
 @dataclass(frozen=True)
+class WeightSchedule:
+    """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
+
+    Source: facebookresearch/dinov3 weights its Gram loss so.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def at(self, step: int) -> float:
+        """After `step` applied optimizer steps."""
+        progress = min(step / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
+        return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * progress))
+
+
+def _dino_alone() -> Mapping[str, WeightSchedule]:
+    return {"dino": WeightSchedule(1.0, 1.0, 1)}
+
+
+@dataclass(frozen=True)
 class ScheduleValues:
     """The values in force during one optimizer step."""
 
@@ -43,14 +65,23 @@ class ScheduleValues:
     teacher_momentum: float
     teacher_temp: float
     prototypes_frozen: bool
+    """Their learning rate and weight decay are 0."""
+    prototypes_gradient: bool
+    """Whether the clipping norm and Adam's moments see their gradient."""
     unfreeze_prototypes: bool
+    """Their first gradient comes now: Adam's state begins anew."""
     backbone_frozen: bool
     unfreeze_backbone: bool
+    weights: Mapping[str, float]
+    """Of the loss terms, by name."""
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """All lengths in optimizer steps; `lr` is the peak after scaling with the batch."""
+    """All lengths in optimizer steps; `lr` is the peak after scaling with the batch.
+
+    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2).
+    """
 
     steps: int
     lr: float
@@ -66,9 +97,12 @@ class Schedules:
     teacher_temp_tread_steps: int
     freeze_steps: int
     freeze_backbone_steps: int = 0
+    frozen_prototypes: str = "no_gradient"
+    weights: Mapping[str, WeightSchedule] = field(default_factory=_dino_alone)
 
     def at(self, step: int) -> ScheduleValues:
         """The knobs after `step` applied optimizer steps."""
+        absent = self.frozen_prototypes == "no_gradient"
         return ScheduleValues(
             lr=cosine_schedule(step, self.lr, self.min_lr, self.steps, self.warmup_steps),
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
@@ -81,7 +115,9 @@ class Schedules:
                 self.teacher_temp_tread_steps,
             ),
             prototypes_frozen=step < self.freeze_steps,
-            unfreeze_prototypes=0 < self.freeze_steps == step,
+            prototypes_gradient=not (absent and step < self.freeze_steps),
+            unfreeze_prototypes=absent and 0 < self.freeze_steps == step,
             backbone_frozen=step < self.freeze_backbone_steps,
             unfreeze_backbone=0 < self.freeze_backbone_steps == step,
+            weights={name: weight.at(step) for name, weight in self.weights.items()},
         )

@@ -18,7 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
-from dino_ds.engine.optim import parameter_groups
+from dino_ds.engine.optim import apply_settings, parameter_groups
 from dino_ds.models.base import Masks
 from dino_ds.models.network import Network, Output
 from dino_ds.models.prototypes import Prototypes
@@ -130,8 +130,7 @@ class PlainEngine:
         return Progress.STEPPED
 
     def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
-        for group in self._optimizer.param_groups:
-            group.update(settings[group["name"]])
+        apply_settings(self._optimizer.param_groups, settings)
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._network.freeze_prototypes(frozen)

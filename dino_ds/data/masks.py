@@ -124,6 +124,13 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
     return drawn
 
 
+def synthetic_masks(recipe: Recipe, images: int, device: torch.device) -> Masks:
+    """Masks for crops that are not cut from images, as the recipe draws them; always the same."""
+    options = MaskOptions.of(recipe)
+    drawn = draw_masks(recipe.crops.groups, options, range(images))
+    return {name: {key: tensor.to(device) for key, tensor in mask.items()} for name, mask in drawn.items()}
+
+
 def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
     """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
 

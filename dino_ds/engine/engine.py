@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.masters import Masters
-from dino_ds.engine.optim import parameter_groups
-from dino_ds.engine.optimizers import masters_of, norm_in_one_pass
+from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, parameter_groups
+from dino_ds.engine.optimizers import masters_of
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
 from dino_ds.errors import ConfigError
@@ -42,17 +43,27 @@ class Progress(enum.Enum):
 class Engine:
     """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
 
-    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; AdamW's betas and eps.
-    Learning rates and weight decays come with each step through `set_groups`.
-    Raises ConfigError if DeepSpeed refuses the config.
+    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; AdamW's betas and eps;
+    `options` of learning rates by layer and of clipping. Learning rates and weight decays come with each step through
+    `set_groups`. Raises ConfigError if DeepSpeed refuses the config, or it and the options don't go together.
     """
 
-    def __init__(self, network: Network, config: DsConfig, betas: tuple[float, float], eps: float) -> None:
+    def __init__(
+        self,
+        network: Network,
+        config: DsConfig,
+        betas: tuple[float, float],
+        eps: float,
+        options: OptimizerOptions = ONE_RATE,
+    ) -> None:
         import deepspeed
 
         self.config = config
         if config.performance.attention == "varlen" and not torch.cuda.is_available():
             raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
+        by_part = options.clip_by != WHOLE
+        if by_part:
+            check_clip_by_part(config)
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
@@ -63,10 +74,12 @@ class Engine:
         owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in buffers}
         self._buffers = [(name, owners[name], name.rpartition(".")[2], name in saved) for name in buffers]
         # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
-        optimizer = torch.optim.AdamW(parameter_groups(network), lr=0.0, betas=betas, eps=eps, fused=True)
+        groups = parameter_groups(network, options)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
         raw = config.raw | {"timers": {"throughput": {"enabled": False}}}
-        if config.stage == 0:  # DeepSpeed clips parameter by parameter, with a second pass over the norms: done here
+        # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
+        if config.stage == 0 or by_part:
             raw["gradient_clipping"] = 0.0
         try:
             self._engine, self._optimizer, _, _ = deepspeed.initialize(
@@ -76,7 +89,7 @@ class Engine:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
         for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
             setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
-        norm_in_one_pass(self._optimizer)
+        norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
             # Of a window that was spoilt to stop, it would be no error: `scale_is_exhausted` tells who knows.
@@ -84,6 +97,7 @@ class Engine:
         self._before_step = self._dynamic_state()
         if config.stage == 0 and distributed.world_size() == 1:
             self._engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
+        self._stage0_parts = parts_of(self._optimizer, self._engine.module) if config.stage == 0 else []
         self._stage0_norm: float | None = None
 
     @property
@@ -114,9 +128,8 @@ class Engine:
         self._engine.backward(loss)
 
     def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
-        """lr and weight_decay of each parameter group, by its name."""
-        for group in self._optimizer.param_groups:
-            group.update(settings[group["name"]])
+        """lr, before a group's own multiplier, and weight_decay of each parameter group, by its name."""
+        apply_settings(self._optimizer.param_groups, settings)
 
     def freeze_prototypes(self, frozen: bool) -> None:
         self._engine.module.freeze_prototypes(frozen)
@@ -151,20 +164,20 @@ class Engine:
 
         DeepSpeed sums gradients over ranks before this at stage 0, and checks them itself from stage 1 on.
         """
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm, norms = norm_of_parts(self._stage0_parts)
         self._stage0_norm = float(norm)
         finite = math.isfinite(self._stage0_norm)
-        if not finite:
-            for parameter in parameters:
-                parameter.grad = None
-        elif self.config.clipping:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.clipping, norm)
+        for part, part_norm in zip(self._stage0_parts, norms, strict=True):
+            if not finite:
+                for parameter in part:
+                    parameter.grad = None
+            elif self.config.clipping:
+                torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
         return finite
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last window's gradient before clipping, without the frozen prototypes."""
+        """Global norm of the last window's gradient before clipping, without prototypes that get none."""
         norm = self._stage0_norm if self.config.stage == 0 else self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -176,7 +189,7 @@ class Engine:
         return float(self._optimizer.loss_scale)
 
     def reset_optimizer_state(self, name: str) -> None:
-        """Give the group `name` a fresh Adam state: zero moments, step count 0."""
+        """Give the groups `name` a fresh Adam state: zero moments, step count 0."""
         for flat in self._flats():
             if flat.group == name:
                 flat.reset_adam()

@@ -2,10 +2,13 @@
 
 Source: facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and
 position embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage.
+Layer-wise learning rates: facebookresearch/dinov2 `get_params_groups_with_decay`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,20 +19,55 @@ from dino_ds.schedules import ScheduleValues
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
 BACKBONE = "backbone_"
 """Before the first two, of the backbone's own groups in a network whose backbone is frozen for a while."""
+NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
+WHOLE = "network"
+PATCH_EMBED = "patch_embed"
+"""The module of a backbone whose learning rate `patch_embed_lr` multiplies."""
 
 
-def parameter_groups(network: Network) -> list[dict[str, Any]]:
-    """AdamW's parameter groups, found later by their "name"; empty ones are left out, as DeepSpeed would drop them."""
-    names = [DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY]
-    groups: dict[str, list[nn.Parameter]] = {name: [] for name in names}
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """As the recipe's section `optimizer`. By default all of a network has one learning rate and one norm (DINO)."""
+
+    layer_decay: float = 1.0
+    patch_embed_lr: float = 1.0
+    clip_by: str = WHOLE
+
+
+ONE_RATE = OptimizerOptions()
+
+
+def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
+    """AdamW's parameter groups; empty ones are left out, as DeepSpeed would drop them.
+
+    Each has a "name", by which `group_settings` has its lr and weight decay; an "lr_multiplier" of that lr; and the
+    "part" of the network that its gradient is clipped with. Groups of one name differ in the other two.
+    """
+    groups: dict[tuple[str, str, float], list[nn.Parameter]] = {}
+    multipliers = _backbone_multipliers(network, options)
     for name, parameter in network.named_parameters():
         own = network.freezes_backbone and name.startswith("backbone.")
-        groups[(BACKBONE if own else "") + _group_of(name, parameter)].append(parameter)
-    return [{"params": params, "name": name} for name, params in groups.items() if params]
+        part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
+        key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0)
+        groups.setdefault(key, []).append(parameter)
+    parts = list(dict.fromkeys(part for part, _, _ in groups))
+    order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), key[2]))
+    return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2]} for k in order]
+
+
+def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
+    """Of the learning rates of the backbone's parameters: decay ** (layers above)."""
+    layers = network.backbone.layers()
+    top = len(network.backbone.segments()) + 1
+    patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
+    return {
+        f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
+        for name, layer in layers.items()
+    }
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> str:
-    if name.endswith("prototypes.weight"):
+    if name.rpartition(".")[0].endswith("prototypes"):  # their lengths too, where they have some
         return PROTOTYPES
     # A parameter that ZeRO 3 has partitioned is empty itself.
     shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -37,7 +75,7 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
 
 
 def group_settings(knobs: ScheduleValues) -> dict[str, dict[str, float]]:
-    """lr and weight_decay of each group in this step; a frozen group has none of either."""
+    """lr and weight_decay of the groups of each name in this step; a frozen group has none of either."""
 
     def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
         moves = 0.0 if frozen else 1.0
@@ -50,3 +88,10 @@ def group_settings(knobs: ScheduleValues) -> dict[str, dict[str, float]]:
         BACKBONE + DECAY: settings(knobs.backbone_frozen, knobs.weight_decay),
         BACKBONE + NO_DECAY: settings(knobs.backbone_frozen, 0.0),
     }
+
+
+def apply_settings(groups: Iterable[dict[str, Any]], settings: dict[str, dict[str, float]]) -> None:
+    """Give optimizer's `groups` of `parameter_groups` their lr and weight decay of `group_settings`."""
+    for group in groups:
+        group.update(settings[group["name"]])
+        group["lr"] *= group["lr_multiplier"]

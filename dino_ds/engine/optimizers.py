@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
@@ -73,11 +72,11 @@ def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
     )
 
 
-def group_names(optimizer: Any) -> list[str]:
-    """Of each of `master_shards`, the name of its parameter group."""
+def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each of `master_shards`, its parameter group."""
     groups = optimizer.optimizer.param_groups
     owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
-    return [groups[owners[i]]["name"] for i in range(len(owners))]
+    return [groups[owners[i]] for i in range(len(owners))]
 
 
 def refresh_weights(optimizer: Any) -> None:
@@ -89,31 +88,3 @@ def refresh_weights(optimizer: Any) -> None:
         optimizer.checkpoint_event_epilogue()  # persistent ones are gathered anew
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
-
-
-def norm_in_one_pass(optimizer: Any) -> None:
-    """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce.
-
-    DeepSpeed starts two kernels for each parameter and copies a constant to the device for each group. The same number:
-    in FP64, infinite where a gradient is not finite. With an offloaded optimizer its own way stays: on the host.
-    """
-    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
-        return
-    if hasattr(optimizer, "scaled_global_norm"):
-        optimizer.scaled_global_norm = lambda norm_type=2: _global_norm(optimizer, optimizer.dp_process_group)
-    elif hasattr(optimizer, "_get_norm_groups"):
-        group = optimizer._get_sub_group_process_group(0)
-        optimizer._get_norm_groups = lambda: [_global_norm(optimizer, group)]
-
-
-def _global_norm(optimizer: Any, process_group: Any) -> Tensor:
-    """Of the gradients that this rank owns, and those of the other ranks: a scalar on the device, FP32."""
-    owned = [g for gradients in optimizer.averaged_gradients.values() for g in gradients or ()]
-    owned = [g.detach() for g in owned if g.numel() and not getattr(g, "_zero_padding", False)]
-    if owned:
-        total = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float64)).square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=optimizer.device)
-    dist.all_reduce(total, group=process_group)
-    norm = total.sqrt().float()
-    return torch.where(norm.isfinite(), norm, torch.inf)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dino_ds import distributed
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
-from dino_ds.engine.optimizers import Names, group_names, master_shards, refresh_weights, sharded_masters_of
+from dino_ds.engine.optimizers import Names, master_shards, refresh_weights, shard_groups, sharded_masters_of
 from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
@@ -64,8 +64,8 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
     masters = sharded_masters_of(optimizer, names)
     state = optimizer.optimizer.state
     return [
-        Flat(f"{group}.{i}", group, shard, state[shard], list(_pieces(masters[i], shapes)))
-        for i, (group, shard) in enumerate(zip(group_names(optimizer), master_shards(optimizer), strict=True))
+        Flat(f"{group['name']}.{i}", group["name"], shard, state[shard], list(_pieces(masters[i], shapes)))
+        for i, (group, shard) in enumerate(zip(shard_groups(optimizer), master_shards(optimizer), strict=True))
     ]
 
 

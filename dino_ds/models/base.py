@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_ds.backbones import BackboneSpec
+from dino_ds.config.crops import Masks as Masks
 
 Crops = Mapping[str, Sequence[Tensor]]
 """What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
-Masks = Mapping[str, Mapping[str, Tensor]]
-"""Of a micro-batch, by group of crops: "mask" (v * b, n) bool, the hidden patches, crop-major; "rows" (m,) int64, their
-places in (v * b * n); "weights" (m,), 1 / hidden patches of the same crop."""
 CLS = "cls"
 
 
@@ -75,6 +73,17 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def segments(self) -> Sequence[nn.Module]:
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
+
+    def layers(self) -> dict[str, int]:
+        """The layer of every parameter, by name, for learning rates that fall from layer to layer.
+
+        i + 1 in segment i; one more than the last in a module `norm` after them; 0 elsewhere: before the first.
+        """
+        segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
+        last = len(self.segments()) + 1
+        return {
+            name: segments.get(id(p), last if name.startswith("norm.") else 0) for name, p in self.named_parameters()
+        }
 
     def features(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> features of the whole image (b, d)."""

@@ -10,6 +10,7 @@ from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions
 from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
@@ -20,6 +21,7 @@ from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
+from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
@@ -31,7 +33,7 @@ from dino_ds.objectives.centering import Centering, RunningCenter, SinkhornKnopp
 from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
 from dino_ds.objectives.koleo import KoLeoTerm
-from dino_ds.schedules import Schedules
+from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.step import TrainingStep
@@ -48,7 +50,8 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps)
+    options = OptimizerOptions(optimizer.layer_decay, optimizer.patch_embed_lr, optimizer.clip_by)
+    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps, options)
     teachers = build_teachers(recipe, config, engine, objective)
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
 
@@ -167,6 +170,7 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     batch = recipe.data.global_batch
     objective, optimizer = recipe.objective, recipe.optimizer
     warmup = objective.teacher_temp_warmup
+    weights = {"dino": objective.dino_weight, "ibot": objective.ibot_weight, "koleo": objective.koleo_weight}
     by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=recipe.length.in_steps(batch, epoch_steps),
@@ -183,7 +187,15 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         teacher_temp_tread_steps=epoch_steps if by_epoch else 1,
         freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
         freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
+        frozen_prototypes=objective.frozen_prototypes,
+        weights={name: _weight_schedule(ramp, batch, epoch_steps) for name, ramp in weights.items()},
     )
+
+
+def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule:
+    if ramp.length is None or ramp.end is None:
+        return WeightSchedule(ramp.start, ramp.start, 1)
+    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps))
 
 
 def build_prefetcher(

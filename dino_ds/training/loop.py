@@ -12,6 +12,7 @@ from dino_ds import distributed
 from dino_ds.config.crops import teacher_crops
 from dino_ds.data.batches import Batch
 from dino_ds.data.loader import DataTimeout
+from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.engine.engine import Progress

@@ -146,7 +146,7 @@ class TrainingStep:
         schedule = self.schedule = self.schedules.at(self.applied_steps)
         self._buffers = {name: buffer.clone() for name, buffer in self.engine.buffers().items()}
         self.engine.set_groups(group_settings(schedule))
-        self.engine.freeze_prototypes(schedule.prototypes_frozen)
+        self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)
         # The reference gives a frozen layer no gradient at all, so its Adam state begins here.
         if schedule.unfreeze_prototypes:

@@ -14,6 +14,7 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.optim import ONE_RATE, OptimizerOptions
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
@@ -81,13 +82,17 @@ def crops(indices: Tensor, sizes: tuple[int, ...] = (32, 32, 16, 16)) -> dict[st
 
 
 def build_step(
-    config: DsConfig, network: Network | None = None, schedules: Schedules | None = None, eps: float = 1e-8
+    config: DsConfig,
+    network: Network | None = None,
+    schedules: Schedules | None = None,
+    eps: float = 1e-8,
+    options: OptimizerOptions = ONE_RATE,
 ) -> TrainingStep:
     """As `Run` does it; levers of the network itself are the network's."""
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
-    engine = Engine(network, config, betas=(0.9, 0.999), eps=eps)
+    engine = Engine(network, config, (0.9, 0.999), eps, options)
     teacher = EmaTeacher(
         copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
     )

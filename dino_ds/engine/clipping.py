@@ -1,0 +1,137 @@
+"""The norm of the gradient over all ranks, and clipping: of the whole network by DeepSpeed, or of each part of it here.
+
+Source of clipping by part: facebookresearch/dinov2 clips backbone, DINO head and iBOT head each by its own norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine.optimizers import master_shards, shard_groups
+from dino_ds.errors import ConfigError
+
+_EPS = 1e-6  # DeepSpeed's and torch's, added to the norm
+
+
+def check_clip_by_part(config: DsConfig) -> None:
+    """Raises ConfigError where optimizer.clip_by part can't act under this ds config."""
+    if not config.clipping:
+        raise ConfigError(
+            "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
+            "(DINOv2: 3.0), or optimizer.clip_by network"
+        )
+    if offloads_optimizer(config.raw["zero_optimization"]):
+        raise ConfigError(
+            "optimizer.clip_by part does not go with zero_optimization.offload_optimizer, where DeepSpeed clips by the "
+            "norm of the whole network: remove the one, or set optimizer.clip_by network"
+        )
+
+
+def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of `network` by the part that they are clipped with, in the network's order; at stage 0."""
+    part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
+    parts: dict[str, list[nn.Parameter]] = {}
+    for parameter in network.parameters():
+        parts.setdefault(part_of[id(parameter)], []).append(parameter)
+    return list(parts.values())
+
+
+def norm_of_parts(parts: list[list[nn.Parameter]]) -> tuple[Tensor, list[Tensor]]:
+    """The norm of all gradients and those of the parts, scalars on the device; at stage 0."""
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), norms
+
+
+def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
+    """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce.
+
+    DeepSpeed starts two kernels for each parameter and copies a constant to the device for each group. The same number:
+    in FP64, infinite where a gradient is not finite. With an offloaded optimizer its own way stays: on the host.
+    clip_parts: above 0 each part's norm is clipped to it, by us: DeepSpeed's own gradient_clipping must be 0.
+    """
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        return
+    if hasattr(optimizer, "averaged_gradients"):
+        gradient = _ShardedGradient(optimizer, clip_parts)
+        if hasattr(optimizer, "scaled_global_norm"):
+            optimizer.scaled_global_norm = lambda norm_type=2: gradient.norm()
+        else:  # ZeRO 3
+            optimizer._get_norm_groups = lambda: [gradient.norm()]
+        if clip_parts:
+            optimizer.unscale_and_clip_grads = gradient.unscale_and_clip
+    elif clip_parts and hasattr(optimizer, "get_grads_for_norm"):
+        optimizer.get_grads_for_norm = lambda for_clipping=False: ([_clip_bf16(optimizer, clip_parts)], {})
+
+
+class _ShardedGradient:
+    """The gradients that this rank owns under ZeRO 1 to 3, by the part that they are clipped with.
+
+    `limit` 0: DeepSpeed clips.
+    """
+
+    def __init__(self, optimizer: Any, limit: float) -> None:
+        self._optimizer, self._limit = optimizer, limit
+        zero3 = hasattr(optimizer, "_get_sub_group_process_group")
+        self._process_group = optimizer._get_sub_group_process_group(0) if zero3 else optimizer.dp_process_group
+        parts = [group["part"] for group in shard_groups(optimizer)]
+        self._parts = list(dict.fromkeys(parts))
+        self._part_of = [self._parts.index(part) for part in parts]
+
+    def norm(self) -> Tensor:
+        """Of all gradients, times the loss scale: a scalar on the device, FP32, infinite if not finite. Collective."""
+        owned: list[list[Tensor]] = [[] for _ in self._parts]
+        for i, gradients in self._optimizer.averaged_gradients.items():
+            owned[self._part_of[i]] += [g.detach() for g in gradients or () if _is_owned(g)]
+        squares = torch.stack([_sum_of_squares(gradients, self._optimizer.device) for gradients in owned])
+        dist.all_reduce(squares, group=self._process_group)
+        if self._limit:
+            # Now, not when they are used: DeepSpeed moves the loss scale in between.
+            self._factors = _clip_factors(squares, self._limit, self._optimizer.loss_scale) / self._optimizer.loss_scale
+        norm = squares.sum().sqrt().float()
+        return torch.where(norm.isfinite(), norm, torch.inf)
+
+    def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
+        """In DeepSpeed's stead, after `norm`: of one of the master shards, by its index (ZeRO 3) or its gradient."""
+        shards = master_shards(self._optimizer)
+        i = shard if isinstance(shard, int) else next(i for i, m in enumerate(shards) if m.grad is shard[0])
+        gradient = shards[i].grad
+        assert gradient is not None
+        gradient.mul_(self._factors[self._part_of[i]])
+
+
+def _is_owned(gradient: Tensor) -> bool:
+    return gradient.numel() > 0 and not getattr(gradient, "_zero_padding", False)
+
+
+def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
+    """Clip the gradients of DeepSpeed's BF16_Optimizer by part, and give their norm before it.
+
+    They are FP32 and whole on every rank, and have no loss scale.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for i, group in enumerate(optimizer.optimizer.param_groups):
+        there = zip(optimizer.fp32_groups_gradients[i], optimizer.fp32_groups_has_gradients[i], strict=True)
+        parts.setdefault(group["part"], []).extend(gradient for gradient, has in there if has)
+    gradients = [part for part in parts.values() if part]
+    squares = torch.stack([_sum_of_squares(part, part[0].device) for part in gradients])
+    for part, factor in zip(gradients, _clip_factors(squares, limit, 1.0), strict=True):
+        torch._foreach_mul_(part, factor)
+    return squares.sum().sqrt().float()
+
+
+def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """A scalar, FP64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+
+
+def _clip_factors(squares: Tensor, limit: float, scale: float) -> Tensor:
+    """Of parts whose gradients, times `scale`, have these squared norms (parts,): at most 1, FP32."""
+    return (limit / (squares.sqrt() / scale + _EPS)).clamp(max=1.0).float()

@@ -1,0 +1,157 @@
+"""Parameter groups with learning rates by layer, and prototypes that are frozen by theirs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.config.loading import load_recipe
+from dino_ds.engine.optim import PROTOTYPES, OptimizerOptions, apply_settings, group_settings, parameter_groups
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import Network
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.training.build import build_step as build_recipe
+from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
+from tests.engine.test_partition import TWIN
+from tests.engine.test_state import Memory
+from tests.ranks import run_on_ranks
+from tests.reference_v2 import golden_v2_meta
+
+BATCH = 8
+LAYERS = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2)
+BY_PART = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2, clip_by="part")
+
+
+def _golden_network() -> Network:
+    arch = ViTSpec(4, 48, 2, 3, layer_scale=1e-5)
+    backbone = VisionTransformer(arch, 32, BackboneOptions(mask_token=True))
+    heads = {name: DinoHead(48, 64, 32, 96, 3) for name in ("head", "ibot_head")}
+    return Network(backbone, heads)
+
+
+def test_groups_are_dinov2_s():
+    """Which parameters share a group, its multiplier of the learning rate, whether it is decayed or a last layer."""
+    network = _golden_network()
+    names = {id(p): name for name, p in network.named_parameters()}
+    ours = {
+        frozenset(names[id(p)] for p in group["params"]): (
+            group["lr_multiplier"],
+            float(group["name"] != "no_decay"),
+            group["name"] == PROTOTYPES,
+        )
+        for group in parameter_groups(network, BY_PART)
+    }
+    expected = {}
+    for group in golden_v2_meta()["trajectory_dinov2"]["runs"]["sinkhorn_untied"]["parameter_groups"]:
+        members = frozenset(map(_our_name, group["parameters"])) & set(names.values())
+        expected[members] = (group["lr_multiplier"], group["wd_multiplier"], group["is_last_layer"])
+    assert ours.keys() == expected.keys()
+    for members, (multiplier, decay, last) in expected.items():
+        assert ours[members] == (pytest.approx(multiplier, rel=1e-12), decay, last)
+
+
+def _our_name(name: str) -> str:
+    name = name.replace("dino_head.", "head.").replace("last_layer.weight_v", "prototypes.weight")
+    return name.replace("last_layer.weight_g", "prototypes.lengths")
+
+
+def test_groups_without_layers_are_those_of_dino():
+    groups = parameter_groups(_golden_network())
+    assert [(g["name"], g["lr_multiplier"]) for g in groups] == [("decay", 1), ("no_decay", 1), ("prototypes", 1)]
+    values = tiny_schedules().at(5)
+    apply_settings(groups, group_settings(values))
+    assert all(group["lr"] == values.lr for group in groups)
+
+
+def test_a_group_s_learning_rate_is_multiplied():
+    groups = parameter_groups(_golden_network(), LAYERS)
+    values = tiny_schedules().at(5)
+    apply_settings(groups, group_settings(values))
+    assert min(group["lr"] for group in groups) == pytest.approx(values.lr * 0.8**3 * 0.2)
+    assert max(group["lr"] for group in groups) == values.lr
+
+
+def _groups_of_a_recipe():
+    options = {"optimizer.layer_decay": "0.8", "optimizer.patch_embed_lr": "0.2", "optimizer.clip_by": "part"}
+    recipe = load_recipe("vit7b16", TWIN | {"model.depth": "2"} | options)
+    step = build_recipe(recipe, ds_config(0, "fp32", BATCH, gradient_clipping=1.0), epoch_steps=10)
+    return {(group["part"], round(group["lr_multiplier"], 6)) for group in step.engine._optimizer.param_groups}
+
+
+def test_a_recipe_s_options_reach_the_groups():
+    expected = {("backbone", m) for m in (0.512, 0.1024, 0.64, 0.8, 1.0)} | {("head", 1.0)}
+    assert run_on_ranks(_groups_of_a_recipe, world=1)[0] == expected
+
+
+def _trained(stage, options, precision="fp32", windows=3, **sections):
+    step = build_step(ds_config(stage, precision, BATCH, **sections), schedules=tiny_schedules(), options=options)
+    losses = run_windows(step, 0, windows, BATCH)
+    return losses, fp32_student(step.engine, tiny_network()), len(step.engine._optimizer.param_groups)
+
+
+def test_learning_rates_by_layer_at_every_stage():
+    """Two ranks against one process: FP32 sums in another order, which Adam's first steps magnify: 1e-5 of losses."""
+    whole, student, count = run_on_ranks(_trained, 0, LAYERS, world=1)[0]
+    plain, free, _ = run_on_ranks(_trained, 0, OptimizerOptions(), world=1)[0]
+    assert count == 5 + 4 + 1 and whole[0] == plain[0] and whole[2] != plain[2]
+    start = tiny_network().state_dict()
+    moved = {
+        name: float((student[name] - start[name]).abs().max() / (free[name] - start[name]).abs().max())
+        for name in ("backbone.patch_embed.proj.weight", "backbone.blocks.0.mlp.fc1.weight", "head.mlp.0.weight")
+    }
+    # Adam's steps are as long as the learning rate, whatever the gradient.
+    assert list(moved.values()) == pytest.approx([0.8**3 * 0.2, 0.8**2, 1.0], rel=0.1)
+    for stage in (1, 2, 3):
+        for losses, _, groups in run_on_ranks(_trained, stage, LAYERS):
+            assert losses == pytest.approx(whole, rel=1e-5) and groups == count
+
+
+def _saved(stage, options):
+    step = build_step(ds_config(stage, "fp32", BATCH), schedules=tiny_schedules(), options=options)
+    run_windows(step, 0, 2, BATCH)
+    state = step.engine.state()
+    return state.layout, {name: tensor.clone() for name, tensor in state.tensors.items()}, {}
+
+
+@pytest.mark.parametrize(("stage", "options"), [(3, BY_PART), (0, LAYERS), (2, OptimizerOptions())])
+def test_a_state_goes_into_other_groups(stage, options):
+    """It is by parameter: what saved had one learning rate, or had them by layer, and another stage."""
+    before = LAYERS if options == OptimizerOptions() else OptimizerOptions()
+    layouts, tensors, whole = zip(*run_on_ranks(_saved, 2, before), strict=True)
+    saved = Memory(list(layouts), list(tensors), whole[0])
+    expected = run_on_ranks(_loaded, 2, before, saved)[0][0]
+    for student, steps in run_on_ranks(_loaded, stage, options, saved):
+        assert steps == {2} and all(torch.equal(student[name], expected[name]) for name in expected)
+
+
+def _loaded(stage, options, saved):
+    config = ds_config(stage, "fp32", BATCH, gradient_clipping=1.0)
+    step = build_step(config, schedules=tiny_schedules(), options=options)
+    step.engine.load_state(saved)
+    steps = {int(flat.adam["step"]) for flat in step.engine._flats() if flat.pieces}
+    return fp32_student(step.engine, tiny_network()), steps
+
+
+def _frozen(stage, mode):
+    """Of the prototypes after 2 frozen windows and after the release: movement, first moments, Adam's step count."""
+    step = build_step(ds_config(stage, "fp32", BATCH), schedules=tiny_schedules(2, frozen_prototypes=mode))
+    start, found, norms = tiny_network().head.prototypes.weight, [], []
+    for window in range(3):
+        run_windows(step, window, 1, BATCH)
+        norms.append(step.engine.grad_norm)
+        moved = fp32_student(step.engine, tiny_network())["head.prototypes.weight"] - start.detach()
+        flats = [flat for flat in step.engine._flats() if flat.group == PROTOTYPES]
+        moments = sum(float(flat.adam["exp_avg"].abs().sum()) for flat in flats)
+        found.append((float(moved.abs().max()), moments, {int(flat.adam["step"]) for flat in flats}))
+    return found[1], found[2], norms
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_prototypes_frozen_by_their_learning_rate(stage):
+    """DINOv2's freeze: the weights stay to the bit, the moments move, the norm counts them, no fresh start after it."""
+    by_lr, absent = (run_on_ranks(_frozen, stage, mode)[0] for mode in ("zero_lr", "no_gradient"))
+    assert by_lr[0][0] == 0.0 and by_lr[0][1] > 0 and by_lr[0][2] == {2}
+    assert absent[0][:2] == (0.0, 0.0)
+    assert by_lr[1][0] > 0 and by_lr[1][2] == {3} and absent[1][2] == {1}
+    assert by_lr[2][0] > absent[2][0]
