@@ -5,7 +5,8 @@ from __future__ import annotations
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, count_parameters, element_bytes
+from dino_ds.costs.activations import element_bytes
+from dino_ds.costs.memory import GIB, count_parameters
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
 PROCESS_BYTES = 3 * GIB

@@ -15,9 +15,10 @@ from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.communication import Traffic, step_traffic
-from dino_ds.costs.flops import HeadSizes, step_flops, tokens_of, vit_of
-from dino_ds.costs.memory import element_bytes, recipe_sizes, recomputed_blocks
+from dino_ds.costs.activations import element_bytes, recomputed_blocks
+from dino_ds.costs.communication import Traffic, recipe_traffic
+from dino_ds.costs.flops import recipe_step_flops, tokens_of, vit_of
+from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.plan.gpus import Gpu
 
 ASSUMPTIONS = {
@@ -85,7 +86,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
     flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
     compute, again = _micro_batch_seconds(recipe, config, gpu, flops)
     backward = compute * _backward_share(flops) + again
-    traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
+    traffic = recipe_traffic(recipe, config, world)
     parts = {
         "computation": times * compute,
         "recomputation": times * again,
@@ -101,13 +102,6 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         config.micro_batch * times * world,
         gpu,
     )
-
-
-def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, int]:
-    """`step_flops` of a recipe: per image, by part."""
-    head = recipe.head
-    sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(vit_of(recipe), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, backward: float) -> float:
