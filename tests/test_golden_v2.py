@@ -103,5 +103,5 @@ def _compare_final(run: Any, recorded: dict[str, Tensor], name: str, ours: dict[
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["sinkhorn_untied", "centering_tied", "sinkhorn_tied", "centering_untied"])
 def test_trajectory(name, stage):
-    """Recorded in FP32 on one process: losses to 1e-4, norms to 1e-3, final tensors within ten times their sensitivity."""
+    """Recorded in FP32 on one process: losses to 1e-4, norms to 1e-3, final tensors to ten times their sensitivity."""
     run_on_ranks(_trajectory, name, stage, world=1)

@@ -34,8 +34,8 @@ def dinov2_recipe(**changes: str) -> Recipe:
         "model__drop_path": "0.2", "head__learned_lengths": "true", "ibot_head__learned_lengths": "true", **heads,
         "objective__centering": "sinkhorn", "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
         "objective__koleo_ranks": "all", "objective__freeze_prototypes": "1 steps", "optimizer__warmup": "2 steps",
-        "optimizer__lr": "0.05", "optimizer__lr_scaling": "sqrt", "optimizer__eps": "1e-2", "optimizer__clip_by": "part",
-        "optimizer__layer_decay": "0.8", "teacher__momentum": "0.9", **changes,
+        "optimizer__lr": "0.05", "optimizer__lr_scaling": "sqrt", "optimizer__eps": "1e-2",
+        "optimizer__clip_by": "part", "optimizer__layer_decay": "0.8", "teacher__momentum": "0.9", **changes,
     })  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def references():
 def test_two_ranks_equal_one_process(stage, precision, references):
     """Tolerances as in test_matrix.py: fp32 1e-5, sums in another order; bf16 rounds weights, gradients and cosines."""
     losses, teacher, _, norm = references[precision]
-    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 1e-3)
+    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 8e-4)
     moved = max_difference(teacher, _start())
     assert moved > 4 * atol, f"the teacher has moved by {moved}"
     results = run_on_ranks(_train, stage, precision)
