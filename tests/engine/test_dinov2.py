@@ -26,12 +26,12 @@ MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stag
 
 def dinov2_recipe(**changes: str) -> Recipe:
     """All of it, small; the prototypes of both heads move from the second step on."""
-    heads = {
-        f"ibot_head__{key}": value for key, value in (("prototypes", "48"), ("hidden", "48"), ("bottleneck", "16"))
-    }
+    own = {"prototypes": "48", "hidden": "48", "bottleneck": "16", "learned_lengths": "true"}
+    shared = changes.get("objective__ibot_head") == "shared"
+    heads = {} if shared else {f"ibot_head__{key}": value for key, value in own.items()}
     return tiny_recipe(**{
         "data__global_batch": str(BATCH), "length": "20 steps", "crops__mask": "dinov2", "model__layer_scale": "0.1",
-        "model__drop_path": "0.2", "head__learned_lengths": "true", "ibot_head__learned_lengths": "true", **heads,
+        "model__drop_path": "0.2", "head__learned_lengths": "true", **heads,
         "objective__centering": "sinkhorn", "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
         "objective__koleo_ranks": "all", "objective__freeze_prototypes": "1 steps", "optimizer__warmup": "2 steps",
         "optimizer__lr": "0.05", "optimizer__lr_scaling": "sqrt", "optimizer__eps": "1e-2",
@@ -128,3 +128,30 @@ def _skip(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_moves_nothing(stage):
     run_on_ranks(_skip, stage)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective__dino_weight": "0"},
+        {"crops__num_local": "0", "objective__centering": "softmax"},
+        {"objective__ibot_head": "shared", "crops__mask": "dinov3"},
+        {"objective__koleo_weight": "0..0.1 over 4 steps", "objective__koleo_ranks": "own"},
+        {"model__registers": "2", "model__drop_path_growth": "uniform", "model__stochastic_depth": "batched"},
+    ],
+    ids=["iBOT alone", "no local crops", "one head", "KoLeo ramp", "registers"],
+)
+def test_variants_train_at_stage_3(changes):
+    """Two steps of losses above 0, and every weight that should move does."""
+    run_on_ranks(_moves, changes)
+
+
+def _moves(changes):
+    recipe = dinov2_recipe(**changes)
+    config = ds_config(3, "fp32", BATCH, 2, gradient_clipping=1.0)
+    step = build_step(recipe, config, 10)
+    start = fp32_student(step.engine, build_network(recipe, config.performance))
+    results = [_run_window(step, recipe, window) for window in range(3)]
+    assert all(progress is Progress.STEPPED and loss > 0 for progress, loss in results)
+    end = fp32_student(step.engine, build_network(recipe, config.performance))
+    assert not [name for name in start if torch.equal(start[name], end[name])]
