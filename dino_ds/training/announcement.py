@@ -8,11 +8,13 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import ViTSpec
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
+from dino_ds.costs.objective import ObjectiveCosts
 from dino_ds.engine.device import DTYPES
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.training.run import Run
@@ -29,10 +31,12 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
         f"{run.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
+        *_objective_lines(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
         *_changed_values(recipe),
+        *_window_lines(recipe, config),
         *(
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
             for name in lengths_without_unit(recipe)
@@ -43,6 +47,46 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _objective_lines(recipe: Recipe) -> list[str]:
+    """What is compared: crops and their masks, heads, and the terms with their weights."""
+    crops, how, objective = recipe.crops, recipe.objective, ObjectiveCosts.of(recipe)
+    masks = ""
+    if crops.mask != "none":
+        low, high = crops.mask_ratio
+        masks = f"; {crops.mask} masks of {crops.mask_share:.0%} of the global ones hide {low:.0%} to {high:.0%} each"
+    heads = [
+        f"{name} {head.prototypes} prototypes ({head.layers} layers of {head.hidden}, bottleneck {head.bottleneck})"
+        for name, head in objective.heads.items()
+    ]
+    weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
+    terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
+    targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
+    return [
+        f"crops    {describe_crops(crops.groups)}{masks}",
+        *([f"heads    {', '.join(heads)}"] if heads else []),
+        f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
+    ]
+
+
+def _window_lines(recipe: Recipe, config: DsConfig) -> list[str]:
+    """What gradient accumulation means for terms that look at several images at once."""
+    if config.accumulation == 1:
+        return []
+    objective, found = ObjectiveCosts.of(recipe), []
+    if objective.sinkhorn and objective.heads:
+        found.append(
+            f"note     targets are balanced over all {recipe.data.global_batch} images of a step; "
+            f"{config.accumulation} micro-batches are held at once"
+        )
+    if objective.koleo_crops:
+        images = config.micro_batch * (distributed.world_size() if objective.koleo_all else 1)
+        found.append(
+            f"warning  KoLeo sees a micro-batch of {images} images at a time, not the {recipe.data.global_batch} of a "
+            "step: other accumulation, other training"
+        )
+    return found
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
