@@ -13,7 +13,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.base import CLS
 from dino_ds.models.head import DinoHead
-from dino_ds.objectives.dino import HEAD
+from dino_ds.objectives.dino import DINO
 from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.training.build import build_network
@@ -21,6 +21,7 @@ from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
+from tests.reference import product
 from tests.training.harness import image_folder, losses_of, train_tiny
 from tests.weights.originals import Original, OriginalHead
 
@@ -74,7 +75,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     head.load_state_dict(model.head)
     torch.testing.assert_close(theirs["backbone"](images), model.features(images), rtol=1e-5, atol=1e-5)
     logits = theirs["head"](theirs["backbone"](images))
-    torch.testing.assert_close(logits, head(model.features(images)).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, product(head(model.features(images))).detach(), rtol=1e-5, atol=1e-5)
     copytree(trained / "run", run)
     rmtree(run / "checkpoints/step_00000002")
     alone = load(run)
@@ -173,9 +174,9 @@ def test_a_frozen_backbone_leaves_the_head_s_gradient_as_it_is():
     network = tiny_network()
     views = crops(torch.arange(2))
     network.freeze_backbone(True)
-    network(views)[HEAD].square().sum().backward()
+    product(network(views)[DINO]).square().sum().backward()
     head = {name: p.grad.clone() for name, p in network.head.named_parameters()}
     assert all(not p.grad.any() for p in network.backbone.parameters())
     network.zero_grad()
-    network.head(network.backbone(views)[CLS].detach()).square().sum().backward()
+    product(network.head(network.backbone(views)[CLS].detach())).square().sum().backward()
     assert all(torch.equal(p.grad, head[name]) for name, p in network.head.named_parameters())
