@@ -13,12 +13,12 @@ from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseTerm,
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
-from dino_ds.models.head import Prototypes
-from dino_ds.objectives.dino import HEAD, DinoTerm
+from dino_ds.models.prototypes import Prototypes
+from dino_ds.objectives.dino import DINO
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network
 from tests.measure.tiny import tiny_recipe
-from tests.reference import copied
+from tests.reference import centered, copied, product
 
 pytestmark = pytest.mark.numerical
 
@@ -31,31 +31,25 @@ def _process_group():
 
 
 @pytest.mark.slow
-def test_the_pairwise_loss_is_ours():
-    """To 1e-6 relative, gradients too: sums in another order."""
+def test_normalised_prototypes_and_the_pairwise_loss_are_ours():
+    """Logits, and what comes of them: loss, gradients of features and prototypes, the center's rows. Sums in another
+    order: cosines to 1e-6, which the temperatures multiply by up to 25."""
     torch.manual_seed(0)
-    logits, teacher = torch.rand(5 * 4, 64) * 2 - 1, torch.rand(2 * 4, 64) * 2 - 1
-    results, schedule = [], SimpleNamespace(teacher_temp=0.04)
-    for kind in (PairwiseTerm, DinoTerm):
-        loss = kind(64, 0.1, 0.9)
-        loss.center.value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
-        given = logits.clone().requires_grad_()
-        targets = loss.targets({"ema": {HEAD: teacher}}, schedule)
-        value = loss.loss({HEAD: given}, targets, schedule).loss
-        results.append((value.detach(), torch.autograd.grad(value, given)[0], loss.center.pending()))
-    for plain, ours in zip(*results, strict=True):
-        torch.testing.assert_close(plain, ours, rtol=1e-6, atol=1e-7)
-
-
-def test_normalised_prototypes_are_ours():
     ours, plain = Prototypes(16, 64), NormalisedPrototypes(16, 64)
     plain.weight = torch.nn.Parameter(ours.weight.detach().clone())
-    z, g = torch.randn(6, 16), torch.randn(6, 64)
-    results = []
-    for layer in (ours, plain):
+    z, teacher = torch.randn(5 * 4, 16), torch.randn(2 * 4, 16)
+    torch.testing.assert_close(plain(z), product(ours(z)), rtol=1e-5, atol=1e-6)
+    results, schedule = [], SimpleNamespace(teacher_temp=0.04)
+    for layer, kind in ((plain, PairwiseTerm), (ours, centered)):
+        term = kind(64, 0.1, 0.9)
+        term.statistics["center"].value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
         given = z.clone().requires_grad_()
-        out = layer(torch.nn.functional.normalize(given, dim=-1))
-        results.append((out, *torch.autograd.grad(out, (given, layer.weight), g)))
+        with torch.no_grad():
+            outputs = {"ema": {DINO: layer(teacher)}}
+        (targets,) = term.targets([outputs], [{}], schedule)
+        loss = term.loss({DINO: layer(given, targets)}, targets, schedule).loss
+        gradients = torch.autograd.grad(loss, (given, layer.weight))
+        results.append((loss.detach(), *gradients, term.statistics["center"].pending()))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -134,7 +128,7 @@ def test_the_plain_engine_clips_the_global_norm():
             torch.nn.utils.get_total_norm([p.grad for g in optimizer.param_groups for p in g["params"]])
         )
     )
-    out = engine({"global": [torch.randn(2, 3, 32, 32)] * 2}, None)[HEAD]
-    engine.backward(out.square().sum())
+    out = engine({"global": [torch.randn(2, 3, 32, 32)] * 2}, None)[DINO]
+    engine.backward(product(out).square().sum())
     engine.step()
     assert float(seen[0]) == pytest.approx(1e-3, rel=1e-3)

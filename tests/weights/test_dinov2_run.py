@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
@@ -15,7 +15,7 @@ from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.training.build import build_network
 from dino_ds.weights.load import load
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, train_tiny
+from tests.training.harness import image_folder, train_tiny, whole_tensors
 from tests.weights.originals import Original, OriginalHead
 
 RUN = {
@@ -42,13 +42,9 @@ def place(tmp_path_factory):
     return place
 
 
-def _whole(run, step: int) -> dict[str, Tensor]:
-    return load_file(run / f"checkpoints/step_{step:08d}/whole_00000.safetensors")
-
-
 def test_heads_and_mask_token_of_a_run_by_name(place):
     """They lie in the checkpoint: teacher.safetensors has what timm has. Both centers are there by their names."""
-    model, whole = load(place / "run"), _whole(place / "run", 3)
+    model, whole = load(place / "run"), whole_tensors(place / "run", 3)
     assert model.heads.keys() == {"head", "ibot_head"} and not model.notes
     for head, tensors in model.heads.items():
         prefix = f"teacher.{head}."
@@ -103,7 +99,7 @@ def test_a_run_starts_from_it_or_from_its_export_with_everything(place, tmp_path
         start = tmp_path / source
         dino_ds_export(ExportOptions(model=str(place / "run"), format="dinov2", out=str(start), heads=2, json=True))
     recipe = load_recipe(str(place / "run/config.yaml"), {"model.init_from": str(start)})
-    network, whole = build_network(recipe, PerformanceOptions()), _whole(place / "run", 3)
+    network, whole = build_network(recipe, PerformanceOptions()), whole_tensors(place / "run", 3)
     for name, parameter in network.named_parameters():
         assert torch.equal(parameter, whole[f"teacher.{name}"]), name
     assert "the head too (8 tensors); the ibot_head too (8 tensors)" in network.started_from
@@ -114,7 +110,7 @@ def test_it_is_the_start_on_two_ranks_too(place, tmp_path, ds):
     """With learning rate 0 at step 0 the first checkpoint is the start itself: heads, mask token, in partitions."""
     changes = RUN | {"model.init_from": str(place / "run")}
     assert run_on_ranks(train_tiny, place / "images", tmp_path / "run", ds, 1, changes=changes) == [None, None]
-    ours, theirs = _whole(tmp_path / "run", 1), _whole(place / "run", 3)
+    ours, theirs = whole_tensors(tmp_path / "run", 1), whole_tensors(place / "run", 3)
     names = [name for name in theirs if name.startswith("teacher.")]
     assert len(names) > 16 and all(torch.equal(ours[name], theirs[name]) for name in names)
 
@@ -124,7 +120,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(place, tmp_path):
     args = (place / "images", tmp_path / "run")
     assert run_on_ranks(train_tiny, *args, max_steps=1, changes=RUN, world=1) == [None]
     assert run_on_ranks(train_tiny, *args, max_steps=3, changes=RUN, resume=True, world=1) == [None]
-    once, twice = _whole(place / "run", 3), _whole(tmp_path / "run", 3)
+    once, twice = whole_tensors(place / "run", 3), whole_tensors(tmp_path / "run", 3)
     assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
     once, twice = (load_file(run / "teacher.safetensors") for run in (place / "run", tmp_path / "run"))
     assert all(torch.equal(once[name], twice[name]) for name in once)
