@@ -110,14 +110,15 @@ class Prototypes(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             rows = F.normalize(z.float(), dim=-1)
             if comparison is None:
-                return Logits(rows, self.weight.float(), _scale(self.weight, self.lengths)[0], low)
+                weight = self.weight.float()
+                return Logits(rows, weight, _scale(weight, self.lengths)[0], low)
             how = comparison, self.frozen, low
             return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, how))
 
 
 def _scale(weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(k,) what turns products with the weight into logits; 1 / lengths of the weight's rows."""
-    inverse = torch.linalg.vector_norm(weight.float(), dim=-1).clamp_min(1e-12).reciprocal()
+    """Of the weight in FP32: (k,) what turns products with it into logits; 1 / lengths of its rows."""
+    inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
     return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
 
 
@@ -135,11 +136,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, lengths: Tensor | None, how: tuple[Comparison, bool, bool]
     ) -> tuple[Tensor, Tensor]:
         comparison, frozen, low = how
-        scale, inverse = _scale(weight, lengths)
+        w = weight.float()
+        scale, inverse = _scale(w, lengths)
         wanted = any(ctx.needs_input_grad)
         grad_rows = torch.zeros_like(rows) if wanted else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not frozen else None
-        tiles = _Tiles(Logits(rows, weight.float(), scale, low), comparison)
+        tiles = _Tiles(Logits(rows, w, scale, low), comparison)
         total, entropy = rows.new_zeros(()), rows.new_zeros(())
         for tile in tiles:
             total += tile.loss
@@ -187,7 +189,7 @@ class _Tile:
         self._probs = torch.softmax(logits, dim=-1, out=tiles.probs[: len(logits)])
         lse = (logits.amax(dim=-1) - self._probs.amax(dim=-1).log()).view(-1, count)
         logits, self._targets = logits.view(-1, count, logits.shape[-1]), targets
-        sums = [pairs * lse[s] - torch.linalg.vecdot(target, logits[s]) for s, (target, pairs) in enumerate(targets)]
+        sums = [pairs * lse[crops].sum(dim=0) - _dot(logits[crops], target) for crops, target, pairs in targets]
         self.loss = self._weighted(torch.stack(sums)).sum()
 
     def _weighted(self, values: Tensor) -> Tensor:
@@ -196,13 +198,14 @@ class _Tile:
 
     def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
         tiles = self._tiles
-        how, student = tiles.comparison, tiles.student
-        grad = self._probs.view(len(self._targets), -1, self._probs.shape[-1])
-        for s, (target, pairs) in enumerate(self._targets):
-            grad[s].mul_(pairs).sub_(target)
+        student = tiles.student
+        grad = self._probs.view(tiles.student_crops, -1, self._probs.shape[-1])
+        for crops, target, pairs in self._targets:
+            part = grad[crops] if pairs == 1 else grad[crops].mul_(pairs)
+            part.sub_(target)
         if self._weights is not None:
             grad.mul_(self._weights.unsqueeze(-1))
-        flat = self._probs.mul_(student.scale / (how.student_temp * tiles.divisor))
+        flat = self._probs.mul_(tiles.factor)
         with _tf32(student.low):
             own = grad_rows.view(tiles.rows.shape)[:, self._images]
             own.copy_((flat @ student.weight).view(own.shape))
@@ -222,6 +225,7 @@ class _Tiles:
         self.rows = student.rows.view(self.student_crops, self._images, student.rows.shape[-1])
         pairs = g * self.student_crops - (g if comparison.exclude_own else 0)
         self.divisor = comparison.divisor or float(max(pairs * self._images, 1))
+        self.factor = student.scale / (comparison.student_temp * self.divisor)
         self._size = max(1, tile_rows(student.weight) // max(self.student_crops, g))
         k, n = len(student.weight), min(self._size, self._images)
         self.logits, self.probs = student.rows.new_empty(2, max(self.student_crops, g) * n, k).unbind()
@@ -231,20 +235,22 @@ class _Tiles:
         for start in range(0, self._images, self._size):
             yield _Tile(self, slice(start, min(start + self._size, self._images)))
 
-    def targets(self, images: slice) -> tuple[list[tuple[Tensor, int]], Tensor]:
-        """For each student crop the sum (n, k) of its targets and their number; the entropies of all targets (g, n)."""
+    def targets(self, images: slice) -> tuple[list[tuple[slice, Tensor, int]], Tensor]:
+        """For student crops that have the same targets: these crops, the sum (n, k) of the targets, and their number.
+        And the entropies of all targets (g, n)."""
         how, rows = self.comparison, self._teacher_rows[:, images]
         logits = how.teacher.multiply(rows.flatten(0, 1), how.temperature, self.logits).add_(how.shift)
         probs = torch.softmax(logits, dim=-1, out=self._targets[: len(logits)])
         lse = logits.amax(dim=-1) - probs.amax(dim=-1).log()
-        entropy = (lse - torch.linalg.vecdot(probs, logits)).view(how.crops, -1)
+        entropy = (lse - logits.mul_(probs).sum(dim=-1)).view(how.crops, -1)
         each = list(probs.view(how.crops, rows.shape[1], -1))
-        if not how.exclude_own:
-            return [(_sum(each), len(each))] * self.student_crops, entropy
-        others = [_sum([target for t, target in enumerate(each) if t != s]) for s in range(len(each))]
-        found = [(other, len(each) - 1) for other in others]
-        if self.student_crops > len(each):
-            found += [(_sum(each), len(each))] * (self.student_crops - len(each))
+        first = len(each) if how.exclude_own else 0
+        found = [
+            (slice(s, s + 1), _sum([target for t, target in enumerate(each) if t != s]), len(each) - 1)
+            for s in range(first)
+        ]
+        if self.student_crops > first:
+            found.append((slice(first, None), _sum(each), len(each)))
         return found, entropy
 
 
@@ -254,6 +260,12 @@ def _sum(targets: list[Tensor]) -> Tensor:
     for target in targets[1:]:
         total = total + target
     return total
+
+
+def _dot(logits: Tensor, target: Tensor) -> Tensor:
+    """Sum over crops of logits (v, n, k), which may be overwritten, times a target (n, k) -> (n,)."""
+    together = logits[0] if len(logits) == 1 else logits.sum(dim=0)
+    return together.mul_(target).sum(dim=-1)
 
 
 def tile_rows(weight: Tensor) -> int:
