@@ -14,7 +14,7 @@ from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
-from dino_ds.costs.objective import ObjectiveCosts
+from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
 from dino_ds.engine.device import DTYPES
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.training.run import Run
@@ -24,6 +24,8 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
     """Write them; `notes` are what was found while the run was built."""
     recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
     data, device = recipe.data, run.step.engine.device
+    given = config.micro_batch, config.accumulation, distributed.world_size()
+    balanced, alone = accumulation_notes(recipe, *given)
     compiled = ", compiled blocks" if config.performance.compile != "off" else ""
     stopping = f", stopping after step {run.last_step}" if run.last_step < steps else ""
     run.log.info(
@@ -36,7 +38,8 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
         *_changed_values(recipe),
-        *_window_lines(recipe, config),
+        *(f"note     {text}" for text in balanced),
+        *(f"warning  {text}" for text in alone),
         *(
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
             for name in lengths_without_unit(recipe)
@@ -68,25 +71,6 @@ def _objective_lines(recipe: Recipe) -> list[str]:
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
     ]
-
-
-def _window_lines(recipe: Recipe, config: DsConfig) -> list[str]:
-    """What gradient accumulation means for terms that look at several images at once."""
-    if config.accumulation == 1:
-        return []
-    objective, found = ObjectiveCosts.of(recipe), []
-    if objective.sinkhorn and objective.heads:
-        found.append(
-            f"note     targets are balanced over all {recipe.data.global_batch} images of a step; "
-            f"{config.accumulation} micro-batches are held at once"
-        )
-    if objective.koleo_crops:
-        images = config.micro_batch * (distributed.world_size() if objective.koleo_all else 1)
-        found.append(
-            f"warning  KoLeo sees a micro-batch of {images} images at a time, not the {recipe.data.global_batch} of a "
-            "step: other accumulation, other training"
-        )
-    return found
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
