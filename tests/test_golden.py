@@ -104,7 +104,9 @@ def test_network_at_native_and_local_size():
     for size in ("global", "local"):
         images = recorded[f"{size}.input"]
         torch.testing.assert_close(network.backbone.features(images), recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(product(network({"crops": [images]})[DINO]), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            product(network({"crops": [images]})[DINO]), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5
+        )
     attention = network.backbone.last_attention(recorded["global.input"])
     torch.testing.assert_close(attention, recorded["global.last_attention"], rtol=1e-4, atol=1e-6)
 
@@ -129,7 +131,9 @@ def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
 def test_head_alone():
     recorded = golden("model")
     network = golden_network(META, recorded, "weights.").eval()
-    torch.testing.assert_close(product(network.head(recorded["global.cls"])), recorded["global.logits"], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        product(network.head(recorded["global.cls"])), recorded["global.logits"], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_fresh_weights_are_distributed_as_the_reference_s():

@@ -199,8 +199,8 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
-            "no recipe is named 'vits17': there are cifar10, quickstart, vit1b14, vit3b14, vit7b16, vitb16, vitg14, "
-            "vith14, vitl16, vits16, vitti16; "
+            "no recipe is named 'vits17': there are cifar10, dinov2_vitti16, quickstart, vit1b14, vit3b14, vit7b16, vitb16, "
+            "vitg14, vith14, vitl16, vits16, vitti16; "
             "a file of your own ends in .yaml. Did you mean vits16?",
         ),
         (["--ds_config", "ds_configs/zero2_fp61.json"], None),

@@ -43,7 +43,7 @@ def test_vits16_is_the_defaults_written_out():
     assert all("#" in line for line in text.splitlines() if line.strip() and not line.endswith(":"))
 
 
-@pytest.mark.parametrize("name", ["cifar10", "quickstart", "vitb16", "vitl16", "vits16", "vitti16"])
+@pytest.mark.parametrize("name", ["cifar10", "dinov2_vitti16", "quickstart", "vitb16", "vitl16", "vits16", "vitti16"])
 def test_shipped_recipes_load_and_survive_a_dump(name: str, write):
     assert name in recipe_names()
     recipe = load_recipe(name, {})
@@ -192,8 +192,8 @@ def test_unknown_backbone_names_the_three_nearest():
 
 def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
     assert _problems("vits17")[0].startswith(
-        "no recipe is named 'vits17': there are cifar10, quickstart, vit1b14, vit3b14, vit7b16, vitb16, vitg14, "
-        "vith14, vitl16, vits16, vitti16;"
+        "no recipe is named 'vits17': there are cifar10, dinov2_vitti16, quickstart, vit1b14, vit3b14, vit7b16, vitb16, "
+        "vitg14, vith14, vitl16, vits16, vitti16;"
     )
     path = write("seed: 1\n", "small.yaml")
     assert _problems(str(tmp_path / "smal.yaml")) == [f"{tmp_path}/smal.yaml does not exist. Did you mean {path}?"]
