@@ -1,7 +1,7 @@
 """What loss and EMA take, alone: `python -m scripts.bench_loss [--config vits16] [--batch 64]`.
 
-The loss from logits to their gradient, whose second half is a part of a step's backward pass; the teacher's update
-beside a copy of as many bytes, which is the least that it can take.
+The loss from bottleneck features to their gradient and that of the prototypes, with the products of both, which is
+what the step does of it; the teacher's update beside a copy of as many bytes, which is the least that it can take.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from dino_ds.bench.common import about, begin, clock_name, heading
 from dino_ds.bench.ladder_steps import build_ladder_step, last_without_engine
-from dino_ds.config.crops import student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, student_sizes, teacher_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.measure.timing import time_interleaved
 from dino_ds.measure.trial import EPOCH_STEPS
-from dino_ds.objectives.dino import HEAD, DinoTerm
-from dino_ds.training.build import build_schedules
+from dino_ds.models.prototypes import Prototypes
+from dino_ds.objectives.dino import DINO
+from dino_ds.training.build import build_objective, build_schedules
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""
@@ -55,22 +56,29 @@ def measure(recipe: Recipe, batch: int, steps: int) -> None:
 
 
 class LossAlone:
+    """DINO's term of a recipe on random features."""
+
     def __init__(self, recipe: Recipe, batch: int) -> None:
-        objective, k, crops = recipe.objective, recipe.head.prototypes, recipe.crops.groups
-        self._term = DinoTerm(k, objective.student_temp, objective.center_momentum, device=device())
+        head, crops = recipe.head, recipe.crops.groups
+        self._term = build_objective(recipe, device()).terms[DINO]
         self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
-        self._student = self._cosines(len(student_sizes(crops)) * batch, k)
-        self._teacher = self._cosines(len(teacher_sizes(crops)) * batch, k)
+        self._prototypes, self._of_teacher = (
+            Prototypes(head.bottleneck, head.prototypes, head.learned_lengths).to(device()) for _ in range(2)
+        )
+        self._student = torch.randn(len(student_sizes(crops)) * batch, head.bottleneck, device=device())
+        self._teacher = torch.randn(len(teacher_sizes(crops)) * batch, head.bottleneck, device=device())
 
-    @staticmethod
-    def _cosines(rows: int, k: int) -> Tensor:
-        return torch.rand(rows, k, device=device()) * 2 - 1
-
-    def __call__(self) -> None:
-        logits = self._student.clone().requires_grad_()  # the gradient is written over them
-        targets = self._term.targets({"ema": {HEAD: self._teacher}}, self._schedule)
-        torch.autograd.grad(self._term.loss({HEAD: logits}, targets, self._schedule).loss, logits)
-        self._term.center.drop()
+    def __call__(self) -> Tensor:
+        """The loss; the gradients are dropped."""
+        with torch.no_grad():
+            outputs = {EMA: {DINO: self._of_teacher(self._teacher)}}
+        (targets,) = self._term.targets([outputs], [{}], self._schedule)
+        features = self._student.detach().requires_grad_()
+        loss = self._term.loss({DINO: self._prototypes(features, targets)}, targets, self._schedule).loss
+        torch.autograd.grad(loss, (features, *self._prototypes.parameters()))
+        for statistic in self._term.statistics.values():
+            statistic.drop()
+        return loss.detach()
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
     torch.save({"teacher": state}, tmp_path / "theirs.pth")
     model = load(tmp_path / "theirs.pth", heads=META["vit"]["num_heads"])
     head = golden_network(META, recorded, "weights.").head
-    head.load_state_dict(model.head)
+    head.load_state_dict(model.heads["head"])
     for size in ("global", "local"):
         features = model.features(recorded[f"{size}.input"])
         torch.testing.assert_close(features, recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)

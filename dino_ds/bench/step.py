@@ -13,6 +13,7 @@ from dino_ds.bench.common import MEMORY_STEPS, about, begin, clock_name, heading
 from dino_ds.config.ds_config import DsConfig, change_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
@@ -22,7 +23,6 @@ from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
 from dino_ds.options.bench import BenchStepOptions
-from dino_ds.plan.speed import recipe_step_flops
 from dino_ds.ranges import AUGMENTATION, PARTS
 
 

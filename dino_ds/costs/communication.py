@@ -6,21 +6,27 @@ gradients (`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
-from dino_ds.costs.memory import element_bytes, persistent_below
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.activations import element_bytes
+from dino_ds.costs.flops import vit_of
+from dino_ds.costs.memory import persistent_below
+from dino_ds.costs.objective import SINKHORN_ITERATIONS, ObjectiveCosts
+from dino_ds.costs.parameters import group_sizes, recipe_sizes
 
-_FP32 = 4
+_FP32, _FP64 = 4, 8
 # DeepSpeed's defaults, elements.
 _BUCKET = 500_000_000
 _MAX_REUSE = 1_000_000_000
 _PREFETCH = 50_000_000
 # As in teacher.py.
 _TEACHER_CHUNK = 128 * 2**20
-# As in engine/optim.py and training/step.py.
+# As in engine/optim.py, for DINO's recipe, and training/step.py.
 _GROUPS = 3
 _VOTES = 3
 
@@ -47,25 +53,72 @@ class Traffic:
         return passes * self.payload * (self.ranks - 1) // self.ranks
 
 
-def step_traffic(sizes: Mapping[str, int], prototypes: int, config: DsConfig, world_size: int) -> list[Traffic]:
-    """Of each rank in one optimizer step; `sizes`: elements of every parameter. [] on one rank."""
+def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Traffic]:
+    """Of each rank in one optimizer step of a recipe. [] on one rank. Raises NotEstimated."""
+    objective, width = ObjectiveCosts.of(recipe), vit_of(recipe).width
+    parts = 1 + len(objective.heads) if recipe.optimizer.clip_by == "part" else 1
+    groups = len(group_sizes(recipe))
+    return [
+        *step_traffic(recipe_sizes(recipe), objective.centers, config, world_size, groups, parts),
+        *objective_traffic(objective, width, config, world_size),
+    ]
+
+
+def step_traffic(
+    sizes: Mapping[str, int],
+    centers: Sequence[int],
+    config: DsConfig,
+    world_size: int,
+    groups: int = _GROUPS,
+    parts: int = 1,
+) -> list[Traffic]:
+    """Of each rank in one optimizer step, but for what terms send; `sizes`: elements of every parameter; centers: of
+    each running mean; groups: the optimizer's; parts: that are clipped each by its norm. [] on one rank."""
     if world_size == 1:
         return []
     zero = config.raw["zero_optimization"]
     parameters = _gathers(sizes, config, zero, world_size) if config.stage == 3 else []
     if config.stage in (1, 2):
         total = sum(sizes.values())
-        calls = _GROUPS + total // int(zero.get("allgather_bucket_size", _BUCKET))
+        calls = groups + total // int(zero.get("allgather_bucket_size", _BUCKET))
         parameters = [Traffic("new weights", "all-gather", element_bytes(config) * total, calls, world_size)]
-    # A norm for each group.
-    norms = Traffic("gradient norm", "all-reduce", _GROUPS * (8 if config.stage == 3 else 4), _GROUPS, world_size)
+    if offloads_optimizer(zero):  # DeepSpeed's own norms, of each group
+        norms = Traffic("gradient norm", "all-reduce", groups * (8 if config.stage == 3 else 4), groups, world_size)
+    else:
+        norms = Traffic("gradient norm", "all-reduce", _FP64 * parts, 1, world_size)
+    votes = Traffic(
+        "center and votes" if centers else "votes",
+        "all-reduce",
+        _FP32 * (sum(n + 1 for n in centers) + _VOTES),
+        1,
+        world_size,
+    )
     return [
         _gradients(sum(sizes.values()), config, zero, world_size),
         *([norms] if config.stage else []),
         *parameters,
-        *_teacher(sum(sizes.values()), config, world_size),
-        Traffic("center and votes", "all-reduce", _FP32 * (prototypes + 1 + _VOTES), 1, world_size),
+        *_teacher(sum(sizes.values()), groups, config, world_size),
+        votes,
     ]
+
+
+def objective_traffic(objective: ObjectiveCosts, width: int, config: DsConfig, world_size: int) -> list[Traffic]:
+    """What the terms send in one optimizer step, `width` of a feature: Sinkhorn-Knopp's sums over prototypes, once for
+    all micro-batches, and KoLeo's features and their gradient with each of them. [] on one rank."""
+    found: list[Traffic] = []
+    if world_size == 1:
+        return found
+    if objective.sinkhorn and objective.cross_entropies:
+        # A maximum and a sum in logarithms, then a sum an iteration.
+        calls = 2 + SINKHORN_ITERATIONS - 1
+        elements = sum(one.sizes.prototypes for one in objective.cross_entropies)
+        times = calls * len(objective.cross_entropies)
+        found.append(Traffic("Sinkhorn-Knopp", "all-reduce", _FP32 * calls * elements, times, world_size))
+    if objective.koleo_all:
+        payload = _FP32 * config.accumulation * objective.koleo_crops * config.micro_batch * world_size * width
+        found.append(Traffic("KoLeo's features", "all-gather", payload, config.accumulation, world_size))
+        found.append(Traffic("KoLeo's gradient", "all-reduce", payload, config.accumulation, world_size))
+    return found
 
 
 def _gradients(total: int, config: DsConfig, zero: Mapping[str, Any], world_size: int) -> Traffic:
@@ -102,9 +155,9 @@ def _gathers(sizes: Mapping[str, int], config: DsConfig, zero: Mapping[str, Any]
     return [traffic for traffic in (forward, backward, small) if traffic.payload]
 
 
-def _teacher(total: int, config: DsConfig, world_size: int) -> list[Traffic]:
+def _teacher(total: int, groups: int, config: DsConfig, world_size: int) -> list[Traffic]:
     """The FP32 masters, unless every rank has them: without ZeRO, and at stages 1 and 2 in FP32."""
     if config.stage == 0 or (config.stage < 3 and config.precision == "fp32"):
         return []
-    calls = _GROUPS + (total // _TEACHER_CHUNK if config.stage == 3 else 0)
+    calls = groups + (total // _TEACHER_CHUNK if config.stage == 3 else 0)
     return [Traffic("teacher", "all-gather", _FP32 * total, calls, world_size)]

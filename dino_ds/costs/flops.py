@@ -1,19 +1,21 @@
 """Floating-point operations that one image costs in a training step.
 
 A multiply-add is 2; matrix products and convolutions count, norms, activations and softmax don't, and nothing that is
-computed twice (activation checkpointing, flash attention's backward pass). The backward pass is twice the forward pass,
-but for the patch embedding, whose images need no gradient: once.
+computed twice (activation checkpointing, flash attention's backward pass), but for Sinkhorn-Knopp's passes over the
+teacher's logits, which are part of the method. The backward pass is twice the forward pass, but for the patch
+embedding, whose images need no gradient: once. Left out: KoLeo's products of the images' features with each other, and
+the sum of the teacher's logits that moves the center, together less than a thousandth.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.objective import HeadSizes, ObjectiveCosts
 from dino_ds.errors import ConfigError
 
 
@@ -31,37 +33,37 @@ def vit_of(recipe: Recipe) -> ViTSpec:
     return spec
 
 
-@dataclass(frozen=True)
-class HeadSizes:
-    """The projection head: `layers` linear layers to `bottleneck`, then the prototypes."""
-
-    prototypes: int
-    hidden: int
-    bottleneck: int
-    layers: int
+def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, int]:
+    """`step_flops` of a recipe. Raises NotEstimated for a backbone that is not a ViT."""
+    return step_flops(vit_of(recipe), ObjectiveCosts.of(recipe), recipe.crops.groups, cls_only_last_block)
 
 
 def step_flops(
-    arch: ViTSpec, head: HeadSizes, crops: Sequence[CropGroup], cls_only_last_block: bool = False
+    arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGroup], cls_only_last_block: bool = False
 ) -> dict[str, int]:
-    """Per image, by part.
+    """Per image, by part; hidden patches by their expected number.
 
     With `cls_only_last_block` what is done then, else the whole model's, the usual base of MFU.
     """
-    found, row = {}, head_flops(arch.width, head)
+    found: dict[str, int] = {}
     # The backward pass costs twice the forward pass, that of the patch embedding once.
     for who, sizes, times in (("student", student_sizes(crops), 3), ("teacher", teacher_sizes(crops), 1)):
-        patch, linear, attention = zip(*(_forward(arch, side, cls_only_last_block) for side in sizes), strict=True)
+        kept = objective.last_tokens(crops, sizes, arch.patch_size) if cls_only_last_block else {}
+        patch, linear, attention = zip(*(_forward(arch, side, kept) for side in sizes), strict=True)
         found[f"{who}_patch"] = min(times, 2) * sum(patch)
         found[f"{who}_linear"] = times * sum(linear)
         found[f"{who}_attention"] = times * sum(attention)
-        found[f"{who}_head"] = times * len(sizes) * row
+        passes = times if who == "student" else objective.teacher_passes
+        rows = [(getattr(one, f"{who}_rows"), one.sizes) for one in objective.cross_entropies]
+        found[f"{who}_head"] = round(times * sum(n * mlp_flops(arch.width, head) for n, head in rows))
+        products = sum(n * 2 * head.bottleneck * head.prototypes for n, head in rows)
+        found[f"{who}_prototypes"] = round(passes * products)
     return found
 
 
-def head_flops(width: int, head: HeadSizes) -> int:
-    """Of one feature vector, forward."""
-    sizes = [width, *[head.hidden] * (head.layers - 1), head.bottleneck, head.prototypes]
+def mlp_flops(width: int, head: HeadSizes) -> int:
+    """Of one feature vector to the head's bottleneck, forward."""
+    sizes = [width, *[head.hidden] * (head.layers - 1), head.bottleneck]
     return 2 * sum(a * b for a, b in itertools.pairwise(sizes))
 
 
@@ -76,14 +78,14 @@ def ffn_weights(arch: ViTSpec) -> int:
     return arch.width * (hidden + (hidden // 2 if arch.swiglu else hidden))
 
 
-def _forward(arch: ViTSpec, side: int, cls_only_last_block: bool) -> tuple[int, int, int]:
-    """Of one crop: patch embedding, linear layers of all blocks, attention of all blocks."""
+def _forward(arch: ViTSpec, side: int, kept: Mapping[int, int]) -> tuple[int, int, int]:
+    """Of one crop: patch embedding, linear layers of all blocks, attention of all blocks.
+
+    kept: by size the tokens for which the last block is computed to its end; keys and values are those of all tokens.
+    """
     n, d = tokens_of(arch, side), arch.width
     patch = 2 * (side // arch.patch_size) ** 2 * arch.in_chans * arch.patch_size**2 * d
     linear, attention = 2 * n * (4 * d * d + ffn_weights(arch)), 4 * n * n * d
-    last_linear, last_attention = linear, attention
-    if cls_only_last_block:
-        # Keys and values of all tokens; query, projection and MLP of one.
-        last_linear = 2 * n * 2 * d * d + 2 * (2 * d * d + ffn_weights(arch))
-        last_attention = 4 * n * d
-    return patch, (arch.depth - 1) * linear + last_linear, (arch.depth - 1) * attention + last_attention
+    last = kept.get(side, n)
+    last_linear = 2 * n * 2 * d * d + 2 * last * (2 * d * d + ffn_weights(arch))
+    return patch, (arch.depth - 1) * linear + last_linear, (arch.depth - 1) * attention + 4 * last * n * d

@@ -6,24 +6,20 @@ top. Tested against the tensors that a DeepSpeed engine holds and those that aut
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes, tokens_of, vit_of
-from dino_ds.costs.parameters import PROTOTYPES, mlp_widths, parameter_sizes
+from dino_ds.costs.activations import MicroBatch, element_bytes
+from dino_ds.costs.parameters import group_sizes, prototype_sizes, recipe_sizes
 
 GIB = 2**30
 _FP32 = 4
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
-# As in models/head.py.
-_PROTOTYPE_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -56,12 +52,12 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     """
     sizes = recipe_sizes(recipe)
     state = state_bytes(sizes, config, world_size, on_gpu)
-    step = _Step(recipe, config)
+    step = MicroBatch(recipe, config, on_gpu)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
     buckets = bucket_bytes(config)
     last_state = state | {"gathered parameters": gathered_bytes(sizes, config, world_size)}
-    # The head's gradients are the first.
-    share = sum(n for name, n in sizes.items() if name.startswith("head.")) / sum(sizes.values())
+    # The heads' gradients are the first.
+    share = sum(n for name, n in sizes.items() if not name.startswith("backbone.")) / sum(sizes.values())
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
     # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
@@ -69,30 +65,28 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     moments = {
         "the loss": {
             "activations": step.saved,
-            "head and loss": step.loss,
+            "head and loss": step.head_and_loss,
             "gradients": held,
             "buckets": buckets if config.stage == 3 else 0,
         },
         "the first blocks of the backward pass": {
-            "activations": step.saved - step.last_block + step.last_whole_block,
-            "head and loss": step.logits,
+            "activations": step.in_backbone + step.last_block,
             "gradients": max(held, round(share * whole)),
             "buckets": 0 if late and not on_gpu else buckets,
         },
         "the end of the backward pass": {
             "activations": step.first_block,
-            "head and loss": step.logits,
             "gradients": whole,
             "buckets": buckets,
         },
         "the optimizer": {
-            "head and loss": step.logits,
-            "gradients": gradients + _optimizer_scratch(sizes, config, world_size, on_gpu),
+            "gradients": gradients + _optimizer_scratch(group_sizes(recipe), config, world_size, on_gpu),
             "buckets": buckets if config.stage == 3 else 0,
         },
     }
     # On a GPU the next batch is brought while this one is used.
-    common = last_state | {"crops": step.crops * (2 if on_gpu else 1), "libraries": 0 if on_gpu else libraries}
+    crops = step.crops + (step.one_batch if on_gpu else 0)
+    common = last_state | {"crops": crops, "targets": step.targets, "libraries": 0 if on_gpu else libraries}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
     return Memory(peak, {name: n for name, n in (common | moments[peak]).items() if n})
 
@@ -133,8 +127,8 @@ def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, 
         return _gradient_element(config) * total // world_size
     if config.stage == 0 or (config.stage == 1 and config.accumulation > 1):
         return _gradient_element(config) * total
-    # A tensor that reaches into two ranks' parts is kept whole on both: the prototypes are one tensor.
-    whole = sizes[PROTOTYPES] if world_size > 1 else 0
+    # A tensor that reaches into two ranks' parts is kept whole on both: the prototypes of a head are one tensor.
+    whole = sum(prototype_sizes(sizes)) if world_size > 1 else 0
     return _gradient_element(config) * ((total - whole) // world_size + whole)
 
 
@@ -157,128 +151,12 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     return element_bytes(config) * min(sharded, live)
 
 
-def block_bytes(
-    arch: ViTSpec,
-    groups: list[tuple[int, int]],
-    element: int,
-    performance: PerformanceOptions,
-    cls_only: bool = False,
-) -> int:
-    """What autograd saves of one block; groups (sequences, tokens of each) per size; element: bytes of a number.
-
-    Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
-    input of the second norm, norm; two times h (SwiGLU: also the gate's activation); LayerScale 2 d; FP32 statistics.
-    Compiled blocks recompute norms and activation: an estimate.
-    """
-    tokens, sequences = sum(s * n for s, n in groups), sum(s for s, _ in groups)
-    packed, hidden = mlp_widths(arch)
-    d, statistics = arch.width, 8
-    per_query = 5 * d + packed + hidden * (2 if arch.swiglu else 1) + (2 * d if arch.layer_scale is not None else 0)
-    per_token = 4 * d
-    if performance.attention == "varlen":
-        per_query -= d
-    if performance.compile != "off":
-        per_query, per_token = per_query - d - hidden, per_token - d
-    queries = sequences if cls_only else tokens
-    # CLS only: the norm's CLS rows are gathered for the query.
-    numbers = tokens * per_token + queries * (per_query + (d if cls_only else 0))
-    floats = tokens * statistics + queries * statistics
-    if performance.attention == "naive":
-        scores = sum(s * n * (1 if cls_only else n) for s, n in groups) * arch.heads
-        return (numbers + scores - queries * d) * element + floats  # the softmax is kept, its product is not
-    return numbers * element + floats + queries * arch.heads * 4
-
-
-def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
-    """What autograd keeps of one micro-batch's forward pass, weights and logits left out."""
-    return _Step(recipe, config).saved
-
-
-class _Step:
-    """Bytes of one micro-batch. `saved`: by autograd, in all blocks; `last_block`: its part of that.
-
-    `first_block` and `last_whole_block`: what the backward pass adds there; `loss`: at the loss, `logits`: what is
-    still there of it later; `crops`: the images themselves.
-    """
-
-    def __init__(self, recipe: Recipe, config: DsConfig) -> None:
-        arch, crops, images = vit_of(recipe), recipe.crops.groups, config.micro_batch
-        sides = student_sizes(crops)
-        element, performance = element_bytes(config), config.performance
-        groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in dict.fromkeys(sides)]
-        tokens, rows = sum(s * n for s, n in groups), len(sides) * images
-        pixels = images * sum(arch.in_chans * side**2 for side in crop_sizes(crops))
-        whole = block_bytes(arch, groups, element, performance)
-        last = block_bytes(arch, groups, element, performance, cls_only=performance.cls_only_last_block)
-        blocks = recomputed_blocks(recipe, config)
-        stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
-        kept = [stream] * blocks + self._blocks(recipe, whole, last, element * tokens)[blocks:]
-        self.saved = sum(kept) + element * pixels + self._head_mlp(recipe, rows, element)
-        self.last_block = kept[-1]
-        # In the MLP: the gradients of both sides of its activation and of the stream. A block that was recomputed
-        # for this moment drops one of its saved tensors for each gradient.
-        packed, hidden = mlp_widths(arch)
-        recomputed = element * tokens * (packed + arch.width) + whole
-        remembered = element * tokens * (packed + hidden + arch.width)
-        self.last_whole_block = recomputed if blocks == arch.depth else remembered
-        self.first_block = element * pixels + (recomputed + stream if blocks else remembered + whole)
-        self.crops = _FP32 * pixels
-        self._heads_loss(recipe, images, rows, element)
-
-    def _blocks(self, recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
-        """What each block saves: batched stochastic depth computes a part, the other kind keeps two scales a token."""
-        model, depth = recipe.model, vit_of(recipe).depth
-        rates = [model.drop_path * i / max(depth - 1, 1) for i in range(depth)]
-        sizes = [whole] * (depth - 1) + [last]
-        if model.stochastic_depth == "batched":
-            return [round(size * (1 - rate)) for size, rate in zip(sizes, rates, strict=True)]
-        scales = 2 * per_number if model.drop_path else 0
-        return [size + scales for size in sizes[:-1]] + [last]
-
-    def _head_mlp(self, recipe: Recipe, rows: int, element: int) -> int:
-        """Inputs of the head's linear layers and GELUs, and its normalised output."""
-        head = recipe.head
-        width = vit_of(recipe).width
-        return rows * (element * (2 * width + 2 * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck)
-
-    def _heads_loss(self, recipe: Recipe, images: int, rows: int, element: int) -> None:
-        """Logits are FP32 and their gradient takes their place."""
-        head = recipe.head
-        row, weights = _FP32 * head.prototypes, _FP32 * head.prototypes * head.bottleneck
-        teacher_rows = len(teacher_sizes(recipe.crops.groups)) * images
-        self.logits = row * (rows + teacher_rows)
-        # The teacher's entropy: log-probabilities, probabilities and their product.
-        entropy = 3 * row * teacher_rows
-        # The prototypes' gradient in FP32, its copy in low precision, and what one block of them needs.
-        block = _FP32 * min(head.prototypes, _PROTOTYPE_BLOCK) * (rows + 2 * head.bottleneck)
-        gradient = weights + (weights // 2 if element < _FP32 else 0) + block
-        self.loss = self.logits + row + max(entropy, gradient)
-
-
-def recipe_sizes(recipe: Recipe) -> Mapping[str, int]:
-    """Elements of every parameter of the student, by its name."""
-    head = HeadSizes(recipe.head.prototypes, recipe.head.hidden, recipe.head.bottleneck, recipe.head.layers)
-    return parameter_sizes(vit_of(recipe), recipe.crops.global_size, head)
-
-
-def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
-    """Blocks that activation checkpointing computes again in the backward pass."""
-    depth = vit_of(recipe).depth
-    return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
-
-
-def _optimizer_scratch(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
-    """DeepSpeed's flat copy of the gradients of one parameter group, and its FP32 form."""
+def _optimizer_scratch(groups: Sequence[int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
+    """DeepSpeed's flat copy of the gradients of the largest parameter group, and its FP32 form."""
     if config.stage == 0 or (on_gpu and offloads_optimizer(config.raw["zero_optimization"])):
         return 0
-    largest = max(sum(sizes.values()) - sizes[PROTOTYPES], sizes[PROTOTYPES])
     element = _gradient_element(config)
-    return largest * (element + (_FP32 if element < _FP32 else 0)) // world_size
-
-
-def element_bytes(config: DsConfig) -> int:
-    """Of a weight in the engine's precision."""
-    return _FP32 if config.precision == "fp32" else 2
+    return max(groups) * (element + (_FP32 if element < _FP32 else 0)) // world_size
 
 
 def _gradient_element(config: DsConfig) -> int:

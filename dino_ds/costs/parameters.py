@@ -9,26 +9,87 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from dino_ds.backbones import ViTSpec
-from dino_ds.costs.flops import HeadSizes
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import vit_of
+from dino_ds.costs.objective import HEAD, IBOT_HEAD, HeadSizes, ObjectiveCosts
 
-PROTOTYPES = "head.prototypes.weight"
+_Shape = tuple[int, ...]
 
 
 @functools.cache
-def parameter_sizes(arch: ViTSpec, image_size: int, head: HeadSizes) -> Mapping[str, int]:
-    """Elements of every parameter of backbone and head, by the network's names; `image_size` of the global crops."""
-    shapes = {f"backbone.{name}": shape for name, shape in _backbone(arch, image_size)}
-    shapes |= {f"head.{name}": shape for name, shape in _head(arch.width, head)}
+def parameter_sizes(
+    arch: ViTSpec,
+    image_size: int,
+    head: HeadSizes | None = None,
+    ibot_head: HeadSizes | None = None,
+    mask_token: bool = False,
+) -> Mapping[str, int]:
+    """Elements of every parameter of backbone and heads, by the network's names; `image_size` of the global crops."""
+    shapes = _shapes(arch, image_size, head, ibot_head, mask_token)
     return MappingProxyType({name: math.prod(shape) for name, shape in shapes.items()})
 
 
-def _backbone(arch: ViTSpec, image_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def recipe_sizes(recipe: Recipe) -> Mapping[str, int]:
+    """Elements of every parameter of a recipe's student, by its name. Raises NotEstimated."""
+    return parameter_sizes(*_network_of(recipe))
+
+
+def prototype_sizes(sizes: Mapping[str, int]) -> list[int]:
+    """Elements of the prototypes of each head."""
+    return [n for name, n in sizes.items() if name.endswith("prototypes.weight")]
+
+
+def group_sizes(recipe: Recipe) -> list[int]:
+    """Elements of each of the optimizer's parameter groups, as `dino_ds.engine.optim` forms them."""
+    groups: dict[tuple[str, ...], int] = {}
+    arch = vit_of(recipe)
+    for name, shape in _shapes(*_network_of(recipe)).items():
+        key = _group_of(name, shape, arch.depth, recipe)
+        groups[key] = groups.get(key, 0) + math.prod(shape)
+    return list(groups.values())
+
+
+def _group_of(name: str, shape: _Shape, depth: int, recipe: Recipe) -> tuple[str, ...]:
+    optimizer, (part, _, rest) = recipe.optimizer, name.partition(".")
+    if ".prototypes." in name:
+        kind = "prototypes"
+    else:
+        kind = "no decay" if name.endswith(".bias") or len(shape) == 1 else "decay"
+    own = part == "backbone" and bool(recipe.model.freeze_backbone.value)
+    layer, patches = "", ""
+    if part == "backbone":
+        words = rest.split(".")
+        number = int(words[1]) + 1 if words[0] == "blocks" else depth + 1 if words[0] == "norm" else 0
+        layer = str(number) if optimizer.layer_decay != 1 and number <= depth else ""
+        patches = "patches" if optimizer.patch_embed_lr != 1 and words[0] == "patch_embed" else ""
+    return part if optimizer.clip_by == "part" else "", kind, str(own), layer, patches
+
+
+def _network_of(recipe: Recipe) -> tuple[ViTSpec, int, HeadSizes | None, HeadSizes | None, bool]:
+    heads = ObjectiveCosts.of(recipe).heads
+    crops = recipe.crops
+    return vit_of(recipe), crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD), crops.mask != "none"
+
+
+def _shapes(
+    arch: ViTSpec, image_size: int, head: HeadSizes | None, ibot_head: HeadSizes | None, mask_token: bool
+) -> dict[str, _Shape]:
+    shapes = {f"backbone.{name}": shape for name, shape in _backbone(arch, image_size, mask_token)}
+    for part, sizes in ((HEAD, head), (IBOT_HEAD, ibot_head)):
+        if sizes is not None:
+            shapes |= {f"{part}.{name}": shape for name, shape in _head(arch.width, sizes)}
+    return shapes
+
+
+def _backbone(arch: ViTSpec, image_size: int, mask_token: bool) -> Iterator[tuple[str, _Shape]]:
     d, registers = arch.width, arch.registers
     patches = (image_size // arch.patch_size) ** 2
-    yield "cls_token", (d,)
+    yield "cls_token", (1, 1, d)
     if registers:
-        yield "reg_token", (registers, d)
-    yield "pos_embed", (patches if registers else patches + 1, d)
+        yield "reg_token", (1, registers, d)
+    yield "pos_embed", (1, patches if registers else patches + 1, d)
+    if mask_token:
+        yield "mask_token", (1, d)
     yield "patch_embed.proj.weight", (d, arch.in_chans, arch.patch_size, arch.patch_size)
     yield "patch_embed.proj.bias", (d,)
     for i in range(arch.depth):
@@ -38,7 +99,7 @@ def _backbone(arch: ViTSpec, image_size: int) -> Iterator[tuple[str, tuple[int, 
     yield "norm.bias", (d,)
 
 
-def _block(arch: ViTSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _block(arch: ViTSpec) -> Iterator[tuple[str, _Shape]]:
     d, (packed, hidden) = arch.width, mlp_widths(arch)
     for norm in ("norm1", "norm2"):
         yield f"{norm}.weight", (d,)
@@ -62,9 +123,11 @@ def mlp_widths(arch: ViTSpec) -> tuple[int, int]:
     return packed, packed // 2 if arch.swiglu else packed
 
 
-def _head(width: int, head: HeadSizes) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _head(width: int, head: HeadSizes) -> Iterator[tuple[str, _Shape]]:
     sizes = [width, *[head.hidden] * (head.layers - 1), head.bottleneck]
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
         yield f"mlp.{2 * i}.weight", (n_out, n_in)  # a GELU lies between two layers
         yield f"mlp.{2 * i}.bias", (n_out,)
     yield "prototypes.weight", (head.prototypes, head.bottleneck)
+    if head.learned_lengths:
+        yield "prototypes.lengths", (head.prototypes, 1)

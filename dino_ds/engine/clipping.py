@@ -88,12 +88,13 @@ class _ShardedGradient:
         owned: list[list[Tensor]] = [[] for _ in self._parts]
         for i, gradients in self._optimizer.averaged_gradients.items():
             owned[self._part_of[i]] += [g.detach() for g in gradients or () if _is_owned(g)]
-        squares = torch.stack([_sum_of_squares(gradients, self._optimizer.device) for gradients in owned])
+        parts = [_sum_of_squares(gradients, self._optimizer.device) for gradients in owned]
+        squares = torch.stack(parts) if len(parts) > 1 else parts[0].view(1)
         dist.all_reduce(squares, group=self._process_group)
         if self._limit:
             # Now, not when they are used: DeepSpeed moves the loss scale in between.
             self._factors = _clip_factors(squares, self._limit, self._optimizer.loss_scale) / self._optimizer.loss_scale
-        norm = squares.sum().sqrt().float()
+        norm = (squares.sum() if len(parts) > 1 else squares[0]).sqrt().float()
         return torch.where(norm.isfinite(), norm, torch.inf)
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:

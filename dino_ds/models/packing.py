@@ -38,6 +38,9 @@ class Packing:
     def first_and_last(self, kept: Sequence[int]) -> Selection:
         """Of each sequence its first token and its last ones, `kept` of them by size: 1 is the CLS token alone."""
         parts, first, device = [], 0, self.bounds.device
+        if set(kept) == {1}:
+            bounds = torch.arange(len(self.bounds), dtype=torch.int32, device=device)
+            return Selection(self.cls, Packing(tuple((sequences, 1) for sequences, _ in self.groups), bounds))
         for (sequences, tokens), own in zip(self.groups, kept, strict=True):
             starts = self.bounds[first : first + sequences].unsqueeze(1)
             columns = torch.arange(tokens - own, tokens, dtype=torch.int32, device=device)

@@ -105,14 +105,15 @@ class Prototypes(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             rows = F.normalize(z.float(), dim=-1)
             if comparison is None:
-                return Logits(rows, self.weight.float(), _scale(self.weight, self.lengths)[0], low)
+                weight = self.weight.float()
+                return Logits(rows, weight, _scale(weight, self.lengths)[0], low)
             how = comparison, self.frozen, low
             return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, how))
 
 
 def _scale(weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(k,) what turns products with the weight into logits; 1 / lengths of the weight's rows."""
-    inverse = torch.linalg.vector_norm(weight.float(), dim=-1).clamp_min(1e-12).reciprocal()
+    """Of the weight in FP32: (k,) what turns products with it into logits; 1 / lengths of its rows."""
+    inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
     return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
 
 
@@ -130,11 +131,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
         ctx: Any, rows: Tensor, weight: Tensor, lengths: Tensor | None, how: tuple[Comparison, bool, bool]
     ) -> tuple[Tensor, Tensor]:
         comparison, frozen, low = how
-        scale, inverse = _scale(weight, lengths)
+        w = weight.float()
+        scale, inverse = _scale(w, lengths)
         wanted = any(ctx.needs_input_grad)
         grad_rows = torch.zeros_like(rows) if wanted else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not frozen else None
-        tiles = _Tiles(Logits(rows, weight.float(), scale, low), comparison)
+        tiles = _Tiles(Logits(rows, w, scale, low), comparison)
         total, entropy = rows.new_zeros(()), rows.new_zeros(())
         for tile in tiles:
             total += tile.loss
@@ -200,10 +202,11 @@ class _Tile:
         entropy = _lse(seen, targets) - torch.linalg.vecdot(targets, seen)
         logits.mul_(tiles.student_scale)
         losses = []
-        for s, (target, pairs) in enumerate(_summed(list(targets), len(logits), how.exclude_own)):
-            probs = torch.softmax(logits[s], dim=-1, out=tiles.probs[1][0, : seen.shape[1]])
-            losses.append(pairs * _lse(logits[s], probs) - torch.linalg.vecdot(target, logits[s]))
-            grad = torch.sub(probs.mul_(pairs), target, out=logits[s])
+        for crops, target, pairs in _summed(list(targets), len(logits), how.exclude_own):
+            own = logits[crops]
+            probs = torch.softmax(own, dim=-1, out=tiles.probs[1][: len(own), : own.shape[1]])
+            losses.append(pairs * _lse(own, probs).sum(dim=0) - torch.linalg.vecdot(target, own.sum(dim=0)))
+            grad = torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=own)
             grad.mul_(tiles.grad_scale if weights is None else weights.unsqueeze(-1) * tiles.grad_scale)
         loss = torch.stack(losses)
         if weights is not None:
@@ -239,22 +242,21 @@ class _Tiles:
         self.part = max(1, part_rows(student.weight) // most)
         k, n = len(student.weight), min(self._size, self._images)
         self.logits, self.targets = student.rows.new_empty(crops * n, k), student.rows.new_empty(g * n, k)
-        self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, 1)]
+        together = max(crops - g, 1) if comparison.exclude_own else crops
+        self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, together)]
 
     def __iter__(self) -> Iterator[_Tile]:
         for start in range(0, self._images, self._size):
             yield _Tile(self, slice(start, min(start + self._size, self._images)))
 
 
-def _summed(targets: list[Tensor], crops: int, exclude_own: bool) -> Iterator[tuple[Tensor, int]]:
-    """For each of the student's crops the sum (n, k) of the targets that it is compared with, and their number."""
-    every = _sum(targets) if crops > len(targets) or not exclude_own else None
-    for s in range(crops):
-        if every is not None and not (exclude_own and s < len(targets)):
-            yield every, len(targets)
-        else:
-            others = [target for t, target in enumerate(targets) if t != s]
-            yield _sum(others), len(others)
+def _summed(targets: list[Tensor], crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
+    """For student crops that have the same targets: these crops, the sum (n, k) of the targets, and their number."""
+    first = len(targets) if exclude_own else 0
+    for s in range(first):
+        yield slice(s, s + 1), _sum([target for t, target in enumerate(targets) if t != s]), len(targets) - 1
+    if crops > first:
+        yield slice(first, None), _sum(targets), len(targets)
 
 
 def _sum(targets: list[Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ class RunningMean:
 
         Without rows it stays as it is.
         """
-        moves = (total[-1] > 0) * (1 - self.momentum)
+        moves = total[-1].clamp_max(1 - self.momentum)  # or 0: rows are whole numbers
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()
 

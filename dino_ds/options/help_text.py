@@ -78,7 +78,7 @@ def _command_page(command: Command) -> str:
         parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
     parts += ["", command.summary, ""]
     if command.takes_recipe:
-        parts += [f"recipes: {', '.join(recipe_names())}", ""]
+        parts += [textwrap.fill(f"recipes: {', '.join(recipe_names())}", 120, subsequent_indent=" " * 9), ""]
     parts += ["options (default)", *_rows([_row(option) for option in command.all_options]), ""]
     if command.takes_recipe:
         options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]

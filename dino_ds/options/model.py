@@ -10,7 +10,7 @@ from dino_ds.options.definition import Heads, Help, Json, Model, command
 PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]
 MapMethod = Literal["tsne", "umap", "pca"]
 ClipForm = Literal["mp4", "gif", "png"]
-ExportForm = Literal["safetensors", "timm", "hf", "dino", "onnx", "torchscript"]
+ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
 
 _Source = Annotated[str | None, Help("as data.source of a recipe", "the run's, else folder")]
 

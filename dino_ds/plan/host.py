@@ -5,7 +5,9 @@ from __future__ import annotations
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, count_parameters, element_bytes
+from dino_ds.costs.activations import element_bytes
+from dino_ds.costs.memory import GIB, count_parameters
+from dino_ds.costs.objective import ObjectiveCosts
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
 PROCESS_BYTES = 3 * GIB
@@ -19,8 +21,8 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint on disk: masters and moments, the teacher and its center."""
-    return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * recipe.head.prototypes
+    """Size of a checkpoint on disk: masters and moments, the teacher and its centers."""
+    return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * sum(ObjectiveCosts.of(recipe).centers)
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:

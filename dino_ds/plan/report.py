@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.costs.communication import step_traffic
-from dino_ds.costs.memory import GIB, count_parameters, recipe_sizes, saved_bytes
+from dino_ds.costs.activations import saved_bytes
+from dino_ds.costs.communication import recipe_traffic
+from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.measure.tables import markdown_table, short
 from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
@@ -20,7 +21,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and seconds."""
     recipe, cluster, config = setup.recipe, setup.cluster, found.config
     world, largest = cluster.world_size, setup.largest_micro_batch()
-    traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
+    traffic = recipe_traffic(recipe, config, world)
     whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
     return {
         "fits": found.fits,

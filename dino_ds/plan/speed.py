@@ -15,9 +15,11 @@ from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.communication import Traffic, step_traffic
-from dino_ds.costs.flops import HeadSizes, step_flops, tokens_of, vit_of
-from dino_ds.costs.memory import element_bytes, recipe_sizes, recomputed_blocks
+from dino_ds.costs.activations import element_bytes, recomputed_blocks
+from dino_ds.costs.communication import Traffic, recipe_traffic
+from dino_ds.costs.flops import recipe_step_flops, tokens_of, vit_of
+from dino_ds.costs.objective import ObjectiveCosts
+from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.plan.gpus import Gpu
 
 ASSUMPTIONS = {
@@ -33,6 +35,10 @@ ASSUMPTIONS = {
     "optimizer_launches_per_block": 5,  # in a step, at stages 1 to 3
     "zero3_us_per_block": 1000.0,  # of DeepSpeed's hooks on the host that fetch and release weights
     "elementwise_bytes": 159,  # per token, block and unit of width: norms, activation, residuals and their gradients
+    # How often a logit is read or written: mm, scale, softmax, sums and, of the student, its gradient.
+    "student_logit_passes": 19,
+    "teacher_logit_passes": 12,
+    "sinkhorn_logit_passes": 9,  # in each iteration
     "optimizer_bytes": 30,  # per weight: AdamW reads and writes
     "ema_bytes": 12,  # per weight: the teacher's average
     "host_bandwidth": 100.0,  # 10^9 bytes/s of a node's memory, for an optimizer on the host
@@ -85,7 +91,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
     flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
     compute, again = _micro_batch_seconds(recipe, config, gpu, flops)
     backward = compute * _backward_share(flops) + again
-    traffic = step_traffic(recipe_sizes(recipe), recipe.head.prototypes, config, world)
+    traffic = recipe_traffic(recipe, config, world)
     parts = {
         "computation": times * compute,
         "recomputation": times * again,
@@ -101,13 +107,6 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         config.micro_batch * times * world,
         gpu,
     )
-
-
-def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, int]:
-    """`step_flops` of a recipe: per image, by part."""
-    head = recipe.head
-    sizes = HeadSizes(head.prototypes, head.hidden, head.bottleneck, head.layers)
-    return step_flops(vit_of(recipe), sizes, recipe.crops.groups, cls_only_last_block)
 
 
 def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, backward: float) -> float:
@@ -146,6 +145,19 @@ def elementwise_bytes(recipe: Recipe, config: DsConfig) -> float:
     return config.micro_batch * _bytes_per_token(recipe, config) * (tokens + seen / 3)
 
 
+def logit_bytes(recipe: Recipe) -> float:
+    """Bytes of FP32 logits that the loss of an image reads and writes, tile by tile."""
+    objective = ObjectiveCosts.of(recipe)
+    teacher = ASSUMPTIONS["teacher_logit_passes"] + ASSUMPTIONS["sinkhorn_logit_passes"] * (
+        objective.teacher_passes - 1
+    )
+    student = ASSUMPTIONS["student_logit_passes"]
+    return sum(
+        4 * one.sizes.prototypes * (student * one.student_rows + teacher * one.teacher_rows)
+        for one in objective.cross_entropies
+    )
+
+
 def launches(recipe: Recipe, config: DsConfig) -> tuple[int, int]:
     """The number of operators of a micro-batch, and of the optimizer's step."""
     depth, in_engine = vit_of(recipe).depth, config.stage > 0
@@ -165,9 +177,13 @@ def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict
     at least what launching all of it takes."""
     arch, images = vit_of(recipe), config.micro_batch
     # Half as fast in FP32.
-    rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if element_bytes(config) == 2 else 0.5)
+    low = element_bytes(config) == 2
+    rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if low else 0.5)
     bandwidth = gpu.bandwidth * _GIGA
-    compute = images * sum(flops.values()) / rate + elementwise_bytes(recipe, config) / bandwidth
+    # Prototypes in TF32, half as fast as bf16.
+    work = sum(flops.values()) + (_of_prototypes(flops) if low else 0)
+    moved = elementwise_bytes(recipe, config) + images * logit_bytes(recipe)
+    compute = images * work / rate + moved / bandwidth
     hooks = ASSUMPTIONS["zero3_us_per_block"] if config.stage == 3 else 0.0
     launched = (launches(recipe, config)[0] * ASSUMPTIONS["launch_us"] + arch.depth * hooks) * _MICRO
     share = recomputed_blocks(recipe, config) / arch.depth
@@ -179,8 +195,13 @@ def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, flops: dict
 
 
 def _backward_share(flops: dict[str, int]) -> float:
-    student = sum(n for name, n in flops.items() if name.startswith("student"))
+    """What the gradient of the prototypes costs is part of the forward pass."""
+    student = sum(n for name, n in flops.items() if name.startswith("student")) - flops["student_prototypes"]
     return 2 / 3 * student / sum(flops.values())
+
+
+def _of_prototypes(flops: dict[str, int]) -> int:
+    return flops["student_prototypes"] + flops["teacher_prototypes"]
 
 
 def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster) -> float:

@@ -36,8 +36,10 @@ def run(options: ExportOptions) -> None:
     backbone.about |= _results(source)
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps
-    if eps != 1e-6 and options.format in ("safetensors", "timm", "dino"):
-        notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm and DINO")
+    if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
+        notes.append(
+            f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"
+        )
     if options.json:
         print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
     else:

@@ -84,7 +84,7 @@ def export_hf(model: Backbone, out: Path) -> str:
     Raises ConfigError for an architecture that transformers has no model of.
     """
     arch, size = model.vit.arch, model.image_size
-    config = hf_config(arch, size)
+    config = hf_config(arch, size, model.mask_token is not None)
     mean, std = channel_statistics(arch.in_chans)
     processor = {
         "image_processor_type": "BitImageProcessor",
@@ -102,16 +102,27 @@ def export_hf(model: Backbone, out: Path) -> str:
     }
     card = model_card(model, "transformers", out.name)
     jsons = {"config.json": config, "preprocessor_config.json": processor}
-    _write_folder(out, to_huggingface(_tensors(model), arch), card, jsons)
+    _write_folder(out, to_huggingface(_tensors(model), arch, _mask_token(model)), card, jsons)
     return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
 def export_dino(model: Backbone, out: Path) -> str:
-    """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE."""
-    network = to_reference(_tensors(model), model.head)
+    """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE.
+
+    The only head that it has is that of the CLS token.
+    """
+    network = to_reference(_tensors(model), model.heads, _mask_token(model))
     with _written(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
-    return f"eval_knn.py --pretrained_weights {out} ({'with' if model.head else 'without'} a head)"
+    return f"eval_knn.py --pretrained_weights {out} ({'with' if 'head' in model.heads else 'without'} a head)"
+
+
+def export_dinov2(model: Backbone, out: Path) -> str:
+    """A file as the teacher_checkpoint.pth of facebookresearch/dinov2's training, blocks not in chunks."""
+    network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
+    with _written(out) as file:
+        torch.save({"teacher": network}, file)
+    return f"dinov2/run/eval/knn.py --pretrained-weights {out} ({', '.join(model.heads) or 'without a head'})"
 
 
 def export_onnx(model: Backbone, out: Path) -> str:
@@ -156,6 +167,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "timm": (export_timm, "-timm"),
     "hf": (export_hf, "-hf"),
     "dino": (export_dino, ".pth"),
+    "dinov2": (export_dinov2, "-dinov2.pth"),
     "onnx": (export_onnx, ".onnx"),
     "torchscript": (export_torchscript, ".pt"),
 }
@@ -163,7 +175,13 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
 
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:
-    return {name: p.detach().cpu().contiguous() for name, p in model.vit.named_parameters()}
+    """Without what is of use in training only, which timm's networks have no place for."""
+    kept = [(name, p) for name, p in model.vit.named_parameters() if name not in model.vit.training_only]
+    return {name: p.detach().cpu().contiguous() for name, p in kept}
+
+
+def _mask_token(model: Backbone) -> Tensor | None:
+    return None if model.mask_token is None else model.mask_token.detach().cpu()
 
 
 def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,10 +16,10 @@ from dino_ds.backbones import BACKBONES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
-from dino_ds.weights.read import Weights, check_numbers, checked, read_weights
+from dino_ds.weights.read import Weights, check_beside, checked, read_weights
 from dino_ds.weights.reference import split_network
 
-_HEAD = "teacher.head."
+_TEACHER, _MASK_TOKEN = "teacher.", "teacher.backbone.mask_token"
 _SECONDS = 5.0
 """For the hub to answer."""
 
@@ -25,7 +27,7 @@ _SECONDS = 5.0
 def find_weights(place: str | Path) -> Weights:
     """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
 
-    A run's head lies in its checkpoints. Raises CheckpointError for anything else.
+    A run's heads and mask token lie in its checkpoints. Raises CheckpointError for anything else.
     """
     path = Path(place)
     if not path.exists() and _is_timm_name(str(place)):
@@ -38,15 +40,14 @@ def find_weights(place: str | Path) -> Weights:
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
     if not teacher.is_file():
         return read_weights(path)
-    weights = read_weights(teacher)
-    head, notes = _head_of_run(path, weights.about.get("step"))
-    return Weights(weights.kind, weights.backbone, head, weights.about, [*weights.notes, *notes])
+    return _with_checkpoint(path, read_weights(teacher))
 
 
-def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]:
-    """The teacher's head from the checkpoint that the teacher was written with, or why there is none."""
+def _with_checkpoint(run: Path, weights: Weights) -> Weights:
+    """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none."""
+    step = weights.about.get("step")
     if not isinstance(step, int) or not 0 <= step < 10**12:
-        return {}, []
+        return weights
     folder = run / "checkpoints" / step_name(step)
     try:
         if not folder.is_dir():
@@ -54,11 +55,21 @@ def _head_of_run(run: Path, step: object) -> tuple[dict[str, Tensor], list[str]]
         manifest = read_manifest(folder)
         check_present(folder, manifest)
         whole = SavedCheckpoint(folder, manifest).whole()
-        head = {name.removeprefix(_HEAD): t for name, t in whole.items() if name.startswith(_HEAD)}
-        check_numbers(folder, head)
+        heads, mask_token = _heads(whole), whole.get(_MASK_TOKEN)
+        check_beside(folder, heads, mask_token)
     except (CheckpointError, OSError) as error:
-        return {}, [f"its head is not available ({error})"]
-    return head, []
+        return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
+    return replace(weights, heads=heads, mask_token=mask_token)
+
+
+def _heads(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Of the tensors of a checkpoint those of the teacher's heads, by the head's name."""
+    heads: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in whole.items():
+        head, _, inside = name.removeprefix(_TEACHER).partition(".")
+        if name.startswith(_TEACHER) and head != "backbone":
+            heads[head][inside] = tensor
+    return dict(heads)
 
 
 def _is_timm_name(name: str) -> bool:
@@ -91,7 +102,7 @@ def _from_timm(name: str) -> Weights:
         raise CheckpointError(f"timm's {name}: {error}") from None
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
     about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads, "layer_norm_eps": eps}
-    return Weights("timm", backbone, {}, about, network.notes)
+    return Weights("timm", backbone, about=about, notes=network.notes)
 
 
 def on_a_hub(name: str) -> str | None:

@@ -41,8 +41,9 @@ _OUTSIDE = {
 }
 
 
-def hf_config(arch: ViTSpec, image_size: int) -> dict[str, Any]:
-    """Their config.json. Raises ConfigError for an architecture that transformers has no model of."""
+def hf_config(arch: ViTSpec, image_size: int, mask_token: bool = False) -> dict[str, Any]:
+    """Their config.json; mask_token: the weights have one. Raises ConfigError for an architecture that transformers has
+    no model of."""
     if arch.registers and arch.layer_scale is None:
         raise ConfigError("Hugging Face has no ViT with registers and without LayerScale: export to timm or onnx")
     common = {
@@ -75,7 +76,7 @@ def hf_config(arch: ViTSpec, image_size: int) -> dict[str, Any]:
         "layerscale_value": arch.layer_scale,
         **common,
     }
-    return config | ({"num_register_tokens": arch.registers} if arch.registers else {"use_mask_token": False})
+    return config | ({"num_register_tokens": arch.registers} if arch.registers else {"use_mask_token": mask_token})
 
 
 def _mlp_ratio(arch: ViTSpec) -> int:
@@ -90,8 +91,11 @@ def _mlp_ratio(arch: ViTSpec) -> int:
     )
 
 
-def to_huggingface(backbone: dict[str, Tensor], arch: ViTSpec) -> dict[str, Tensor]:
-    """Our tensors under their names; the values are the same. With a pooler of a ViT, which is the identity."""
+def to_huggingface(backbone: dict[str, Tensor], arch: ViTSpec, mask_token: Tensor | None = None) -> dict[str, Tensor]:
+    """Our tensors under their names; the values are the same. With a pooler of a ViT, which is the identity.
+
+    mask_token (1, d): left out of a ViT, whose model in transformers has none.
+    """
     names = _VIT if arch.layer_scale is None else _SWIGLU if arch.swiglu else _DINOV2
     out: dict[str, Tensor] = {}
     for name, tensor in backbone.items():
@@ -109,17 +113,22 @@ def to_huggingface(backbone: dict[str, Tensor], arch: ViTSpec) -> dict[str, Tens
     if arch.layer_scale is None:
         out |= {"pooler.dense.weight": torch.eye(arch.width), "pooler.dense.bias": torch.zeros(arch.width)}
     if arch.registers:
-        # Theirs has a position for the CLS token, ours is in the token itself; and a mask token, which is not used.
+        # Theirs has a position for the CLS token, ours is in the token itself; and always a mask token.
         positions = out["embeddings.position_embeddings"]
         out["embeddings.position_embeddings"] = torch.cat((positions.new_zeros(1, 1, arch.width), positions), dim=1)
         out["embeddings.mask_token"] = positions.new_zeros(1, arch.width)
+    if arch.layer_scale is not None and mask_token is not None:
+        out["embeddings.mask_token"] = mask_token
     return out
 
 
-def from_huggingface(theirs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Their tensors under our names, unknown names unchanged, and a note on what is left out: pooler, classifier and
-    mask token."""
-    dropped = re.compile(r"(^|\.)(pooler\.|classifier\.|embeddings\.mask_token$)")
+def from_huggingface(theirs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None, list[str]]:
+    """Their tensors under our names, unknown names unchanged; the mask token (1, d) or None; and a note on what is left
+    out: pooler and classifier."""
+    masks = [name for name in theirs if re.search(r"(^|\.)embeddings\.mask_token$", name)]
+    mask_token = theirs[masks[0]].reshape(1, -1) if masks else None
+    theirs = {name: tensor for name, tensor in theirs.items() if name not in masks}
+    dropped = re.compile(r"(^|\.)(pooler\.|classifier\.)")
     notes = unused([name for name in theirs if dropped.search(name)])
     theirs = {
         re.sub(r"^(vit|dinov2|dinov2_with_registers)\.", "", name): tensor
@@ -146,7 +155,7 @@ def from_huggingface(theirs: dict[str, Tensor]) -> tuple[dict[str, Tensor], list
             out[f"{prefix}attn.qkv.{kind}"] = torch.cat([theirs[other] for other in others])
         elif not rest.startswith("attention.attention."):
             out[prefix + _rename(rest, names)] = tensor
-    return out, notes
+    return out, mask_token, notes
 
 
 def _rename(name: str, names: dict[str, str]) -> str:

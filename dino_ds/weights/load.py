@@ -33,10 +33,13 @@ class Backbone(nn.Module):
     """A frozen backbone. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
     `stride`; every method works without gradients and in FP32 unless autocast says otherwise.
 
-    `image_size` is the native side in pixels, `width` the length of a feature vector; `head` the projection head's
-    tensors under our names, empty where there is none; `notes` what of the source was not taken or not stated;
+    `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
+    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) what stood
+    for hidden patches in training, None: not known; `notes` what of the source was not taken or not stated;
     `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none.
     """
+
+    mask_token: Tensor | None = None
 
     def __init__(
         self,
@@ -44,13 +47,13 @@ class Backbone(nn.Module):
         image_size: int,
         source: str,
         about: dict[str, Any],
-        head: dict[str, Tensor] | None = None,
+        heads: dict[str, dict[str, Tensor]] | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
-        self.source, self.about, self.head, self.notes = source, about, head or {}, notes
+        self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self._crop = EvalCrop(image_size)
 
@@ -153,7 +156,9 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
-    return Backbone(vit, found.image_size, str(path), weights.about, weights.head, notes).to(device)
+    model = Backbone(vit, found.image_size, str(path), weights.about, weights.heads, notes)
+    model.mask_token = weights.mask_token
+    return model.to(device)
 
 
 def _load_other(spec: BackboneSpec, weights: Weights, source: str) -> Backbone:

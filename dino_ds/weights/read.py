@@ -38,14 +38,16 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors under our (timm's) names; `kind`: whose file it was; `about`: the JSON beside it, as teacher.json;
-    `notes`: what was not taken and why."""
+    """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
+    `Network`; `about`: the JSON beside it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d):
+    what hidden patches are, None where the file does not say."""
 
     kind: str
     backbone: dict[str, Tensor]
-    head: dict[str, Tensor]
+    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    mask_token: Tensor | None = None
 
 
 def read_weights(path: Path, network: str = "teacher") -> Weights:
@@ -60,8 +62,8 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
-            backbone, notes = from_huggingface(tensors)
-            weights = Weights("huggingface", checked(backbone), {}, about, notes)
+            backbone, mask_token, notes = from_huggingface(tensors)
+            weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
         elif other_spec(about) is not None:
             weights = Weights("dino_ds", tensors, {}, about, [])
             counters = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}  # of buffers
@@ -72,11 +74,11 @@ def read_weights(path: Path, network: str = "teacher") -> Weights:
                 kind, about = "timm", _from_timm_config(about)
             elif "architecture" in about:
                 kind = "dino_ds"
-            weights = Weights(kind, checked(found.backbone), found.head, about, found.notes)
+            weights = Weights(kind, checked(found.backbone), found.heads, about, found.notes, found.mask_token)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    numbers = weights.backbone | weights.head
-    check_numbers(path, {name: tensor for name, tensor in numbers.items() if name not in counters})
+    check_numbers(path, {name: tensor for name, tensor in weights.backbone.items() if name not in counters})
+    check_beside(path, weights.heads, weights.mask_token)
     return weights
 
 
@@ -253,6 +255,14 @@ def range_of(about: dict[str, Any]) -> ValueRange | None:
             f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
         ) from None
     return low, high
+
+
+def check_beside(path: Path, heads: Mapping[str, dict[str, Tensor]], mask_token: Tensor | None) -> None:
+    """As `check_numbers`, of what lies beside a backbone."""
+    for head in heads.values():
+        check_numbers(path, head)
+    if mask_token is not None:
+        check_numbers(path, {"mask_token": mask_token})
 
 
 def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:

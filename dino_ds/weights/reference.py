@@ -13,37 +13,59 @@ from dino_ds.errors import CheckpointError
 _PATCHES = "patch_embed.proj.weight"
 _DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
 """Beside a backbone, of no use for features: what masked patches are, and classifiers."""
-_PROTOTYPES = ("prototypes.weight", "weight_v", "parametrizations.weight.original1", "weight")
+_HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
+"""Their projection heads, dino's and dinov2's, by our names."""
+_OURS, _V2 = {"head": "head"}, {"head": "dino_head", "ibot_head": "ibot_head"}
+"""The other way: what dino's files call our heads, and what dinov2's do."""
+_PROTOTYPES = {
+    "prototypes.weight": "prototypes.lengths",
+    "last_layer.weight_v": "last_layer.weight_g",
+    "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
+}
+"""Names of a head's prototypes, of which directions count, and of their lengths."""
+_PLAIN = "last_layer.weight"
+"""Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
 
 
 class Network(NamedTuple):
-    """Backbone and head under our names, the head maybe empty; `notes`: what was left out, in words."""
+    """A backbone under our names, the heads beside it by their names here, and its mask token (1, d) or None; `notes`:
+    what was left out, in words."""
 
     backbone: dict[str, Tensor]
-    head: dict[str, Tensor]
+    heads: dict[str, dict[str, Tensor]]
+    mask_token: Tensor | None
     notes: list[str]
 
 
 def split_network(tensors: dict[str, Tensor], network: str) -> Network:
-    """Backbone and head of `network` (teacher or student) among the tensors of a file, whatever is wrapped around them.
+    """Backbone and heads of `network` (teacher or student) among the tensors of a file, whatever wraps them.
 
-    What DDP and torch.compile put into names is dropped. The backbone is what lies beside the patch embedding; its head
-    is `head` or dinov2's `dino_head` beside it. Raises CheckpointError for no ViT, or several and none called so.
+    What DDP and torch.compile put into names is dropped. The backbone is what lies beside the patch embedding; its
+    heads are `head` or dinov2's `dino_head` beside it, and `ibot_head`. Raises CheckpointError for no ViT, or several
+    and none called so.
     """
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
     prefix = _prefix(tensors, network)
     owner = prefix.removesuffix("backbone.")
-    backbone, head, others = {}, {}, []
+    mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")
+    if mask is not None and cls is not None and mask.numel() == cls.numel():
+        del tensors[f"{prefix}mask_token"]
+    else:
+        mask = None
+    backbone: dict[str, Tensor] = {}
+    heads: dict[str, dict[str, Tensor]] = {}
+    others = []
     for name, tensor in tensors.items():
-        beside = re.fullmatch(rf"{re.escape(owner)}(?:dino_)?head\.(.+)", name)
+        beside = re.fullmatch(rf"{re.escape(owner)}({'|'.join(_HEADS)})\.((?:mlp|last_layer|prototypes)\..+)", name)
         inside = name.removeprefix(prefix)
-        if beside and (beside[1].startswith("mlp.") or "last_layer." in beside[1] or "prototypes." in beside[1]):
-            head[beside[1]] = tensor
+        if beside:
+            heads.setdefault(_HEADS[beside[1]], {})[beside[2]] = tensor
         elif name.startswith(prefix) and not _DROPPED.fullmatch(inside):
             backbone[inside] = tensor
         else:
             others.append(name)
-    return Network(_backbone(backbone), _head(head), unused(others) + _lengths(head))
+    ours = {name: head_to_ours(head) for name, head in heads.items()}
+    return Network(_backbone(backbone), ours, None if mask is None else mask.reshape(1, -1), unused(others))
 
 
 def _prefix(tensors: dict[str, Tensor], network: str) -> str:
@@ -71,29 +93,35 @@ def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _head(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """From our or the reference's names; the reference's head of one layer is not a sequence."""
+def head_to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head from our or the reference's names, whose head of one layer is not a sequence.
+
+    Without "prototypes.lengths" the prototypes' lengths are all 1: those that are all 1 are left out.
+    """
     out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in theirs.items() if name[:4] == "mlp."}
-    for name in _PROTOTYPES:
-        tensor = theirs.get(name if name.startswith("prototypes") else f"last_layer.{name}")
-        if tensor is not None:
-            return {**out, "prototypes.weight": tensor}
+    for name, of_lengths in _PROTOTYPES.items():
+        if name in theirs:
+            return out | {"prototypes.weight": theirs[name]} | _lengths(theirs.get(of_lengths))
+    if _PLAIN in theirs:
+        rows = theirs[_PLAIN]
+        return out | {"prototypes.weight": rows} | _lengths(rows.float().norm(dim=-1, keepdim=True))
     return out
 
 
-def _lengths(theirs: dict[str, Tensor]) -> list[str]:
-    """Of the prototypes only the directions count here; their lengths were learned where norm_last_layer was off."""
-    for name in ("last_layer.weight_g", "last_layer.parametrizations.weight.original0"):
-        if name in theirs and not torch.all(theirs[name] == 1):
-            shortest, longest = theirs[name].float().aminmax()
-            return [f"its prototypes' lengths ({shortest:.3g} to {longest:.3g}) are left out: they are 1 here"]
-    return []
+def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
+    return {} if lengths is None or torch.all(lengths == 1) else {"prototypes.lengths": lengths}
 
 
-def to_reference(backbone: dict[str, Tensor], head: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One network as facebookresearch/dino saves it: "backbone." and, where there is one, "head.", g = 1.
+def to_reference(
+    backbone: dict[str, Tensor],
+    heads: dict[str, dict[str, Tensor]],
+    mask_token: Tensor | None = None,
+    v2: bool = False,
+) -> dict[str, Tensor]:
+    """One network as facebookresearch/dino saves it: "backbone." and, where there is one, "head.".
 
-    Plain ViTs keep their names; the others' are dinov2's.
+    Plain ViTs keep their names; the others' are dinov2's, whose mask token is `mask_token`, or zero. With `v2` all is
+    as in dinov2's teacher_checkpoint.pth: a mask token in any case, "dino_head." and "ibot_head.".
     """
     out = {}
     swiglu = _is_swiglu(backbone)
@@ -104,15 +132,24 @@ def to_reference(backbone: dict[str, Tensor], head: dict[str, Tensor]) -> dict[s
     if "reg_token" in backbone:
         positions = backbone["pos_embed"]
         out["backbone.pos_embed"] = torch.cat((torch.zeros_like(positions[:, :1]), positions), dim=1)
-    if "blocks.0.ls1.gamma" in backbone:
-        out["backbone.mask_token"] = torch.zeros_like(backbone["cls_token"][0])
+    if v2 or "blocks.0.ls1.gamma" in backbone:
+        cls = backbone["cls_token"][0]
+        out["backbone.mask_token"] = torch.zeros_like(cls) if mask_token is None else mask_token
+    for ours, theirs in (_V2 if v2 else _OURS).items():
+        out |= {f"{theirs}.{name}": tensor for name, tensor in _head_to_reference(heads.get(ours, {})).items()}
+    return out
+
+
+def _head_to_reference(head: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With torch's weight norm: its g are the prototypes' lengths."""
+    out = {}
     one_layer = not any(name.startswith("mlp.1") or name.startswith("mlp.2") for name in head)
     for name, tensor in head.items():
         if name == "prototypes.weight":
-            out["head.last_layer.weight_v"] = tensor
-            out["head.last_layer.weight_g"] = tensor.new_ones(len(tensor), 1)
-        else:
-            out[f"head.{name.replace('mlp.0.', 'mlp.') if one_layer else name}"] = tensor
+            out["last_layer.weight_v"] = tensor
+            out["last_layer.weight_g"] = head.get("prototypes.lengths", tensor.new_ones(len(tensor), 1))
+        elif name != "prototypes.lengths":
+            out[name.replace("mlp.0.", "mlp.") if one_layer else name] = tensor
     return out
 
 

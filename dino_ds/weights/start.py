@@ -28,6 +28,7 @@ _NUMBERS = {
     "in_chans": "{} channels",
 }
 _FLAGS = (*_NUMBERS, "registers")
+_MASK_TOKEN = "backbone.mask_token"
 
 
 def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
@@ -69,7 +70,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     if run_dir is not None and begun.is_file():
         before = load_recipe(str(begun), {}).model
         if before.init_from == model.init_from:
-            values = {key: getattr(before, key) for key in ("backbone", *_FLAGS)}
+            values = {key: getattr(before, key) for key in ("backbone", "layer_scale", *_FLAGS)}
             return change_recipe(
                 recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
             )
@@ -101,7 +102,10 @@ def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
             given = getattr(model, key)
             if getattr(arch, key) != (getattr(known, key) if given is None else given):
                 wanted[f"model.{key}"] = str(getattr(arch, key))
-        if kind_of(replace(known, **{key: getattr(arch, key) for key in _FLAGS})) == kind_of(arch):
+        scale = known.layer_scale if model.layer_scale is None else model.layer_scale
+        if arch.layer_scale is None and known.layer_scale is None and scale is not None:
+            wanted["model.layer_scale"], scale = "none", None
+        if kind_of(replace(known, layer_scale=scale, **{key: getattr(arch, key) for key in _FLAGS})) == kind_of(arch):
             found.append(wanted)
     return min(found, key=len, default=None)
 
@@ -152,41 +156,59 @@ class InitialWeights:
     """A `Placer` that copies the tensors of `weights` over the initial ones, then hands the module on to `place`.
 
     The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
-    head of other shapes is left out, and ours stays as initialised.
+    head of other shapes is left out, and ours stays as initialised; so does a mask token that `weights` do not have.
     """
 
     def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
-        self._resized: list[str] = []
-        anew = {f"backbone.{name}" for name in network.backbone.training_only}
-        own = {name: tuple(p.shape) for name, p in network.named_parameters() if name not in anew}
-        self._head = {f"head.{name}": t for name, t in weights.head.items()}
-        self._head_note = self._fit_head(own)
-        backbone = {f"backbone.{name}": t for name, t in weights.backbone.items()}
-        self._backbone = self._fit_backbone(backbone, own, interpolation)
-        self._tensors = self._backbone | self._head
+        self._said: list[str] = []
+        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        self._backbone = self._fit_backbone(weights, own, interpolation)
+        self._tensors = dict(self._backbone)
+        for name in network.head_names:
+            wanted = {key: shape for key, shape in own.items() if key.startswith(f"{name}.")}
+            self._tensors |= self._fit_head(name, weights.heads.get(name, {}), wanted)
+        self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
-    def _fit_head(self, own: dict[str, tuple[int, ...]]) -> str:
-        wanted = {name: shape for name, shape in own.items() if name.startswith("head.")}
-        if not self._head:
-            return "it has no head: our own starts anew"
-        found = {name: tuple(t.shape) for name, t in self._head.items()}
-        if found == wanted:
-            return f"the head too ({len(wanted)} tensors)"
-        other = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        self._head = {}
-        return f"its head does not fit ({other} {found.get(other)} vs {wanted.get(other)}): our own starts anew"
+    def _fit_head(self, name: str, theirs: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Of a head `theirs` if it fits; without lengths of the prototypes they are 1."""
+        if not theirs:
+            self._said.append(f"it has no {name}: our own starts anew")
+            return {}
+        head, lengths = {f"{name}.{key}": t for key, t in theirs.items()}, f"{name}.prototypes.lengths"
+        if lengths in wanted and lengths not in head:
+            head[lengths] = torch.ones(wanted[lengths])
+        left_out = head.pop(lengths) if lengths in head and lengths not in wanted else None
+        found = {key: tuple(t.shape) for key, t in head.items()}
+        if found != wanted:
+            other = min(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
+            shapes = f"{other} {found.get(other)} vs {wanted.get(other)}"
+            self._said.append(f"its {name} does not fit ({shapes}): our own starts anew")
+            return {}
+        self._said.append(f"the {name} too ({len(wanted)} tensors)")
+        if left_out is not None:
+            shortest, longest = left_out.float().aminmax()
+            self._said.append(
+                f"its prototypes' lengths ({shortest:.3g} to {longest:.3g}) are left out: they are 1 here "
+                f"(--{name}.learned_lengths)"
+            )
+        return head
 
-    def _fit_backbone(
-        self, theirs: dict[str, Tensor], own: dict[str, tuple[int, ...]], interpolation: str
-    ) -> dict[str, Tensor]:
+    def _fit_backbone(self, weights: Weights, own: dict[str, tuple[int, ...]], interpolation: str) -> dict[str, Tensor]:
+        theirs = {f"backbone.{name}": t for name, t in weights.backbone.items()}
         shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        if _MASK_TOKEN in shapes and weights.mask_token is not None:
+            theirs[_MASK_TOKEN] = weights.mask_token
+        elif shapes.pop(_MASK_TOKEN, None) is not None:
+            self._said.append("it has no mask token: our own starts at zero")
+        elif weights.mask_token is not None:
+            self._said.append("its mask token is left out: this run hides no patches")
         start = f"model.init_from {self._source}"
         fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
         place = "backbone.pos_embed"
         if fitting[place].shape != theirs[place].shape:
-            self._resized.append(f"position embedding resized to {shapes[place][1]} places")
+            self._said.append(f"position embedding resized to {shapes[place][1]} places")
         return fitting
 
     @torch.no_grad()
@@ -201,4 +223,4 @@ class InitialWeights:
     def __str__(self) -> str:
         """What was taken and what not."""
         what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
-        return "; ".join([what, *self._resized, self._head_note, *self._notes])
+        return "; ".join([what, *self._said, *self._notes])

@@ -18,7 +18,7 @@ from dino_ds import cli
 from dino_ds.bench import inference, ladder, scaling, step
 from dino_ds.bench.ladder_steps import all_steps, memory_steps
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.costs.flops import HeadSizes, step_flops, vit_of
+from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import ChildResult
 from dino_ds.models.vit import VisionTransformer
@@ -71,7 +71,7 @@ def test_step(capsys, no_children):
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
     recipe = tiny_recipe()
-    flops = sum(step_flops(vit_of(recipe), HeadSizes(64, 48, 16, 3), recipe.crops.groups).values())
+    flops = sum(recipe_step_flops(recipe, cls_only_last_block=False).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])

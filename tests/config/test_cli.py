@@ -19,7 +19,7 @@ import dino_ds.cli as cli
 from dino_ds import __version__
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
-from dino_ds.config.loading import load_recipe, recipe_options
+from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
@@ -199,8 +199,7 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
         (["--optimizer.lr", "-1"], "--optimizer.lr: -1 must be > 0"),
         (
             ["--config", "vits17"],
-            "no recipe is named 'vits17': there are cifar10, dinov2_vitti16, quickstart, vit1b14, vit3b14, vit7b16, vitb16, "
-            "vitg14, vith14, vitl16, vits16, vitti16; "
+            f"no recipe is named 'vits17': there are {', '.join(recipe_names())}; "
             "a file of your own ends in .yaml. Did you mean vits16?",
         ),
         (["--ds_config", "ds_configs/zero2_fp61.json"], None),
@@ -245,10 +244,10 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
     [
         ("eval", "no model is given: dino-ds eval MODEL, a run folder, a file of weights, a Hugging Face folder or a"),
         ("attention-video a", "no clip is given: dino-ds attention-video MODEL CLIP, a video, "),
-        ("export a", "no format is given: --format X, one of: safetensors, timm, hf, dino, onnx, torchscript"),
+        ("export a", "no format is given: --format X, one of: safetensors, timm, hf, dino, dinov2, onnx, torchscript"),
         (
             "export a --format onxx",
-            "--format 'onxx' is not one of safetensors, timm, hf, dino, onnx, torchscript. Did you",
+            "--format 'onxx' is not one of safetensors, timm, hf, dino, dinov2, onnx, torchscript. Did you",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
         ("pictures a --only pca,maps", "--only 'pca,maps' names 'maps', which is not one of attention, pca"),

@@ -39,13 +39,12 @@ def test_vits16_is_the_defaults_written_out():
     written = yaml.safe_load(text)
     names = {f"{k}.{leaf}" for k, v in written.items() if isinstance(v, dict) for leaf in v}
     names |= {k for k, v in written.items() if not isinstance(v, dict)}
-    assert names == {option.name for option in recipe_options()}
+    assert names <= {option.name for option in recipe_options()}  # not those of other objectives
     assert all("#" in line for line in text.splitlines() if line.strip() and not line.endswith(":"))
 
 
-@pytest.mark.parametrize("name", ["cifar10", "dinov2_vitti16", "quickstart", "vitb16", "vitl16", "vits16", "vitti16"])
+@pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_load_and_survive_a_dump(name: str, write):
-    assert name in recipe_names()
     recipe = load_recipe(name, {})
     assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
 
@@ -191,10 +190,7 @@ def test_unknown_backbone_names_the_three_nearest():
 
 
 def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
-    assert _problems("vits17")[0].startswith(
-        "no recipe is named 'vits17': there are cifar10, dinov2_vitti16, quickstart, vit1b14, vit3b14, vit7b16, vitb16, "
-        "vitg14, vith14, vitl16, vits16, vitti16;"
-    )
+    assert _problems("vits17")[0].startswith(f"no recipe is named 'vits17': there are {', '.join(recipe_names())};")
     path = write("seed: 1\n", "small.yaml")
     assert _problems(str(tmp_path / "smal.yaml")) == [f"{tmp_path}/smal.yaml does not exist. Did you mean {path}?"]
     assert "there is no folder" in _problems(str(tmp_path / "no" / "a.yaml"))[0]

@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from dino_ds.costs.communication import Traffic, step_traffic
-from dino_ds.costs.flops import HeadSizes
+from dino_ds.costs.communication import Traffic, recipe_traffic, step_traffic
+from dino_ds.costs.objective import HeadSizes
 from dino_ds.costs.parameters import parameter_sizes
+from dino_ds.measure.trial import build_trial, resolve
 from tests.engine import harness
+from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 # torch's operator -> (ours, which of its arguments is the whole payload)
 OPERATIONS = {
+    "c10d::allgather_": ("all-gather", 0),
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
@@ -30,12 +34,14 @@ class _Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             name, place = OPERATIONS[func._schema.name]
-            tensors = args[place] if isinstance(args[place], (list, tuple)) else [args[place]]
+            tensors, _ = tree_flatten(args[place])
             self.sent[name] += sum(tensor.nbytes for tensor in tensors)
+            self.calls[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -47,7 +53,7 @@ def _sent_and_predicted(stage: int, precision: str, accumulation: int, sections:
         harness.run_windows(step, 2, 1)
     sizes = parameter_sizes(step.teachers["ema"].network.backbone.arch, 32, HEAD)
     predicted: Counter[str] = Counter()
-    for traffic in step_traffic(sizes, HEAD.prototypes, config, torch.distributed.get_world_size()):
+    for traffic in step_traffic(sizes, [HEAD.prototypes], config, torch.distributed.get_world_size()):
         predicted[traffic.operation] += traffic.payload
     return dict(counted.sent), dict(predicted)
 
@@ -87,6 +93,44 @@ def test_weights_that_are_not_kept_are_gathered_twice(reuse, recompute):
         weights = predicted["reduce-scatter"]
         assert predicted["all-gather"] > 3.1 * weights  # once, and 4 bytes for the teacher
         assert sent["all-gather"] == pytest.approx(predicted["all-gather"], abs=0.1 * weights)
+
+
+def _of_a_recipe(changes: dict[str, str], stage: int) -> tuple[Counter[str], Counter[str], list[Traffic]]:
+    ranks = torch.distributed.get_world_size()
+    ds = tiny_ds(stage, gradient_accumulation_steps=2)
+    recipe, config = resolve(tiny_recipe(**changes), ds, "test.json", 4)
+    trial = build_trial(recipe, config)
+    with _Collectives() as counted:
+        trial.run()
+    return counted.sent, counted.calls, recipe_traffic(recipe, config, ranks)
+
+
+IBOT = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "ibot_head.prototypes": "48"}
+SINKHORN = {"objective.centering": "sinkhorn"}
+KOLEO = {"objective.koleo_weight": "0.1", "objective.koleo_ranks": "all"}
+
+
+@pytest.mark.parametrize("changes", [IBOT, IBOT | SINKHORN | KOLEO, SINKHORN], ids=["softmax", "all", "sinkhorn"])
+def test_the_terms_send_what_is_predicted(changes):
+    """To a byte, and in as many calls; without ZeRO, where DeepSpeed's own part is one all-reduce of the gradients."""
+    for sent, calls, traffic in run_on_ranks(_of_a_recipe, changes, 0):
+        for operation in ("all-reduce", "all-gather"):
+            own = [one for one in traffic if one.operation == operation]
+            assert sent[operation] == sum(one.payload for one in own)
+            assert calls[operation] == sum(one.calls for one in own)
+    names = {one.name for one in traffic}
+    assert ("Sinkhorn-Knopp" in names) == ("objective.centering" in changes)
+    assert ("votes" in names) == ("objective.centering" in changes)  # no center
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_by_part_is_one_collective(stage):
+    """To 16 bytes, as above."""
+    for sent, _, traffic in run_on_ranks(_of_a_recipe, IBOT | {"optimizer.clip_by": "part"}, stage):
+        assert next(one.payload for one in traffic if one.name == "gradient norm") == 8 * 3
+        for operation in ("all-reduce", "all-gather"):
+            predicted = sum(one.payload for one in traffic if one.operation == operation)
+            assert sent[operation] == pytest.approx(predicted, abs=16)
 
 
 def test_a_ring_sends_an_all_reduce_twice():

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import gc
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.ds_config import PerformanceOptions
-from dino_ds.costs.flops import HeadSizes, tokens_of
+from dino_ds.costs.activations import MicroBatch, block_bytes
+from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import (
     GIB,
     Memory,
-    block_bytes,
     bucket_bytes,
     count_parameters,
     estimate_memory,
     gradient_bytes,
     state_bytes,
 )
-from dino_ds.costs.parameters import parameter_sizes
+from dino_ds.costs.objective import HeadSizes
+from dino_ds.costs.parameters import group_sizes, parameter_sizes, recipe_sizes
+from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.engine.process import init_distributed
-from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.measure.trial import build_trial, resolve, synthetic_inputs
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.training.build import build_network
 from tests.engine import harness
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, dino_network
 from tests.sample import sampled
 
+# As many patches are hidden as is expected.
+MASKS = {"crops.mask": "dinov3", "crops.mask_share": "1", "crops.mask_ratio": "0.3,0.3", "objective.ibot_weight": "1"}
+IBOT = MASKS | {"ibot_head.hidden": "48", "ibot_head.bottleneck": "16"}
+SHARED = MASKS | {"objective.ibot_head": "shared"}
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
 
@@ -43,7 +51,33 @@ def test_parameters_are_counted_one_by_one(name):
     assert parameter_sizes(arch, 224, head) == {name: p.numel() for name, p in network.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        IBOT | {"ibot_head.learned_lengths": "true", "model.registers": "2"},
+        SHARED | {"head.learned_lengths": "true", "optimizer.layer_decay": "0.9", "optimizer.patch_embed_lr": "0.2"},
+        IBOT | {"objective.dino_weight": "0", "objective.koleo_weight": "0.1", "model.freeze_backbone": "3 steps"},
+        IBOT | {"optimizer.clip_by": "part", "optimizer.layer_decay": "0.9", "model.layer_scale": "1e-5"},
+        {"objective.dino_weight": "0", "objective.koleo_weight": "0.1"},
+    ],
+    ids=lambda changes: ",".join(changes.values()),
+)
+def test_a_recipes_parameters_and_groups_are_those_of_its_network(changes):
+    recipe = tiny_recipe(**changes)
+    network = build_network(recipe, PerformanceOptions())
+    assert recipe_sizes(recipe) == {name: p.numel() for name, p in network.named_parameters()}
+    optimizer = recipe.optimizer
+    options = OptimizerOptions(optimizer.layer_decay, optimizer.patch_embed_lr, optimizer.clip_by)
+    groups = parameter_groups(network, options)
+    assert sorted(group_sizes(recipe)) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
+
+
 def _saved_bytes(network, views) -> int:
+    return _saved_by(partial(network, by_group(views)), network)
+
+
+def _saved_by(run, network) -> int:
     """Of the storages that autograd keeps, but for the weights."""
     weights = {p.untyped_storage().data_ptr() for p in network.parameters()}
     found, kept = {}, []
@@ -56,7 +90,7 @@ def _saved_bytes(network, views) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        network(by_group(views))
+        kept.append(run())
     return sum(found.values())
 
 
@@ -79,7 +113,7 @@ def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     tokens = sum(s * n for s, n in groups)
     tolerance = 16 * tokens if dtype == torch.bfloat16 else 0
     assert saved(2, False) - saved(1, False) == pytest.approx(whole, abs=tolerance)
-    last = block_bytes(arch, groups, dtype.itemsize, performance, cls_only=True)
+    last = block_bytes(arch, groups, dtype.itemsize, performance, [1, 1])
     # With CLS only the final norm's input is the block's output itself, and indices of the CLS tokens are kept.
     assert saved(2, False) - saved(2, True) == pytest.approx(whole - last, abs=tolerance + 20 * 5 * images)
 
@@ -134,23 +168,29 @@ def _peak_bytes(run) -> int:
 
 
 @pytest.mark.parametrize(
-    ("sections", "prototypes"),
+    ("sections", "prototypes", "terms"),
     [
-        ({}, 64),
-        ({}, 16384),
-        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2048),
-        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048),
-        ({"zero_optimization": {"stage": 0}, "activation_checkpointing": {"number_checkpoints": 2}}, 64),
-        ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64),
+        ({}, 64, {}),
+        ({}, 16384, {}),
+        ({}, 131072, {}),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2048, {}),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048, {}),
+        ({"zero_optimization": {"stage": 0}, "activation_checkpointing": {"number_checkpoints": 2}}, 64, {}),
+        ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
+        ({}, 64, IBOT),
+        ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
+        ({}, 32768, SHARED | {"model.registers": "4"}),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16384, IBOT),
+        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
     ],
 )
 @pytest.mark.slow
-def test_the_peak_of_a_step_is_predicted(sections, prototypes):
+def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):
     """Within 5 %, whatever moment it is at."""
     init_distributed()
     ds = tiny_ds(0, **sections)
     changes = {"model.width": "96", "model.depth": "3", "crops.global_size": "64", "head.prototypes": str(prototypes)}
-    recipe, config = resolve(tiny_recipe(**changes), ds, "test.json", 16)
+    recipe, config = resolve(tiny_recipe(**changes | terms), ds, "test.json", 16)
     trials = []
 
     def run():
@@ -160,6 +200,30 @@ def test_the_peak_of_a_step_is_predicted(sections, prototypes):
 
     predicted = estimate_memory(recipe, config, 1, on_gpu=False)
     assert predicted.gib * 2**30 == pytest.approx(_peak_bytes(run), rel=0.05), predicted
+
+
+@pytest.mark.parametrize("changes", [IBOT, SHARED | {"model.registers": "4"}])
+@pytest.mark.parametrize("cls_only", [True, False])
+def test_with_patches_the_blocks_keep_what_autograd_saves(changes, cls_only):
+    """Within 1 %: masks and indices of rows are kept too. Heads and prototypes left out."""
+    recipe = tiny_recipe(**changes, **{"model.depth": "2", "model.drop_path": "0"})
+    _, config = resolve(recipe, tiny_ds(0, dino_ds={"cls_only_last_block": cls_only}), "test.json", 8)
+    backbone = build_network(recipe, config.performance).backbone
+    inputs = synthetic_inputs(recipe, 8, torch.device("cpu"))
+    masks = {name: mask["mask"] for name, mask in inputs.masks.items()}
+    run = partial(backbone, inputs.crops, None, ["global"], masks)
+    assert MicroBatch(recipe, config).in_backbone == pytest.approx(_saved_by(run, backbone), rel=0.01)
+
+
+def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
+    recipe = tiny_recipe(**IBOT | {"objective.centering": "sinkhorn"})
+    ds = tiny_ds(0, gradient_accumulation_steps=4)
+    one, four = (MicroBatch(recipe, resolve(recipe, d, "x", n)[1]) for d, n in ((tiny_ds(0), 4), (ds, 16)))
+    assert (four.crops, four.targets) == (4 * one.crops, 4 * one.targets)
+    other = MicroBatch(tiny_recipe(**IBOT), resolve(recipe, ds, "x", 16)[1])
+    assert (other.crops, other.targets) == (one.crops, one.targets)
+    # 2 crops and 0.3 of their 32 patches, 16 wide.
+    assert one.targets == pytest.approx(4 * 4 * 16 * (2 + 0.3 * 32), rel=1e-3)
 
 
 def test_what_is_offloaded_is_not_on_the_gpu():

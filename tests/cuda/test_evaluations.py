@@ -9,6 +9,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.evals import knn
 from dino_ds.evals.features import raw_pixels
+from dino_ds.models.base import CLS
 from dino_ds.pictures import maps
 from dino_ds.training.build import build_meta
 from dino_ds.weights.load import Backbone
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_a_backbone_s_outputs(dtype: torch.dtype):
     with fake_cuda() as gpu:
-        network = gpu.module(build_meta(Recipe(), PerformanceOptions()))
+        network = gpu.module(build_meta(Recipe(), PerformanceOptions(), {}, [CLS]))
         backbone = Backbone(network.backbone, 224, "here", {})
         images, large = (torch.empty(8, 3, side, side, device=CUDA) for side in (224, 384))
         with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32), gpu.part("features"):

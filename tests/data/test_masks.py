@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import random
 from contextlib import closing
 from dataclasses import replace
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
@@ -27,9 +23,9 @@ from dino_ds.data.masks import MaskOptions, add_block, draw_mask, with_hidden_pa
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from tests.data.test_loader import CROPS, START, Noise
+from tests.reference_v2 import golden_v2, golden_v2_meta
 
-FOLDER = Path(os.environ.get("DINO_DS_GOLDEN_V2") or Path(__file__).parents[1] / "golden_v2")
-RECORDED = json.loads((FOLDER / "meta.json").read_text())["masks"]
+RECORDED = golden_v2_meta()["masks"]
 DRAWS = 4000
 SIGMAS = 4
 """Of the sampling error of our DRAWS crops and of those recorded: what a deviation may be."""
@@ -148,7 +144,7 @@ def test_counts_of_the_exact_law_are_those_wanted_and_of_the_blocks_no_more(grid
 
 def test_rows_and_weights_are_the_reference_s():
     """Of its recorded masks, to the last bit."""
-    recorded = load_file(FOLDER / "masks.safetensors")
+    recorded = golden_v2("masks")
     names = [name.removesuffix(".indices") for name in recorded if name.endswith(".indices")]
     assert len(names) == 4
     for name in names:

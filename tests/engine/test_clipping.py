@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
+from torch import nn
 
 from dino_ds import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import WHOLE, OptimizerOptions
 from dino_ds.errors import ConfigError
-from dino_ds.models.head import DinoHead
-from dino_ds.models.network import Network
+from dino_ds.models.base import CLS
+from dino_ds.models.network import Network, Query
 from tests.engine.harness import crops, ds_config, fp32_student, max_difference, tiny_network
 from tests.ranks import run_on_ranks
 
 BATCH, LIMIT, STEPS = 8, 0.5, 2
+PARTS = ("backbone", "head", "ibot_head")
 # So large an epsilon makes Adam's first steps those of gradient descent at learning rate 1: clipping shows in them.
 LR = EPS = 1e3
 SETTINGS = {"lr": LR, "weight_decay": 0.0}
@@ -26,12 +30,22 @@ SUB_GROUPS = {"zero": {"sub_group_size": 3000, "stage3_param_persistence_thresho
 def _network() -> Network:
     """Backbone and two heads, whose norms are far apart."""
     torch.manual_seed(5)
-    backbone = tiny_network(drop_path=0.0).backbone
-    return Network(backbone, {name: DinoHead(32, 48, 16, 40, 3) for name in ("head", "ibot_head")})
+    heads = {name: _Head() for name in PARTS[1:]}
+    return Network(tiny_network(drop_path=0.0).backbone, heads, {name: Query(name, CLS) for name in heads})
+
+
+class _Head(nn.Sequential):
+    """Has parameters of every group, and gives plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(OrderedDict(mlp=nn.Linear(32, 16), prototypes=nn.Linear(16, 40, bias=False)))
+
+    def forward(self, features: torch.Tensor, comparison: None = None) -> torch.Tensor:
+        return super().forward(features)
 
 
 def _loss(outputs):
-    return 0.05 * outputs["head"].square().sum(-1).mean() + 4e-5 * outputs["ibot_head"].sum(-1).mean()
+    return 0.05 * outputs["head"].square().sum(-1).mean() + 8e-3 * outputs["ibot_head"].sum(-1).mean()
 
 
 def _part(name: str) -> str:
@@ -48,17 +62,11 @@ def _by_torch(clip_by):
         _loss(network(crops(torch.arange(BATCH) + i * BATCH), None)).backward()
         parts = {"network": list(network.parameters())}
         if clip_by == "part":
-            parts = {
-                part: [p for name, p in network.named_parameters() if _part(name) == part] for part in network_parts()
-            }
+            parts = {part: [p for name, p in network.named_parameters() if _part(name) == part] for part in PARTS}
         norms = {part: float(torch.nn.utils.clip_grad_norm_(own, LIMIT)) for part, own in parts.items()}
         first = first or norms
         optimizer.step()
     return {name: p.detach().clone() for name, p in network.named_parameters()}, first
-
-
-def network_parts():
-    return ("backbone", "head", "ibot_head")
 
 
 def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
@@ -82,7 +90,7 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
 def test_parts_differ():
     """Else clipping by part would show nothing: one norm is below the limit, the others are not alike."""
     _, norms = _by_torch("part")
-    assert norms["ibot_head"] < LIMIT < 2 * LIMIT < norms["backbone"] < norms["head"] / 4
+    assert norms["ibot_head"] < LIMIT < 2 * LIMIT < norms["head"] < norms["backbone"] / 4
 
 
 @pytest.mark.parametrize("clip_by", ["part", WHOLE])
@@ -110,7 +118,7 @@ def test_low_precision_clips_each_part_to_the_limit(stage, precision, sections):
     total = sum(norm**2 for norm in norms.values()) ** 0.5
     for (before, after, _), norm in run_on_ranks(_by_engine, stage, precision, "part", **sections):
         assert norm == pytest.approx(total, rel=0.05)
-        for part in network_parts():
+        for part in PARTS:
             moved = [(after[name] - before[name]).square().sum() for name in after if _part(name) == part]
             length = float(torch.stack(moved).sum().sqrt())
             clipped = min(norms[part], LIMIT)

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.engine.engine import Progress
+from dino_ds.training.step import Inputs
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
@@ -45,12 +46,12 @@ def _reads_of_a_window(stage: int, precision: str) -> list[int]:
     step = build_step(ds_config(stage, precision, 8, accumulation=2, gradient_clipping=1.0, **settings))
     run_windows(step, 0, 2)
     indices = torch.arange(step.engine.config.micro_batch)
-    views, keys = crops(indices), sample_keys(0, 0, indices)
+    inputs = Inputs(crops(indices), sample_keys(0, 0, indices))
     counts = []
     cpu = get_accelerator()
     for _ in range(2):
         with HostReads() as reads, mock.patch.object(cpu, "synchronize", wraps=cpu.synchronize) as waits:
-            out = step.micro_batch(views, keys)
+            out = step.micro_batch(inputs)
         counts.append(reads.count + waits.call_count)
     assert out.progress is Progress.STEPPED
     return counts

@@ -12,6 +12,7 @@ from dino_ds import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Progress
 from dino_ds.models.drop_path import sample_keys
+from dino_ds.training.step import Inputs
 from tests.engine.harness import (
     build_step,
     crops,
@@ -177,7 +178,7 @@ def _checkpointed(stage, section):
     torch.autograd.graph.save_on_cpu = lambda **kw: on_host.append(kw) or save_on_cpu(**kw)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         indices = torch.arange(BATCH)
-        out = step.micro_batch(crops(indices), sample_keys(0, 0, indices))
+        out = step.micro_batch(Inputs(crops(indices), sample_keys(0, 0, indices)))
     torch.autograd.graph.save_on_cpu = save_on_cpu
     assert out.progress is Progress.STEPPED
     losses = [out.loss.item(), *run_windows(step, 1, 3, BATCH)]
@@ -220,7 +221,7 @@ def _precisions():
 
         step.teachers["ema"].network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
         indices = torch.arange(BATCH)
-        loss = step.micro_batch(crops(indices), None).loss
+        loss = step.micro_batch(Inputs(crops(indices))).loss
         assert loss.dtype == torch.float32 and step.objective.statistics["center"].value.dtype == torch.float32
         found[precision] = (dtypes == {DTYPES[precision]}, teacher == {torch.float32}, forwards[0])
     return found

@@ -16,7 +16,7 @@ from tests.engine.harness import build_step, ds_config, fp32_student, run_window
 from tests.engine.test_partition import TWIN
 from tests.engine.test_state import Memory
 from tests.ranks import run_on_ranks
-from tests.reference_v2 import golden_v2_meta
+from tests.reference_v2 import golden_v2_meta, our_name
 
 BATCH = 8
 LAYERS = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2)
@@ -26,8 +26,8 @@ BY_PART = OptimizerOptions(layer_decay=0.8, patch_embed_lr=0.2, clip_by="part")
 def _golden_network() -> Network:
     arch = ViTSpec(4, 48, 2, 3, layer_scale=1e-5)
     backbone = VisionTransformer(arch, 32, BackboneOptions(mask_token=True))
-    heads = {name: DinoHead(48, 64, 32, 96, 3) for name in ("head", "ibot_head")}
-    return Network(backbone, heads)
+    heads = {name: DinoHead(48, 64, 32, 96, 3, learned_lengths=True) for name in ("head", "ibot_head")}
+    return Network(backbone, heads, {})
 
 
 def test_groups_are_dinov2_s():
@@ -44,16 +44,11 @@ def test_groups_are_dinov2_s():
     }
     expected = {}
     for group in golden_v2_meta()["trajectory_dinov2"]["runs"]["sinkhorn_untied"]["parameter_groups"]:
-        members = frozenset(map(_our_name, group["parameters"])) & set(names.values())
+        members = frozenset(map(our_name, group["parameters"]))
         expected[members] = (group["lr_multiplier"], group["wd_multiplier"], group["is_last_layer"])
     assert ours.keys() == expected.keys()
     for members, (multiplier, decay, last) in expected.items():
         assert ours[members] == (pytest.approx(multiplier, rel=1e-12), decay, last)
-
-
-def _our_name(name: str) -> str:
-    name = name.replace("dino_head.", "head.").replace("last_layer.weight_v", "prototypes.weight")
-    return name.replace("last_layer.weight_g", "prototypes.lengths")
 
 
 def test_groups_without_layers_are_those_of_dino():

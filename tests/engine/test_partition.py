@@ -23,6 +23,7 @@ from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_network, build_step
+from dino_ds.training.step import Inputs
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
@@ -138,7 +139,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
         network = build_network(recipe, config.performance, Placement(config))
         kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
 
-    head = HeadSizes(**recipe.head.model_dump())
+    head = HeadSizes(**recipe.head.model_dump(exclude={"learned_lengths"}))
     sizes, ranks = parameter_sizes(vit_of(recipe), 32, head), distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)
     state.pop("teacher")
@@ -173,7 +174,7 @@ def _most_gathered() -> tuple[int, int]:
         module.register_forward_pre_hook(look)
     for window in range(2):
         indices = torch.arange(BATCH // 2) + BATCH * window
-        step.micro_batch(crops(indices, (32, 32, 16, 16)), sample_keys(0, 0, indices))
+        step.micro_batch(Inputs(crops(indices, (32, 32, 16, 16)), sample_keys(0, 0, indices)))
     return most, sum(p.ds_numel for p in parameters)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.engine.engine import Progress
+from dino_ds.training.step import Inputs
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, max_difference, run_windows, tiny_network
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -32,7 +33,7 @@ def _fp16_run(stage, initial_scale_power):
         at_rest = step.applied_steps
         for m in range(2):
             indices = torch.arange(2) + window * BATCH + 4 * m + 2 * distributed.rank()
-            out = step.micro_batch(crops(indices), None)
+            out = step.micro_batch(Inputs(crops(indices)))
         if out.progress is Progress.SKIPPED:
             skipped += 1
             assert step.applied_steps == at_rest == 0 and step.schedule == schedule
@@ -78,7 +79,7 @@ def _nan_on_rank_one(stage, precision, **sections):
         views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
         if m == 0 and distributed.rank() == 1:
             views["local"][0][0, 0, 0, 0] = float("nan")
-        out = step.micro_batch(views, None)
+        out = step.micro_batch(Inputs(views))
     skipped = out.progress is Progress.SKIPPED
     unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 2
     after = run_windows(step, 2, 3, BATCH)
@@ -114,7 +115,7 @@ def _overflow_for_ever():
     views["global"][0][:] = float("inf")
     told = []
     for _ in range(4):
-        step.micro_batch(views, None)
+        step.micro_batch(Inputs(views))
         told.append((step.engine.loss_scale, step.engine.scale_is_exhausted))
     return told
 
@@ -131,7 +132,7 @@ def _skip_and_forget(stage):
     for _ in range(2):
         views = crops(torch.arange(2) + 2 * distributed.rank())
         views["global"][0][:] = float("nan")
-        out = step.micro_batch(views, None)
+        out = step.micro_batch(Inputs(views))
     moved = step.engine.state().layout != before
     step.engine.restore_scaler_state()
     return out.progress is Progress.SKIPPED, moved, step.engine.state().layout == before

@@ -35,7 +35,7 @@ def _trial(stage=0, batch=4, **sections):
 @pytest.mark.slow
 def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     trial = _trial()
-    assert [tuple(view.shape) for view in all_crops(trial.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
+    assert [tuple(view.shape) for view in all_crops(trial.inputs.crops)] == [(4, 3, 32, 32)] * 2 + [(4, 3, 16, 16)] * 2
     schedule = trial.step.schedule
     assert not schedule.prototypes_frozen and not schedule.unfreeze_prototypes
     assert schedule.lr == pytest.approx(5e-4 * 4 / 256, rel=1e-3)
@@ -50,7 +50,7 @@ def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
 
 def test_the_batch_is_of_a_step_and_accumulation_divides_it():
     trial = _trial(2, batch=8, gradient_accumulation_steps=4)
-    assert trial.crops["global"][0].shape[0] == 2 and trial.accumulation == 4
+    assert trial.inputs.crops["global"][0].shape[0] == 2 and trial.accumulation == 4
     trial.run()
     assert trial.step.applied_steps == 10001
 
@@ -97,7 +97,7 @@ def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
 def test_a_dropped_trial_leaves_no_weights(stage):
     trial = _trial(stage)
     trial.run()
-    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.crops["global"][0])]
+    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.inputs.crops["global"][0])]
     del trial
     free_memory()
     assert not [ref for ref in kept if ref() is not None]
@@ -122,14 +122,14 @@ def test_named_ranges_cover_the_step_in_order():
     trial.run()
     assert tuple(seen) == PARTS[1:]
     with listen(Listener):  # the host fetches the next batch before it waits for the gradient's norm
-        trial.step.micro_batch(trial.crops, trial.keys, lambda: seen.append("next batch"))
+        trial.step.micro_batch(trial.inputs, lambda: seen.append("next batch"))
     assert seen[-5:] == ["backward", "next batch", *PARTS[-3:]]
 
 
 def _shapes_and_crops(stage):
     trial = _trial(stage)
     trial.run()
-    return trial.crops["global"][0]
+    return trial.inputs.crops["global"][0]
 
 
 def test_ranks_have_other_images():

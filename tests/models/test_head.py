@@ -6,58 +6,89 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dino_ds.models import prototypes
 from dino_ds.models.head import DinoHead
+from dino_ds.models.prototypes import Comparison
+from tests.reference import as_logits, product
 
 pytestmark = pytest.mark.numerical
 
 
-def _head():
+def _head(learned_lengths=False):
     torch.manual_seed(0)
-    return DinoHead(width=12, hidden=20, bottleneck=8, prototypes=15, layers=3)
+    return DinoHead(width=12, hidden=20, bottleneck=8, prototypes=15, layers=3, learned_lengths=learned_lengths)
+
+
+def _comparison():
+    """With targets of their own: one for each of six rows."""
+    return Comparison(as_logits(torch.randn(6, 15)), torch.randn(15), temperature=0.5, student_temp=0.1)
 
 
 def test_logits_are_cosines():
     head, features = _head(), torch.randn(6, 12)
     expected = F.cosine_similarity(head.mlp(features)[:, None], head.prototypes.weight[None], dim=-1)
-    torch.testing.assert_close(head(features), expected)
+    torch.testing.assert_close(product(head(features)), expected)
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("block", [4, 15, 16384])
-def test_equals_torch_s_weight_norm_with_unit_gain(block, monkeypatch):
-    """Forward and gradient of the reference's last layer, whose weight_g is fixed at 1; in blocks or at once."""
-    monkeypatch.setattr("dino_ds.models.head._BLOCK", block)
-    head, features = _head(), torch.randn(6, 12)
+def test_equals_torch_s_weight_norm(block, learned, monkeypatch):
+    """Loss and gradient of the reference's last layer, whose weight_g is fixed at 1 or learned; in blocks or at once.
+
+    The logits multiplied out are the same, and differentiable as well.
+    """
+    monkeypatch.setattr(prototypes, "_BLOCK", block)
+    monkeypatch.setattr(prototypes, "_CPU_BLOCK", block)
+    head, features, how = _head(learned), torch.randn(6, 12), _comparison()
     last = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 15, bias=False))
+    lengths, directions = last.parametrizations.weight.original0, last.parametrizations.weight.original1
     with torch.no_grad():
-        last.parametrizations.weight.original1.copy_(head.prototypes.weight)
-        last.parametrizations.weight.original0.fill_(1)
+        directions.copy_(head.prototypes.weight)
+        lengths.uniform_(0.5, 2) if learned else lengths.fill_(1)
+        if learned:
+            head.prototypes.lengths.copy_(lengths)
     ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
-    head(ours).sin().sum().backward()
-    last(F.normalize(head.mlp(theirs), dim=-1)).sin().sum().backward()
-    torch.testing.assert_close(head.prototypes.weight.grad, last.parametrizations.weight.original1.grad)
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    logits = last(F.normalize(head.mlp(theirs), dim=-1))
+    torch.testing.assert_close(product(head(features)), logits)
+    targets = (how.teacher.rows / how.temperature + how.shift).softmax(dim=-1)
+    expected = F.cross_entropy(logits / how.student_temp, targets)
+    wanted = torch.autograd.grad(expected, [theirs, directions, *([lengths] if learned else [])])
+    loss = head(ours, how).loss
+    found = torch.autograd.grad(loss, [ours, *head.prototypes.parameters()])
+    torch.testing.assert_close(loss, expected)
+    for mine, reference in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, reference)
 
 
-def test_frozen_prototypes_pass_gradients_on_and_get_zeros():
-    head, features = _head(), torch.randn(6, 12, requires_grad=True)
-    head(features).sin().sum().backward()
+@pytest.mark.parametrize("learned", [False, True])
+def test_frozen_prototypes_pass_gradients_on_and_get_zeros(learned):
+    head, features, how = _head(learned), torch.randn(6, 12, requires_grad=True), _comparison()
+    head(features, how).loss.backward()
     expected = features.grad.clone()
+    assert all(p.grad.any() for p in head.prototypes.parameters())
     features.grad = None
     head.zero_grad()
     head.prototypes.frozen = True
-    head(features).sin().sum().backward()
+    head(features, how).loss.backward()
     torch.testing.assert_close(features.grad, expected)
-    assert torch.equal(head.prototypes.weight.grad, torch.zeros_like(head.prototypes.weight))
+    for parameter in head.prototypes.parameters():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
 def test_layers_and_widths():
     for layers in (1, 2, 4):
         head = DinoHead(12, 20, 8, 15, layers)
         assert sum(isinstance(m, torch.nn.Linear) for m in head.mlp) == layers
-        assert head(torch.randn(2, 12)).shape == (2, 15)
+        assert product(head(torch.randn(2, 12))).shape == (2, 15)
 
 
 def test_fp32_under_autocast():
-    head = _head()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert head(torch.randn(2, 12)).dtype == torch.float32
+    """Logits, loss and the products in them; but the head knows that they come of a low precision."""
+    head, how = _head(), _comparison()
+    assert not head(torch.randn(6, 12)).low
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = head(torch.randn(6, 12))
+        assert logits.low and {t.dtype for t in logits[:3]} == {torch.float32}
+        assert next(logits.tiles(0.1)).dtype == logits.sum().dtype == torch.float32
+        compared = head(torch.randn(6, 12), how)
+        assert compared.loss.dtype == compared.entropy.dtype == torch.float32

@@ -144,9 +144,8 @@ def test_ibot_equals_the_reference_s():
 def test_ibot_without_a_masked_patch_is_zero():
     term = IbotTerm(96, 0.1, SinkhornKnopp())
     given = {"global": {"mask": torch.zeros(6, 9, dtype=torch.bool), "weights": torch.zeros(0)}}
-    (targets,) = term.targets(
-        [{"ema": {IBOT: as_logits(torch.zeros(0, 96))}}], [given], SimpleNamespace(teacher_temp=1)
-    )
+    teacher = {"ema": {IBOT: as_logits(torch.zeros(0, 96))}}
+    (targets,) = term.targets([teacher], [given], SimpleNamespace(teacher_temp=1))
     student = torch.zeros(0, 96, requires_grad=True)
     loss, scalars = term.loss({IBOT: compare(student, targets)}, targets, None)
     loss.backward()
@@ -181,10 +180,8 @@ class TestTiles:
     def test_loss_and_gradients(self, monkeypatch, tile, crops, seen, own, weighted, learned):
         monkeypatch.setitem(prototypes._TILE, "cpu", tile * 33 * 4)
         head, images = self._head(learned), 7
-        z, teacher = (
-            torch.randn(crops * images, 8, requires_grad=True),
-            Prototypes(8, 33)(torch.randn(seen * images, 8)),
-        )
+        z = torch.randn(crops * images, 8, requires_grad=True)
+        teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))
         weights = torch.rand(images) if weighted else None
         how = Comparison(Logits(*(t.detach() for t in teacher[:3])), torch.randn(33), 0.07, 0.1, seen, own, weights)
         compared = head(z, how)

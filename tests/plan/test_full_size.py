@@ -9,8 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.activations import saved_bytes
 from dino_ds.costs.flops import vit_of
-from dino_ds.costs.memory import count_parameters, recipe_sizes, saved_bytes, state_bytes
+from dino_ds.costs.memory import count_parameters, state_bytes
+from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network

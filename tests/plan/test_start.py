@@ -163,9 +163,9 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
 
 
 def test_what_is_too_large_leaves_no_folder(tmp_path):
-    """Logits for which no machine has the memory."""
+    """Prototypes for which no machine has the memory."""
     images = image_folder(tmp_path / "images")
-    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "data.global_batch": "4096"})
+    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "head.bottleneck": "65536"})
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
 
 

@@ -95,12 +95,12 @@ def _spoil_second_window(root, run):
     """Whether the second window is skipped, and what it changed of the state that all ranks hold."""
     original, seen = TrainingStep.micro_batch, []
 
-    def micro_batch(step, crops, *others):
+    def micro_batch(step, inputs, *others):
         if step.applied_steps != 1 or seen:
-            return original(step, crops, *others)
+            return original(step, inputs, *others)
         before = copied(step.state())
-        spoilt = {name: [crop * float("nan") for crop in group] for name, group in crops.items()}
-        out = original(step, spoilt, *others)
+        spoilt = {name: [crop * float("nan") for crop in group] for name, group in inputs.crops.items()}
+        out = original(step, inputs._replace(crops=spoilt), *others)
         after = copied(step.state())
         seen.append((out.progress, [name for name in before if not torch.equal(before[name], after[name])]))
         return out

@@ -13,7 +13,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.base import CLS
 from dino_ds.models.head import DinoHead
-from dino_ds.objectives.dino import HEAD
+from dino_ds.objectives.dino import DINO
 from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.training.build import build_network
@@ -21,6 +21,7 @@ from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
+from tests.reference import product
 from tests.training.harness import image_folder, losses_of, train_tiny
 from tests.weights.originals import Original, OriginalHead
 
@@ -40,7 +41,7 @@ def trained(tmp_path_factory):
 def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds, changes):
     """With learning rate 0 at step 0 the first checkpoint is the start itself, on two ranks and in partitions too.
 
-    A mask token, which the other has not, starts as usual.
+    A mask token, which the other does not have, starts at zero.
     """
     changes = changes | {"model.init_from": str(trained / "run"), "model.freeze_backbone": "3 steps"}
     args = (trained / "images", tmp_path / "run", ds, 1)
@@ -50,18 +51,19 @@ def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds, changes):
     log = (tmp_path / "run/log.txt").read_text()
     assert f"started from {trained / 'run'} (dino_ds): 30 tensors of the backbone" in log
     assert "the head too (7 tensors)" in log
+    assert ("it has no mask token: our own starts at zero" in log) == bool(changes.get("crops.mask"))
 
 
 def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     """Written as facebookresearch/dino's, it goes strictly into its modules, which then compute our logits."""
     model, run = load(trained / "run"), tmp_path / "run"
     whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
-    assert model.head and all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.head.items())
+    assert all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.heads["head"].items())
     dino_ds_export(
         ExportOptions(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
     )
-    k, bottleneck = model.head["prototypes.weight"].shape
-    hidden, arch = model.head["mlp.0.weight"].shape[0], model.vit.arch
+    k, bottleneck = model.heads["head"]["prototypes.weight"].shape
+    hidden, arch = model.heads["head"]["mlp.0.weight"].shape[0], model.vit.arch
     theirs = nn.ModuleDict(
         {
             "backbone": Original(model.image_size, arch.patch_size, arch.width, arch.depth, arch.heads),
@@ -71,14 +73,14 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     theirs.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True)["teacher"], strict=True)
     images = torch.randn(3, 3, model.image_size, model.image_size)
     head = DinoHead(arch.width, hidden, bottleneck, k, 3)
-    head.load_state_dict(model.head)
+    head.load_state_dict(model.heads["head"])
     torch.testing.assert_close(theirs["backbone"](images), model.features(images), rtol=1e-5, atol=1e-5)
     logits = theirs["head"](theirs["backbone"](images))
-    torch.testing.assert_close(logits, head(model.features(images)).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, product(head(model.features(images))).detach(), rtol=1e-5, atol=1e-5)
     copytree(trained / "run", run)
     rmtree(run / "checkpoints/step_00000002")
     alone = load(run)
-    assert not alone.head and alone.notes == ["its head is not available (checkpoints/step_00000002 is not there)"]
+    assert not alone.heads and alone.notes == ["its head is not available (checkpoints/step_00000002 is not there)"]
 
 
 @pytest.mark.parametrize("of", ["a run", "a file of DINO's"])
@@ -88,7 +90,7 @@ def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
         export_dino(model, source := tmp_path / "checkpoint.pth")
     recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
     network = build_network(recipe, PerformanceOptions())
-    assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.head.items())
+    assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.heads["head"].items())
     assert all(torch.equal(t, network.backbone.get_parameter(name)) for name, t in model.vit.named_parameters())
     kind, heads = "dino_ds", ""
     if of != "a run":
@@ -173,9 +175,9 @@ def test_a_frozen_backbone_leaves_the_head_s_gradient_as_it_is():
     network = tiny_network()
     views = crops(torch.arange(2))
     network.freeze_backbone(True)
-    network(views)[HEAD].square().sum().backward()
+    product(network(views)[DINO]).square().sum().backward()
     head = {name: p.grad.clone() for name, p in network.head.named_parameters()}
     assert all(not p.grad.any() for p in network.backbone.parameters())
     network.zero_grad()
-    network.head(network.backbone(views)[CLS].detach()).square().sum().backward()
+    product(network.head(network.backbone(views)[CLS].detach())).square().sum().backward()
     assert all(torch.equal(p.grad, head[name]) for name, p in network.head.named_parameters())

@@ -37,22 +37,23 @@ def _train_with_bad_numbers(root, run, ds, kind):
     has moved since."""
     original, before, bad = TrainingStep.micro_batch, {}, []
 
-    def micro_batch(step, crops, *others):
+    def micro_batch(step, inputs, *others):
         if step.applied_steps < GOOD_STEPS:
-            return original(step, crops, *others)
+            return original(step, inputs, *others)
         if not before:
             before.update({name: tensor.clone() for name, tensor in _dynamic_state(step).items()})
         bad.append(step)
         if kind == "nan" and os.environ["RANK"] == "1":
-            crops = {name: [crop * math.nan for crop in group] for name, group in crops.items()}
+            spoilt = {name: [crop * math.nan for crop in group] for name, group in inputs.crops.items()}
+            inputs = inputs._replace(crops=spoilt)
         if kind == "overflow":
             backward = step.engine.backward
             step.engine.backward = lambda loss: backward(loss * 1e30)
             try:
-                return original(step, crops, *others)
+                return original(step, inputs, *others)
             finally:
                 step.engine.backward = backward
-        return original(step, crops, *others)
+        return original(step, inputs, *others)
 
     TrainingStep.micro_batch = micro_batch
     try:

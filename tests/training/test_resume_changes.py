@@ -47,10 +47,10 @@ def _train_watched(root: Path, run: Path, *args: Any) -> str | None:
     loaded: dict[str, int] = {}
     micro_batch, restore = TrainingStep.micro_batch, TrainingStep.restore
 
-    def watched(step, views, keys, *others):
-        begun.extend(keys.tolist())
+    def watched(step, inputs, *others):
+        begun.extend(inputs.drop_keys.tolist())
         before = step.applied_steps
-        out = micro_batch(step, views, keys, *others)
+        out = micro_batch(step, inputs, *others)
         if out.progress is not Progress.ACCUMULATING:
             seen.append((before, begun.copy()))
             begun.clear()

@@ -18,10 +18,10 @@ from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.config.crops import CropGroup, dino_groups
 from dino_ds.config.sections import CropsSection
 from dino_ds.engine.engine import Engine
-from dino_ds.models.base import CLS, Backbone, Crops, cls_of, patches_of
+from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, patches_of
 from dino_ds.models.build import build_backbone
-from dino_ds.models.network import Network
-from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, Term
+from dino_ds.models.network import Network, Output
+from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 from dino_ds.teachers.base import Teacher, Teachers
@@ -104,16 +104,21 @@ class ToyTerm(Term):
         self.mean = RunningMean(width, 0.5, device)
         self.statistics = {"toy_mean": self.mean}
 
-    def targets(self, teachers: Outputs, schedule: ScheduleValues) -> Tensor:
-        features = teachers["frozen"][CLS].float()
-        self.mean.gather(features)
-        return features - self.mean.value
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        features = [_tensor(teachers["frozen"][CLS]).float() for teachers in window]
+        for rows in features:
+            self.mean.gather(rows)
+        return [rows - self.mean.value for rows in features]
 
-    def loss(self, student: dict[str, Tensor], targets: Tensor, schedule: ScheduleValues) -> Measured:
-        distance = (student[cls_of("global")].float() - targets).square().mean()
-        return Measured(
-            distance + 0.1 * student[patches_of("global")].float().square().mean(), {"toy_distance": distance.detach()}
-        )
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        distance = (_tensor(student[cls_of("global")]).float() - targets).square().mean()
+        size = _tensor(student[patches_of("global")]).float().square().mean()
+        return Measured(distance + 0.1 * size, {"toy_distance": distance.detach()})
+
+
+def _tensor(output: Output) -> Tensor:
+    assert isinstance(output, Tensor)
+    return output
 
 
 @contextlib.contextmanager
@@ -134,7 +139,7 @@ def installed() -> Iterator[list[Any]]:
         torch.manual_seed(7)
         spec = ToySpec(width=recipe.model.spec().width)
         backbone = build_backbone(spec, recipe.crops.global_size)
-        frozen = Teacher(Network(backbone, {}, objective.teacher_features("frozen")))
+        frozen = Teacher(Network(backbone, {}, {}, objective.teacher_features("frozen")))
         made.append((frozen, copy.deepcopy(frozen.network.state_dict())))
         return Teachers({"ema": ema, "frozen": frozen}, recipe.crops.groups)
 

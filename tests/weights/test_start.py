@@ -131,8 +131,11 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
     said = build_network(_recipe(tmp_path / "a.pth", **changes), PerformanceOptions()).started_from
-    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; it has no head" in said
-    assert "1 tensors not used (mask_token)" in said and "no file says its attention heads: 2 as the model" in said
+    assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
+    assert (
+        "this run hides no patches; it has no head" in said
+        and "no file says its attention heads: 2 as the model" in said
+    )
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 
 

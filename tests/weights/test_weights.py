@@ -221,7 +221,7 @@ def _reference_load(path: Path, key: str) -> dict[str, torch.Tensor]:
 def test_the_reference_s_scripts_read_ours(tmp_path, key):
     """Their loader gives the backbone's tensors; their head's product g v / |v| is our normalised prototypes."""
     model, head = _backbone(), _head()
-    model.head = head
+    model.heads = {"head": head}
     export_dino(model, tmp_path / "out.pth")
     state = _reference_load(tmp_path / "out.pth", key)
     for name, parameter in model.vit.named_parameters():
@@ -229,7 +229,7 @@ def test_the_reference_s_scripts_read_ours(tmp_path, key):
     rows = state["head.last_layer.weight_g"] * F.normalize(state["head.last_layer.weight_v"])
     torch.testing.assert_close(rows, F.normalize(head["prototypes.weight"]))
     again = read_weights(tmp_path / "out.pth", network=key)
-    assert all(torch.equal(again.head[name], head[name]) for name in head)
+    assert all(torch.equal(again.heads["head"][name], head[name]) for name in head)
     assert (
         load(tmp_path / "out.pth", heads=1).features(_images()).equal(_with_dino_positions(model).features(_images()))
     )

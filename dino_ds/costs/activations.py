@@ -1,0 +1,178 @@
+"""What one micro-batch keeps in memory for its backward pass, and what its loss needs meanwhile, by arithmetic."""
+
+from __future__ import annotations
+
+from dino_ds.backbones import ViTSpec
+from dino_ds.config.crops import crop_sizes, student_sizes
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import tokens_of, vit_of
+from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts
+from dino_ds.costs.parameters import mlp_widths
+
+_FP32 = 4
+# As in models/prototypes.py: bytes of a tile of logits on a CPU and on a GPU; prototypes whose gradient is finished at
+# a time.
+_TILE = (32 * 2**20, 128 * 2**20)
+_PROTOTYPE_BLOCK = 16384
+
+
+class MicroBatch:
+    """Bytes of one micro-batch.
+
+    `saved`: by autograd, in the backbone (`in_backbone`) and the heads; `first_block` and `last_block`: what the
+    backward pass adds at either end of the blocks; `head_and_loss`: at the fullest moment of the loss, beyond what is
+    saved; `one_batch`: the images themselves. `crops` and `targets`, the teacher's rows: of all micro-batches that are
+    prepared together.
+    """
+
+    def __init__(self, recipe: Recipe, config: DsConfig, on_gpu: bool = False) -> None:
+        arch, images = vit_of(recipe), config.micro_batch
+        self._images, self._width, self._element = images, arch.width, element_bytes(config)
+        crops, objective, element = recipe.crops.groups, ObjectiveCosts.of(recipe), element_bytes(config)
+        sides = student_sizes(crops)
+        sizes = list(dict.fromkeys(sides))
+        groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in sizes]
+        last_tokens = objective.last_tokens(crops, sizes, arch.patch_size)
+        kept = [last_tokens[side] for side in sizes]
+        given = sum(s * q for (s, _), q in zip(groups, kept, strict=True))
+        self._blocks(recipe, config, groups, kept)
+        pixels = images * sum(arch.in_chans * side**2 for side in crop_sizes(crops))
+        # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
+        features = element * given * arch.width
+        self._heads = [self._head_bytes(one) for one in objective.cross_entropies]
+        self.in_backbone = self.blocks + element * pixels + features
+        self.saved = self.in_backbone + sum(self._heads)
+        self.first_block += element * pixels
+        window = config.accumulation if objective.sinkhorn and objective.cross_entropies else 1
+        self.one_batch = _FP32 * pixels
+        self.crops = self.one_batch * window
+        rows = sum(one.teacher_rows * one.sizes.bottleneck for one in objective.cross_entropies)
+        self.targets = round(_FP32 * rows * images) * window
+        extra = features if objective.patches else 0
+        self.head_and_loss = extra + self._fullest_loss(objective, _TILE[on_gpu])
+
+    def _blocks(self, recipe: Recipe, config: DsConfig, groups: list[tuple[int, int]], kept: list[int]) -> None:
+        arch, element, performance = vit_of(recipe), self._element, config.performance
+        tokens = sum(s * n for s, n in groups)
+        whole = block_bytes(arch, groups, element, performance)
+        reduced = performance.cls_only_last_block
+        last = block_bytes(arch, groups, element, performance, kept if reduced else None)
+        recomputed_ones = recomputed_blocks(recipe, config)
+        stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
+        each = _saved_by_blocks(recipe, whole, last, element * tokens)
+        found = [stream] * recomputed_ones + each[recomputed_ones:]
+        self.blocks = sum(found)
+        # In the MLP: the gradients of both sides of its activation and of the stream. A block that was recomputed
+        # for this moment drops one of its saved tensors for each gradient.
+        packed, hidden = mlp_widths(arch)
+        recomputed = element * tokens * (packed + arch.width) + whole
+        remembered = element * tokens * (packed + hidden + arch.width)
+        ends = sum(s * q for (s, _), q in zip(groups, kept, strict=True)) if reduced else tokens
+        in_last = element * ends * (packed + hidden + arch.width)
+        before_it = (recomputed if recomputed_ones == arch.depth else remembered) - found[-1]
+        self.last_block = max(in_last, before_it)
+        self.first_block = recomputed + stream if recomputed_ones else remembered + whole
+
+    def _head_bytes(self, one: CrossEntropy) -> int:
+        """Inputs of the head's linear layers and GELUs, its output in FP32 and the gradient of its unit rows."""
+        head = one.sizes
+        row = self._element * (self._width + 2 * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck
+        return round(one.student_rows * self._images * row)
+
+    def _fullest_loss(self, objective: ObjectiveCosts, tile: int) -> int:
+        """The heads work one after the other, and finish in the opposite order: each one's gradient of the prototypes
+        is made in the forward pass and waits, in FP32, for the backward pass."""
+        low = self._element < _FP32
+        waiting, moments = 0, [0]
+        for i, one in enumerate(objective.cross_entropies):
+            weights = _FP32 * one.sizes.prototypes * one.sizes.bottleneck
+            waiting += weights
+            later = sum(self._heads[i + 1 :])
+            copy = weights if low else 0
+            moments.append(waiting + copy + self._tile_bytes(one, tile) - later)
+        largest = max((one.sizes for one in objective.cross_entropies), key=_weights, default=None)
+        if largest is not None:
+            block = _FP32 * min(largest.prototypes, _PROTOTYPE_BLOCK) * largest.bottleneck
+            moments.append(waiting + (_weights(largest) * self._element if low else 0) + block * (2 if low else 1))
+        return max(moments)
+
+    def _tile_bytes(self, one: CrossEntropy, tile: int) -> int:
+        """Two rooms for logits, one for targets, sums of targets, and the product of targets and logits."""
+        k, c = one.sizes.prototypes, one.sizes.bottleneck
+        crops, groups = max(one.student_crops, one.crops), one.groups * self._images
+        size = max(1, max(1, tile // (_FP32 * k)) // crops)
+        n = min(size, groups)
+        # The sum for crops that are compared with all of the teacher's; the last tile's is still there.
+        sums = 1 if one.student_crops > one.crops > 1 else 0
+        before = sums if groups > size else 0
+        extra = max(one.crops + before, sums + before + 1)
+        return round(_FP32 * n * ((2 * crops + one.crops + extra) * k + 2 * crops * c))
+
+
+def _weights(head: HeadSizes) -> int:
+    return head.prototypes * head.bottleneck
+
+
+def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
+    """What autograd keeps of one micro-batch's forward pass, weights and the gradients of prototypes left out."""
+    return MicroBatch(recipe, config).saved
+
+
+def _saved_by_blocks(recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
+    """What each block saves: batched stochastic depth computes a part, the other kind keeps two scales a token."""
+    model, depth = recipe.model, vit_of(recipe).depth
+    if model.drop_path_growth == "uniform":
+        rates = [model.drop_path] * depth
+    else:
+        rates = [model.drop_path * i / max(depth - 1, 1) for i in range(depth)]
+    sizes = [whole] * (depth - 1) + [last]
+    if model.stochastic_depth == "batched":
+        return [round(size * (1 - rate)) for size, rate in zip(sizes, rates, strict=True)]
+    scales = 2 * per_number if model.drop_path else 0
+    return [size + scales for size in sizes[:-1]] + [last]
+
+
+def block_bytes(
+    arch: ViTSpec,
+    groups: list[tuple[int, int]],
+    element: int,
+    performance: PerformanceOptions,
+    kept: list[int] | None = None,
+) -> int:
+    """What autograd saves of one block; groups (sequences, tokens of each) per size; element: bytes of a number; kept:
+    by size the tokens of each sequence for which the block is computed to its end, None: all.
+
+    Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
+    input of the second norm, norm; two times h (SwiGLU: also the gate's activation); LayerScale 2 d; FP32 statistics.
+    Compiled blocks recompute norms and activation: an estimate.
+    """
+    tokens = sum(s * n for s, n in groups)
+    packed, hidden = mlp_widths(arch)
+    d, statistics = arch.width, 8
+    per_query = 5 * d + packed + hidden * (2 if arch.swiglu else 1) + (2 * d if arch.layer_scale is not None else 0)
+    per_token = 4 * d
+    if performance.attention == "varlen":
+        per_query -= d
+    if performance.compile != "off":
+        per_query, per_token = per_query - d - hidden, per_token - d
+    asking = [n for _, n in groups] if kept is None else kept
+    queries, selects = sum(s * q for (s, _), q in zip(groups, asking, strict=True)), asking != [n for _, n in groups]
+    # The norm's rows are gathered for the queries of fewer.
+    numbers = tokens * per_token + queries * (per_query + (d if selects else 0))
+    floats = tokens * statistics + queries * statistics
+    if performance.attention == "naive":
+        scores = sum(s * n * q for (s, n), q in zip(groups, asking, strict=True)) * arch.heads
+        return (numbers + scores - queries * d) * element + floats  # the softmax is kept, its product is not
+    return numbers * element + floats + queries * arch.heads * 4
+
+
+def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
+    """Blocks that activation checkpointing computes again in the backward pass."""
+    depth = vit_of(recipe).depth
+    return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
+
+
+def element_bytes(config: DsConfig) -> int:
+    """Of a weight in the engine's precision."""
+    return _FP32 if config.precision == "fp32" else 2

@@ -1,0 +1,106 @@
+"""What a recipe's loss terms compute, in plain numbers: which heads, and how many rows of logits each image has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
+
+HEAD, IBOT_HEAD = "head", "ibot_head"
+# As of objectives/centering.py.
+SINKHORN_ITERATIONS = 3
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """A projection head: `layers` linear layers to `bottleneck`, then the prototypes."""
+
+    prototypes: int
+    hidden: int
+    bottleneck: int
+    layers: int
+    learned_lengths: bool = False
+
+    @staticmethod
+    def of(section: HeadSection) -> HeadSizes:
+        return HeadSizes(**section.model_dump())
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """One cross-entropy over prototypes. Rows are those of an image: `student_rows` of the student's and
+    `teacher_rows` of the teacher's, `crops` of which belong together, as `dino_ds.models.prototypes.Comparison` says.
+    """
+
+    term: str
+    head: str
+    sizes: HeadSizes
+    student_rows: float
+    teacher_rows: float
+    crops: int = 1
+    student_crops: int = 1
+
+    @property
+    def groups(self) -> float:
+        """What the tiles are cut by, of an image: itself, or each of its hidden patches."""
+        return self.teacher_rows / self.crops
+
+
+@dataclass(frozen=True)
+class ObjectiveCosts:
+    """The terms of a recipe. patches: the names of the crop groups whose patches are computed to the end; koleo_crops:
+    of an image, 0 without the term; koleo_all: over all ranks' images."""
+
+    cross_entropies: tuple[CrossEntropy, ...]
+    sinkhorn: bool = False
+    patches: tuple[str, ...] = ()
+    koleo_crops: int = 0
+    koleo_all: bool = False
+
+    @staticmethod
+    def of(recipe: Recipe) -> ObjectiveCosts:
+        how, groups, found = recipe.objective, recipe.crops.groups, list[CrossEntropy]()
+        seen = len(teacher_sizes(groups))
+        if how.dino_weight:
+            rows = len(student_sizes(groups))
+            found.append(CrossEntropy("dino", HEAD, HeadSizes.of(recipe.head), rows, seen, seen, rows))
+        if how.ibot_weight:
+            own = how.ibot_head == "own"
+            sizes = HeadSizes.of(recipe.ibot_head if own else recipe.head)
+            hidden = hidden_patches(recipe)
+            found.append(CrossEntropy("ibot", IBOT_HEAD if own else HEAD, sizes, hidden, hidden))
+        patches = tuple(group.name for group in groups if group.masked) if how.ibot_weight else ()
+        koleo = seen if how.koleo_weight else 0
+        return ObjectiveCosts(
+            tuple(found), how.centering == "sinkhorn", patches, koleo, koleo > 0 and how.koleo_ranks == "all"
+        )
+
+    @property
+    def heads(self) -> dict[str, HeadSizes]:
+        """By name, each once."""
+        return {one.head: one.sizes for one in self.cross_entropies}
+
+    @property
+    def centers(self) -> list[int]:
+        """Elements of each running mean of the teacher's logits: Sinkhorn-Knopp has none."""
+        return [] if self.sinkhorn else [one.sizes.prototypes for one in self.cross_entropies]
+
+    @property
+    def teacher_passes(self) -> int:
+        """How often the teacher's logits are multiplied out: for the targets, and for each pass of Sinkhorn-Knopp."""
+        return 1 + (SINKHORN_ITERATIONS if self.sinkhorn else 0)
+
+    def last_tokens(self, groups: Sequence[CropGroup], sides: Sequence[int], patch_size: int) -> dict[int, int]:
+        """By size of a crop the tokens that a last block reduced to what is read computes: CLS, or with its patches."""
+        whole = {group.size for group in groups if group.name in self.patches}
+        return {side: 1 + (side // patch_size) ** 2 if side in whole else 1 for side in sides}
+
+
+def hidden_patches(recipe: Recipe) -> float:
+    """Expected number of hidden patches of an image. Masks of the law dinov2 fall about 1 % short of it."""
+    crops, stride = recipe.crops, recipe.model.spec().stride
+    patches = sum(group.count * (group.size // stride) ** 2 for group in crops.groups if group.masked)
+    return patches * crops.mask_share * sum(crops.mask_ratio) / 2

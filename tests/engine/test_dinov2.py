@@ -1,0 +1,157 @@
+"""DINO + iBOT + KoLeo: stages, precisions, ranks, micro-batches, resume and overflow change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dino_ds import distributed
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.masks import MaskOptions, draw_masks
+from dino_ds.engine.engine import Progress
+from dino_ds.hashing import crop_seed
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.training.build import build_network, build_step
+from dino_ds.training.step import Inputs, TrainingStep
+from tests.engine.harness import crops, ds_config, fp32_student, max_difference
+from tests.measure.tiny import tiny_recipe
+from tests.ranks import run_on_ranks
+from tests.reference import copied
+
+pytestmark = pytest.mark.numerical
+
+WINDOWS, BATCH = 5, 8
+MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
+
+
+def dinov2_recipe(**changes: str) -> Recipe:
+    """All of it, small; the prototypes of both heads move from the second step on."""
+    own = {"prototypes": "48", "hidden": "48", "bottleneck": "16", "learned_lengths": "true"}
+    shared = changes.get("objective__ibot_head") == "shared"
+    heads = {} if shared else {f"ibot_head__{key}": value for key, value in own.items()}
+    return tiny_recipe(**{
+        "data__global_batch": str(BATCH), "length": "20 steps", "crops__mask": "dinov2", "model__layer_scale": "0.1",
+        "model__drop_path": "0.2", "head__learned_lengths": "true", **heads,
+        "objective__centering": "sinkhorn", "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
+        "objective__koleo_ranks": "all", "objective__freeze_prototypes": "1 steps", "optimizer__warmup": "2 steps",
+        "optimizer__lr": "0.05", "optimizer__lr_scaling": "sqrt", "optimizer__eps": "1e-2",
+        "optimizer__clip_by": "part", "optimizer__layer_decay": "0.8", "teacher__momentum": "0.9", **changes,
+    })  # fmt: skip
+
+
+def _inputs(recipe: Recipe, indices: torch.Tensor) -> Inputs:
+    masks = draw_masks(
+        recipe.crops.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()]
+    )
+    return Inputs(crops(indices), sample_keys(0, 0, indices), masks)
+
+
+def _run_window(step: TrainingStep, recipe: Recipe, window: int) -> tuple[Progress, float]:
+    """One optimizer step on the same images whatever ranks and micro-batches are; its mean loss over them."""
+    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
+    starts = [window * BATCH + m * micro * world + rank * micro for m in range(step.engine.config.accumulation)]
+    batches = [_inputs(recipe, torch.arange(start, start + micro)) for start in starts]
+    if step.window > 1:
+        step.prepare(batches)
+    outs = [step.micro_batch(inputs) for inputs in batches]
+    losses = torch.stack([out.loss for out in outs]).mean()
+    return outs[-1].progress, float(distributed.sum_across_ranks(losses) / world)
+
+
+def _train(stage, precision, accumulation=1, **changes):
+    recipe = dinov2_recipe(**changes)
+    step = build_step(recipe, ds_config(stage, precision, BATCH, accumulation, gradient_clipping=1.0), 10)
+    results = [_run_window(step, recipe, window) for window in range(WINDOWS)]
+    assert all(progress is Progress.STEPPED for progress, _ in results)
+    centers = {name: statistic.value.clone() for name, statistic in step.objective.statistics.items()}
+    return [loss for _, loss in results], copied(step.teachers["ema"].state()), centers, step.engine.grad_norm
+
+
+def _start(**changes):
+    return dict(build_network(dinov2_recipe(**changes), ds_config(0, "fp32", BATCH).performance).state_dict())
+
+
+@pytest.fixture(scope="module")
+def references():
+    stages = {"fp32": 0, "bf16": 1}
+    return {precision: run_on_ranks(_train, stage, precision, world=1)[0] for precision, stage in stages.items()}
+
+
+@pytest.mark.parametrize(("stage", "precision"), MATRIX)
+def test_two_ranks_equal_one_process(stage, precision, references):
+    """Tolerances as in test_matrix.py: fp32 1e-5, sums in another order; bf16 rounds weights, gradients and cosines."""
+    losses, teacher, _, norm = references[precision]
+    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (2e-2, 8e-4)
+    moved = max_difference(teacher, _start())
+    assert moved > 4 * atol, f"the teacher has moved by {moved}"
+    results = run_on_ranks(_train, stage, precision)
+    for rank_losses, rank_teacher, _, rank_norm in results:
+        assert rank_losses == pytest.approx(losses, rel=rtol)
+        assert max_difference(rank_teacher, teacher) < atol
+        assert rank_norm == pytest.approx(norm, rel=10 * rtol)
+    assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in teacher), "bit-identical on all ranks"
+
+
+@pytest.mark.parametrize("centering", ["softmax", "sinkhorn"])
+def test_micro_batches_equal_one_batch(centering):
+    """1 = 2 = 4: targets are those of the whole step, centers move once. KoLeo sees a micro-batch and is left out.
+    Losses and centers to 1e-6, the teacher's weights to 2e-6: sums in another order."""
+    changes = {"objective__centering": centering, "objective__koleo_weight": "0"}
+    (whole,) = run_on_ranks(_train, 0, "fp32", world=1, **changes)
+    for stage, accumulation, world in ((0, 2, 1), (2, 4, 1), (1, 2, 2)):
+        for losses, teacher, centers, norm in run_on_ranks(_train, stage, "fp32", accumulation, world=world, **changes):
+            assert losses == pytest.approx(whole[0], rel=2e-6)
+            assert max_difference(teacher, whole[1]) < 2e-6
+            assert norm == pytest.approx(whole[3], rel=1e-5)
+            assert centers.keys() == ({"center", "ibot_center"} if centering == "softmax" else set())
+            for name, center in centers.items():
+                torch.testing.assert_close(center, whole[2][name], rtol=0, atol=1e-6)
+
+
+def _skip(stage):
+    """A batch of infinities, then the state as before it."""
+    recipe = dinov2_recipe(objective__centering="softmax")
+    config = ds_config(stage, "fp16", BATCH, 2, fp16_settings={"initial_scale_power": 4}, gradient_clipping=1.0)
+    step = build_step(recipe, config, 10)
+    _run_window(step, recipe, 0)
+    before = {**copied(step.state()), **fp32_student(step.engine, build_network(recipe, config.performance))}
+    for _ in range(2):
+        inputs = _inputs(recipe, torch.arange(2))
+        inputs.crops["global"][0].fill_(torch.inf)
+        out = step.micro_batch(inputs)
+    assert out.progress is Progress.SKIPPED
+    after = {**copied(step.state()), **fp32_student(step.engine, build_network(recipe, config.performance))}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert _run_window(step, recipe, 1)[0] is Progress.STEPPED
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_overflow_moves_nothing(stage):
+    run_on_ranks(_skip, stage)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective__dino_weight": "0"},
+        {"crops__num_local": "0", "objective__centering": "softmax"},
+        {"objective__ibot_head": "shared", "crops__mask": "dinov3"},
+        {"objective__koleo_weight": "0..0.1 over 4 steps", "objective__koleo_ranks": "own"},
+        {"model__registers": "2", "model__drop_path_growth": "uniform", "model__stochastic_depth": "batched"},
+    ],
+    ids=["iBOT alone", "no local crops", "one head", "KoLeo ramp", "registers"],
+)
+def test_variants_train_at_stage_3(changes):
+    """Two steps of losses above 0, and every weight that should move does."""
+    run_on_ranks(_moves, changes)
+
+
+def _moves(changes):
+    recipe = dinov2_recipe(**changes)
+    config = ds_config(3, "fp32", BATCH, 2, gradient_clipping=1.0)
+    step = build_step(recipe, config, 10)
+    start = fp32_student(step.engine, build_network(recipe, config.performance))
+    results = [_run_window(step, recipe, window) for window in range(3)]
+    assert all(progress is Progress.STEPPED and loss > 0 for progress, loss in results)
+    end = fp32_student(step.engine, build_network(recipe, config.performance))
+    assert not [name for name in start if torch.equal(start[name], end[name])]
