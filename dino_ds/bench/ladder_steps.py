@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dino_ds.bench.naive import LoopTeacher, PairwiseTerm, PlainEngine, normalise_prototypes
+from dino_ds.bench.naive import LoopTeacher, PlainEngine, normalise_prototypes, plain_objective
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
@@ -24,8 +24,6 @@ from dino_ds.measure.trial import (
     resolve,
     synthetic_inputs,
 )
-from dino_ds.objectives.base import Objective
-from dino_ds.objectives.dino import DINO
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network, build_objective, build_schedules
@@ -33,6 +31,7 @@ from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
 STAGES = (0, 1, 3)
+_DINO_ALONE = {"objective.ibot_weight": "0", "objective.koleo_weight": "0", "crops.mask": "none"}
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
 
 
@@ -53,10 +52,12 @@ class LadderStep:
     checkpointing: bool = False
     batched_stochastic_depth: bool = False
     data_workers: bool = False
+    dino_alone: bool = False
 
 
 def all_steps() -> list[LadderStep]:
-    """From the plain step upwards; each has all optimizations of those before it."""
+    """From the plain step upwards; each has all optimizations of those before it. Last, what the exact step costs
+    without iBOT and KoLeo."""
     steps = [LadderStep("plain step")]
 
     def add(name: str, **changes: Any) -> None:
@@ -76,6 +77,8 @@ def all_steps() -> list[LadderStep]:
     add("torch.compile", performance=with_option(compile="default"))
     add("batched stochastic depth", performance=with_option(compile="off"), batched_stochastic_depth=True)  # not both
     add("data workers", data_workers=True)
+    exact = next(step for step in steps if step.engine)
+    steps.append(dataclasses.replace(exact, name="DeepSpeed engine, DINO alone", exact=False, dino_alone=True))
     return steps
 
 
@@ -122,6 +125,8 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
         return "there is no C compiler"
     if step.batched_stochastic_depth and recipe.model.drop_path == 0:
         return "model.drop_path is 0"
+    if step.dino_alone and not (recipe.objective.ibot_weight or recipe.objective.koleo_weight):
+        return "the recipe has no other term than DINO"
     return None
 
 
@@ -129,6 +134,8 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     """A trial of this step with `batch` images, on one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
+    if step.dino_alone:
+        recipe = change_recipe(recipe, _DINO_ALONE)
     if step.engine:
         return build_trial(*resolve(recipe, _ds_config(step), "bench ladder", batch))
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
@@ -140,10 +147,9 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
 def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     """A training step without an engine: FP32, one process."""
     network = build_network(recipe, step.performance)
-    objective, how = build_objective(recipe, device()), recipe.objective
+    objective = build_objective(recipe, device()) if step.tiled_loss else plain_objective(recipe)
     if not step.tiled_loss:
         normalise_prototypes(network)
-        objective = Objective({DINO: PairwiseTerm(recipe.head.prototypes, how.student_temp, how.center_momentum)})
     copied = copy.deepcopy(network).to(device())
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
     teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())

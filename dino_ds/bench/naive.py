@@ -5,28 +5,68 @@ They fit into `TrainingStep` in place of ours, so that the step around them is t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.engine.clipping import parts_of
 from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
-from dino_ds.engine.optim import apply_settings, parameter_groups
-from dino_ds.models.base import Masks
-from dino_ds.models.network import Network, Output
+from dino_ds.engine.optim import OptimizerOptions, apply_settings, parameter_groups
+from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.objectives.base import Measured, Outputs, StudentOutputs, Term
-from dino_ds.objectives.dino import DINO, DinoTerm
+from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, StudentOutputs, Term
+from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
+from dino_ds.objectives.ibot import IBOT, IbotTerm
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.training.build import build_objective
+
+
+class PlainCenter:
+    """Probabilities after the running mean is taken off, as facebookresearch/dino's `DINOLoss`."""
+
+    def __init__(self, name: str, prototypes: int, momentum: float) -> None:
+        self.center = RunningMean(prototypes, momentum, device())
+        self.statistics = {name: self.center}
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, temperature: float) -> Tensor:
+        probs = F.softmax((logits - self.center.value) / temperature, dim=-1)
+        self.center.gather(logits)
+        return probs
+
+
+class PlainSinkhorn:
+    """Sinkhorn-Knopp of a whole matrix, as facebookresearch/dinov2's `sinkhorn_knopp_teacher` on one process."""
+
+    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, temperature: float) -> Tensor:
+        q = torch.exp(logits.float() / temperature).t()  # (k, n)
+        rows = q.shape[1]
+        q /= q.sum()
+        for _ in range(3):
+            q /= q.sum(dim=1, keepdim=True)
+            q /= len(q)
+            q /= q.sum(dim=0, keepdim=True)
+            q /= rows
+        q *= rows
+        return q.t()
+
+
+PlainCentering = PlainCenter | PlainSinkhorn
 
 
 class PairwiseTerm(Term):
@@ -38,18 +78,13 @@ class PairwiseTerm(Term):
     needs = DinoTerm.needs
     scalars = DinoTerm.scalars
 
-    def __init__(self, prototypes: int, student_temp: float, center_momentum: float, teacher_crops: int = 2) -> None:
-        self.student_temp, self.teacher_crops = student_temp, teacher_crops
-        self.center = RunningMean(prototypes, center_momentum, device())
-        self.statistics = {"center": self.center}
+    def __init__(self, student_temp: float, centering: PlainCentering, teacher_crops: int = 2) -> None:
+        self.student_temp, self.teacher_crops, self._centering = student_temp, teacher_crops, centering
+        self.statistics = centering.statistics
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
-        return [self._probs(cast(Tensor, teachers["ema"][DINO]), schedule) for teachers in window]
-
-    def _probs(self, logits: Tensor, schedule: ScheduleValues) -> Tensor:
-        probs = F.softmax((logits - self.center.value) / schedule.teacher_temp, dim=-1)
-        self.center.gather(logits)
-        return probs.view(self.teacher_crops, -1, probs.shape[-1])
+        found = [self._centering(cast(Tensor, teachers[EMA][DINO]), schedule.teacher_temp) for teachers in window]
+        return [probs.view(self.teacher_crops, -1, probs.shape[-1]) for probs in found]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
         probs = targets
@@ -63,20 +98,65 @@ class PairwiseTerm(Term):
         return Measured(torch.stack(losses).mean(), {"teacher_entropy": probs.new_zeros(())})
 
 
+class PlainIbotTerm(Term):
+    """A log-softmax of all hidden patches, as facebookresearch/dinov2's `forward_masked`, without the entropy.
+
+    For a network with `NormalisedPrototypes`. head: the name of the head of patches.
+    """
+
+    scalars = IbotTerm.scalars
+
+    def __init__(self, student_temp: float, centering: PlainCentering, head: str, group: str = "global") -> None:
+        self.student_temp, self._centering, self._group = student_temp, centering, group
+        self.needs = Needs((IBOT,), {EMA: (IBOT,)}, {IBOT: Query(head, masked_of(group))})
+        self.statistics = centering.statistics
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
+        found = [self._centering(cast(Tensor, teachers[EMA][IBOT]), schedule.teacher_temp) for teachers in window]
+        return list(zip(found, (of_crops[self._group] for of_crops in masks), strict=True))
+
+    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
+        probs, masks = targets
+        logits = cast(Tensor, student[IBOT])
+        losses = torch.sum(probs * F.log_softmax(logits / self.student_temp, dim=-1), dim=-1) * masks["weights"]
+        nothing = probs.new_zeros(())
+        return Measured(-losses.sum() / len(masks["mask"]), dict.fromkeys(self.scalars, nothing))
+
+
+def plain_objective(recipe: Recipe) -> Objective:
+    """The recipe's objective in plain terms; KoLeo is plain as it is."""
+    how, crops, ours = recipe.objective, len(teacher_sizes(recipe.crops.groups)), build_objective(recipe, device())
+    terms = dict(ours.terms)
+
+    def centering(name: str, prototypes: int) -> PlainCentering:
+        sinkhorn = how.centering == "sinkhorn"
+        return PlainSinkhorn() if sinkhorn else PlainCenter(name, prototypes, how.center_momentum)
+
+    if DINO in terms:
+        terms[DINO] = PairwiseTerm(how.student_temp, centering("center", recipe.head.prototypes), crops)
+    if IBOT in terms:
+        head = ours.queries[IBOT].head
+        sizes = recipe.head if head == HEAD else recipe.ibot_head
+        terms[IBOT] = PlainIbotTerm(how.student_temp, centering("ibot_center", sizes.prototypes), head)
+    return Objective(terms)
+
+
 class NormalisedPrototypes(Prototypes):
     """All logits in one matrix; normalises the whole weight in each forward pass and differentiates through that."""
 
     def forward(self, z: Tensor, comparison: object = None) -> Tensor:  # type: ignore[override]
-        return F.linear(F.normalize(z, dim=-1), F.normalize(self.weight, dim=-1))
+        weight = F.normalize(self.weight, dim=-1)
+        return F.linear(F.normalize(z, dim=-1), weight if self.lengths is None else weight * self.lengths)
 
 
 def normalise_prototypes(network: Network) -> None:
-    """Put `NormalisedPrototypes` into the network, with its weight."""
-    head: Any = network.head
-    k, bottleneck = head.prototypes.weight.shape
-    plain = NormalisedPrototypes(bottleneck, k)
-    plain.weight = head.prototypes.weight
-    head.prototypes = plain
+    """Put `NormalisedPrototypes` into the heads of the network, with their weights."""
+    for head in network.heads().values():
+        ours: Any = head
+        k, bottleneck = ours.prototypes.weight.shape
+        plain = NormalisedPrototypes(bottleneck, k, ours.prototypes.lengths is not None)
+        plain.weight, plain.lengths = ours.prototypes.weight, ours.prototypes.lengths
+        ours.prototypes = plain
 
 
 class LoopTeacher(EmaTeacher):
@@ -96,7 +176,8 @@ class LoopTeacher(EmaTeacher):
 class PlainEngine:
     """The student with torch's AdamW and no engine around it: the calls of `Engine` that a step makes, on one process.
 
-    `fused` False takes torch's loop over the parameters; `clipping` of the global norm, 0 = none. FP32.
+    `fused` False takes torch's loop over the parameters; `clipping` of the norm of all or, by the recipe, of each
+    part; 0 = none. FP32.
     """
 
     def __init__(self, network: Network, recipe: Recipe, clipping: float, fused: bool, device: torch.device) -> None:
@@ -106,8 +187,9 @@ class PlainEngine:
         self._network = network.to(device).train()
         self._clipping = clipping
         options = recipe.optimizer
+        rates = OptimizerOptions(options.layer_decay, options.patch_embed_lr, options.clip_by)
         self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._network),
+            parameter_groups(self._network, rates),
             lr=0.0,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -124,7 +206,8 @@ class PlainEngine:
 
     def step(self) -> Progress:
         if self._clipping:
-            torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._clipping)
+            for part in parts_of(self._optimizer, self._network):
+                torch.nn.utils.clip_grad_norm_(part, self._clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return Progress.STEPPED

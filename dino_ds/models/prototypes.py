@@ -17,8 +17,10 @@ from torch.autograd.function import once_differentiable
 
 # Bytes of the logits in one tile.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+# Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
+_PART = {"cpu": 2**20}
 # Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
-_CPU_BLOCK = 4096
+_CPU_BLOCK = 1024
 # Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256.
 _BLOCK = 16384
 
@@ -39,21 +41,14 @@ class Logits(NamedTuple):
         with torch.autocast(self.rows.device.type, enabled=False):
             return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
 
-    def tiles(self, temperature: float) -> Iterator[Tensor]:
-        """Logits / temperature, (r, k) FP32 each, all rows in order; a tile is overwritten by the next one."""
-        size = tile_rows(self.weight)
-        room = self.rows.new_empty(min(size, len(self.rows)), len(self.weight))
-        for start in range(0, len(self.rows), size):
-            yield self.multiply(self.rows[start : start + size], temperature, room)
-
-    def multiply(self, rows: Tensor, temperature: float, room: Tensor) -> Tensor:
-        """Logits / temperature of some rows (r, c), written into the first rows of `room`."""
+    def multiply(self, rows: Tensor, room: Tensor) -> Tensor:
+        """Of some rows (r, c) the products with the weight, without scale, written into the first rows of `room`."""
         out = room[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), _tf32(self.low):
             block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
             for start in range(0, len(self.weight), block):
                 torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
-        return out.mul_(self.scale / temperature)
+        return out
 
 
 class Comparison(NamedTuple):
@@ -175,42 +170,56 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Tile:
-    """A few images: their loss, the entropy of their targets, and what they add to the gradients."""
+    """A few images: their loss, the entropy of their targets, and what they add to the gradients.
+
+    Room for logits is one (rows, k) of the teacher's and one of the student's, where the gradient takes their place;
+    the rest is done for a few images at a time, on a CPU in its caches.
+    """
 
     def __init__(self, tiles: _Tiles, images: slice) -> None:
         self._tiles, self._images = tiles, images
         how, student = tiles.comparison, tiles.student
-        temperature, rows = how.student_temp, tiles.rows[:, images].flatten(0, 1)
-        self._rows, count = rows, tiles.rows[0, images].shape[0]
-        targets, entropy = tiles.targets(images)
-        self._weights = None if how.weights is None else how.weights[images]
-        self.entropy = self._weighted(entropy).sum()
-        logits = student.multiply(rows, temperature, tiles.logits)
-        self._probs = torch.softmax(logits, dim=-1, out=tiles.probs[: len(logits)])
-        lse = (logits.amax(dim=-1) - self._probs.amax(dim=-1).log()).view(-1, count)
-        logits, self._targets = logits.view(-1, count, logits.shape[-1]), targets
-        sums = [pairs * lse[crops].sum(dim=0) - _dot(logits[crops], target) for crops, target, pairs in targets]
-        self.loss = self._weighted(torch.stack(sums)).sum()
+        self._rows = tiles.rows[:, images].flatten(0, 1)
+        count, k = tiles.rows[0, images].shape[0], len(student.weight)
+        teacher = tiles.teacher_rows[:, images].flatten(0, 1)
+        seen = how.teacher.multiply(teacher, tiles.targets).view(how.crops, count, k)
+        self._grad = student.multiply(self._rows, tiles.logits)
+        logits = self._grad.view(-1, count, k)
+        weights = None if how.weights is None else how.weights[images]
+        parts = [slice(start, start + tiles.part) for start in range(0, count, tiles.part)]
+        found = [self._part(seen[:, p], logits[:, p], None if weights is None else weights[p]) for p in parts]
+        losses, entropies = zip(*found, strict=True)
+        self.loss, self.entropy = torch.stack(losses).sum(), torch.stack(entropies).sum()
 
-    def _weighted(self, values: Tensor) -> Tensor:
-        """(..., n) values of images, times their weights."""
-        return values if self._weights is None else values * self._weights
+    def _part(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Products of a few images, seen (g, n, k) and logits (v, n, k) -> weighted sums of losses and of entropies.
+
+        Where the logits were is then their gradient.
+        """
+        tiles, how = self._tiles, self._tiles.comparison
+        torch.addcmul(how.shift, seen, tiles.teacher_scale, out=seen)
+        targets = torch.softmax(seen, dim=-1, out=tiles.probs[0][:, : seen.shape[1]])
+        entropy = _lse(seen, targets) - torch.linalg.vecdot(targets, seen)
+        logits.mul_(tiles.student_scale)
+        losses = []
+        for crops, target, pairs in _summed(list(targets), len(logits), how.exclude_own):
+            own = logits[crops]
+            probs = torch.softmax(own, dim=-1, out=tiles.probs[1][: len(own), : own.shape[1]])
+            losses.append(pairs * _lse(own, probs).sum(dim=0) - torch.linalg.vecdot(target, own.sum(dim=0)))
+            grad = torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=own)
+            grad.mul_(tiles.grad_scale if weights is None else weights.unsqueeze(-1) * tiles.grad_scale)
+        loss = torch.stack(losses)
+        if weights is not None:
+            loss, entropy = loss * weights, entropy * weights
+        return loss.sum(), entropy.sum()
 
     def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
-        tiles = self._tiles
-        student = tiles.student
-        grad = self._probs.view(tiles.student_crops, -1, self._probs.shape[-1])
-        for crops, target, pairs in self._targets:
-            part = grad[crops] if pairs == 1 else grad[crops].mul_(pairs)
-            part.sub_(target)
-        if self._weights is not None:
-            grad.mul_(self._weights.unsqueeze(-1))
-        flat = self._probs.mul_(tiles.factor)
+        tiles, student = self._tiles, self._tiles.student
         with _tf32(student.low):
             own = grad_rows.view(tiles.rows.shape)[:, self._images]
-            own.copy_((flat @ student.weight).view(own.shape))
+            own.copy_((self._grad @ student.weight).view(own.shape))
             if grad_weight is not None:
-                grad_weight.addmm_(flat.t(), self._rows)
+                grad_weight.addmm_(self._grad.t(), self._rows)
 
 
 class _Tiles:
@@ -220,38 +229,34 @@ class _Tiles:
         self.student, self.comparison = student, comparison
         teacher, g = comparison.teacher, comparison.crops
         self._images = len(teacher.rows) // g
-        self._teacher_rows = teacher.rows.view(g, self._images, teacher.rows.shape[-1])
-        self.student_crops = len(student.rows) // self._images if self._images else 1
-        self.rows = student.rows.view(self.student_crops, self._images, student.rows.shape[-1])
-        pairs = g * self.student_crops - (g if comparison.exclude_own else 0)
+        self.teacher_rows = teacher.rows.view(g, self._images, teacher.rows.shape[-1])
+        crops = len(student.rows) // self._images if self._images else 1
+        self.rows = student.rows.view(crops, self._images, student.rows.shape[-1])
+        pairs = g * crops - (g if comparison.exclude_own else 0)
         self.divisor = comparison.divisor or float(max(pairs * self._images, 1))
-        self.factor = student.scale / (comparison.student_temp * self.divisor)
-        self._size = max(1, tile_rows(student.weight) // max(self.student_crops, g))
+        self.teacher_scale = teacher.scale / comparison.temperature
+        self.student_scale = student.scale / comparison.student_temp
+        self.grad_scale = self.student_scale / self.divisor
+        most = max(crops, g)
+        self._size = max(1, tile_rows(student.weight) // most)
+        self.part = max(1, part_rows(student.weight) // most)
         k, n = len(student.weight), min(self._size, self._images)
-        self.logits, self.probs = student.rows.new_empty(2, max(self.student_crops, g) * n, k).unbind()
-        self._targets = student.rows.new_empty(g * n, k)
+        self.logits, self.targets = student.rows.new_empty(crops * n, k), student.rows.new_empty(g * n, k)
+        together = max(crops - g, 1) if comparison.exclude_own else crops
+        self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, together)]
 
     def __iter__(self) -> Iterator[_Tile]:
         for start in range(0, self._images, self._size):
             yield _Tile(self, slice(start, min(start + self._size, self._images)))
 
-    def targets(self, images: slice) -> tuple[list[tuple[slice, Tensor, int]], Tensor]:
-        """For student crops that have the same targets: these crops, the sum (n, k) of the targets, and their number.
-        And the entropies of all targets (g, n)."""
-        how, rows = self.comparison, self._teacher_rows[:, images]
-        logits = how.teacher.multiply(rows.flatten(0, 1), how.temperature, self.logits).add_(how.shift)
-        probs = torch.softmax(logits, dim=-1, out=self._targets[: len(logits)])
-        lse = logits.amax(dim=-1) - probs.amax(dim=-1).log()
-        entropy = (lse - logits.mul_(probs).sum(dim=-1)).view(how.crops, -1)
-        each = list(probs.view(how.crops, rows.shape[1], -1))
-        first = len(each) if how.exclude_own else 0
-        found = [
-            (slice(s, s + 1), _sum([target for t, target in enumerate(each) if t != s]), len(each) - 1)
-            for s in range(first)
-        ]
-        if self.student_crops > first:
-            found.append((slice(first, None), _sum(each), len(each)))
-        return found, entropy
+
+def _summed(targets: list[Tensor], crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
+    """For student crops that have the same targets: these crops, the sum (n, k) of the targets, and their number."""
+    first = len(targets) if exclude_own else 0
+    for s in range(first):
+        yield slice(s, s + 1), _sum([target for t, target in enumerate(targets) if t != s]), len(targets) - 1
+    if crops > first:
+        yield slice(first, None), _sum(targets), len(targets)
 
 
 def _sum(targets: list[Tensor]) -> Tensor:
@@ -262,15 +267,19 @@ def _sum(targets: list[Tensor]) -> Tensor:
     return total
 
 
-def _dot(logits: Tensor, target: Tensor) -> Tensor:
-    """Sum over crops of logits (v, n, k), which may be overwritten, times a target (n, k) -> (n,)."""
-    together = logits[0] if len(logits) == 1 else logits.sum(dim=0)
-    return together.mul_(target).sum(dim=-1)
+def _lse(logits: Tensor, probs: Tensor) -> Tensor:
+    """ln of the sum of exp(logits), of which probs are the softmax."""
+    return logits.amax(dim=-1) - probs.amax(dim=-1).log()
 
 
 def tile_rows(weight: Tensor) -> int:
     """Rows of logits that are made at a time."""
     return max(1, _TILE.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+
+
+def part_rows(weight: Tensor) -> int:
+    """Rows of a tile that are worked on at a time."""
+    return max(1, _PART.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
 
 
 @contextmanager

@@ -7,15 +7,18 @@ Sinkhorn-Knopp balances the prototypes over all rows of a step (SwAV, arXiv 2006
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from dino_ds.distributed import max_across_ranks, sum_across_ranks
-from dino_ds.models.prototypes import Logits
+from dino_ds.models.prototypes import Logits, part_rows, tile_rows
 from dino_ds.objectives.running import RunningMean
+
+# Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.
+_KEPT = {"cpu": 160 * 2**20}
 
 
 class Centering(ABC):
@@ -62,25 +65,65 @@ class SinkhornKnopp(Centering):
 
     @torch.no_grad()
     def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
-        shift = -_log_sums(window, temperature)
+        tiles = _Tiles(window, temperature)
+        shift = -_log_sums(tiles)
         for _ in range(self.iterations - 1):
             sums = torch.zeros_like(shift)
-            for logits in window:
-                room = torch.empty(0, device=shift.device)
-                for tile in logits.tiles(temperature):
-                    room = room if room.numel() else torch.empty_like(tile)
+            for tile in tiles:
+                for part, room, other in tiles.parts(tile):
                     # After a column's scaling its largest entry is at least 1 / rows, and rows sum to at most k:
                     # no sum of the softmax underflows.
-                    sums += torch.softmax(tile.add_(shift), dim=-1, out=room[: len(tile)]).sum(dim=0)
+                    sums += torch.softmax(torch.add(part, shift, out=room), dim=-1, out=other).sum(dim=0)
             shift = shift - sum_across_ranks(sums).log()
         return shift
 
 
-def _log_sums(window: Sequence[Logits], temperature: float) -> Tensor:
+def _log_sums(tiles: _Tiles) -> Tensor:
     """ln of the sum of exp(logits / temperature) over the rows of all ranks, (k,)."""
-    found = torch.full_like(window[0].scale, -torch.inf)
-    for logits in window:
-        for tile in logits.tiles(temperature):
-            torch.logaddexp(found, tile.logsumexp(dim=0), out=found)
+    found = torch.full_like(tiles.scale, -torch.inf)
+    for tile in tiles:
+        largest, sums = tile.amax(dim=0), torch.zeros_like(found)
+        for part, room, _ in tiles.parts(tile):
+            sums += torch.sub(part, largest, out=room).exp_().sum(dim=0)
+        torch.logaddexp(found, largest.add_(sums.log_()), out=found)
     largest = max_across_ranks(found.clone())
     return largest + sum_across_ranks((found - largest).exp()).log()
+
+
+class _Tiles:
+    """Logits / temperature of a window, (r, k) FP32 each, as often as they are asked for; not to be written into.
+
+    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one room.
+    """
+
+    def __init__(self, window: Sequence[Logits], temperature: float) -> None:
+        self._window, self.scale = window, window[0].scale
+        self._scales = [logits.scale / temperature for logits in window]
+        weight = window[0].weight
+        self._size = tile_rows(weight)
+        self._keeps = _KEPT.get(weight.device.type, 0) // (4 * self._size * len(weight))
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        most = min(self._size, max(len(logits.rows) for logits in window))
+        self._room = weight.new_empty(most, len(weight))
+        self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i, logits in enumerate(self._window):
+            for start in range(0, len(logits.rows), self._size):
+                yield self._tile(i, start)
+
+    def _tile(self, i: int, start: int) -> Tensor:
+        if (i, start) in self._kept:
+            return self._kept[i, start]
+        logits = self._window[i]
+        rows = logits.rows[start : start + self._size]
+        keep = len(self._kept) < self._keeps
+        tile = logits.multiply(rows, torch.empty_like(self._room) if keep else self._room).mul_(self._scales[i])
+        if keep:
+            self._kept[i, start] = tile
+        return tile
+
+    def parts(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A few rows of a tile at a time, and twice the room of as many."""
+        for part in tile.split(max(1, self._parts.shape[1])):
+            yield part, self._parts[0, : len(part)], self._parts[1, : len(part)]

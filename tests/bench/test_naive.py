@@ -9,16 +9,23 @@ import pytest
 import torch
 
 from dino_ds.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
-from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PairwiseTerm, PlainEngine
+from dino_ds.bench.naive import (
+    LoopTeacher,
+    NormalisedPrototypes,
+    PlainEngine,
+    normalise_prototypes,
+    plain_objective,
+)
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
+from dino_ds.measure.trial import synthetic_inputs
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.objectives.dino import DINO
 from dino_ds.teachers.ema import EmaTeacher
-from dino_ds.training.build import build_network
+from dino_ds.training.build import build_network, build_objective
 from tests.measure.tiny import tiny_recipe
-from tests.reference import centered, copied, product
+from tests.reference import copied, product
 
 pytestmark = pytest.mark.numerical
 
@@ -30,28 +37,57 @@ def _process_group():
     init_distributed()
 
 
-@pytest.mark.slow
-def test_normalised_prototypes_and_the_pairwise_loss_are_ours():
-    """Logits, and what comes of them: loss, gradients of features and prototypes, the center's rows. Sums in another
-    order: cosines to 1e-6, which the temperatures multiply by up to 25."""
-    torch.manual_seed(0)
-    ours, plain = Prototypes(16, 64), NormalisedPrototypes(16, 64)
-    plain.weight = torch.nn.Parameter(ours.weight.detach().clone())
-    z, teacher = torch.randn(5 * 4, 16), torch.randn(2 * 4, 16)
-    torch.testing.assert_close(plain(z), product(ours(z)), rtol=1e-5, atol=1e-6)
-    results, schedule = [], SimpleNamespace(teacher_temp=0.04)
-    for layer, kind in ((plain, PairwiseTerm), (ours, centered)):
-        term = kind(64, 0.1, 0.9)
-        term.statistics["center"].value.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
-        given = z.clone().requires_grad_()
+DINOV2 = {
+    "crops__mask": "dinov2",
+    "head__learned_lengths": "true",
+    "ibot_head__learned_lengths": "true",
+    "ibot_head__prototypes": "96",
+    "ibot_head__hidden": "48",
+    "ibot_head__bottleneck": "24",
+    "objective__centering": "sinkhorn",
+    "objective__ibot_weight": "1",
+    "objective__koleo_weight": "0.1",
+    "model__layer_scale": "0.1",
+    "optimizer__layer_decay": "0.9",
+    "optimizer__clip_by": "part",
+}
+
+
+@pytest.mark.parametrize("way", ["softmax", "sinkhorn"])
+def test_the_plain_terms_are_ours(way):
+    """To 1e-5 of the largest, gradients too: sums in another order, of cosines divided by 0.04, and then through the
+    whole network."""
+    recipe = tiny_recipe(**DINOV2 | {"objective__centering": way})
+    inputs = synthetic_inputs(recipe, 4, torch.device("cpu"))
+    schedule, results = SimpleNamespace(teacher_temp=0.04, weights={}), []
+    for plain in (True, False):
+        network = build_network(recipe, PerformanceOptions())
+        objective = build_objective(recipe, torch.device("cpu"))
+        if plain:
+            normalise_prototypes(network)
+            objective = plain_objective(recipe)
+        torch.manual_seed(1)
         with torch.no_grad():
-            outputs = {"ema": {DINO: layer(teacher)}}
-        (targets,) = term.targets([outputs], [{}], schedule)
-        loss = term.loss({DINO: layer(given, targets)}, targets, schedule).loss
-        gradients = torch.autograd.grad(loss, (given, layer.weight))
-        results.append((loss.detach(), *gradients, term.statistics["center"].pending()))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            seen = {name: [crop + torch.randn_like(crop) for crop in group] for name, group in inputs.crops.items()}
+            rows_only = {name: {"rows": mask["rows"]} for name, mask in inputs.masks.items()}
+            (targets,) = objective.targets([{"ema": network(seen, None, rows_only)}], [inputs.masks], schedule)
+        outputs = network(inputs.crops, None, inputs.masks, {} if plain else objective.comparisons(targets))
+        measured = objective.loss(outputs, targets, schedule)
+        measured.loss.backward()
+        gradients = [p.grad for _, p in sorted(network.named_parameters())]
+        losses = torch.stack([measured.scalars[f"{name}_loss"] for name in ("dino", "ibot", "koleo")])
+        results.append((losses, *gradients, *objective.pending()))
+    assert (results[0][0] > 0).all()
+    for plain, ours in zip(*results, strict=True):
+        torch.testing.assert_close(plain, ours, rtol=0, atol=1e-5 * float(ours.abs().max()))
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_normalised_prototypes_are_ours(learned):
+    ours, plain = Prototypes(16, 64, learned), NormalisedPrototypes(16, 64, learned)
+    plain.load_state_dict(ours.state_dict())
+    z = torch.randn(6, 16)
+    torch.testing.assert_close(plain(z), product(ours(z)), rtol=1e-5, atol=1e-6)
 
 
 def test_the_loop_over_the_teacher_is_one_pass():
@@ -69,22 +105,23 @@ def test_the_loop_over_the_teacher_is_one_pass():
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-6, atol=1e-7)
 
 
-def _losses_and_teacher(step):
+def _losses_and_teacher(step, more):
     """Four steps with stochastic depth, that can be compared: Adam's epsilon is as large as the gradients, so that a
     step of a weight whose gradient is nothing but rounding is not as long as the others'; and the teacher moves."""
     changes = {"optimizer__lr": "0.03", "optimizer__eps": "0.01", "teacher__momentum": "0.9", "model__drop_path": "0.3"}
-    trial = build_ladder_step(step, tiny_recipe(**changes), 4)
+    trial = build_ladder_step(step, tiny_recipe(**changes | more), 4)
     start = copied(trial.step.teachers["ema"].state())
     losses = [float(trial.run()) for _ in range(4)]
     teacher = copied(trial.step.teachers["ema"].state())
     assert max(float((teacher[name] - start[name]).abs().max()) for name in start) > 3e-4, "the weights move"
-    return torch.tensor(losses), teacher, trial.step.objective.statistics["center"].value
+    statistics = [statistic.value for statistic in trial.step.objective.statistics.values()]
+    return torch.tensor(losses), teacher, torch.cat(statistics) if statistics else torch.zeros(0)
 
 
-@pytest.fixture(scope="module")
-def plain():
+@pytest.fixture(scope="module", params=[{}, DINOV2], ids=["dino", "dinov2"])
+def plain(request):
     init_distributed()
-    return _losses_and_teacher(EXACT[0])
+    return request.param, _losses_and_teacher(EXACT[0], request.param)
 
 
 @pytest.mark.parametrize("step", EXACT[1:], ids=lambda step: step.name)
@@ -92,7 +129,8 @@ def plain():
 def test_exact_steps_are_the_plain_step(step, plain):
     """Four steps with clipping, stochastic depth, center and EMA. A cosine or a weight of about 1 is rounded by 6e-8 at
     each use: 1e-6 is sixteen of them. A loss has cosines divided by the temperatures, 0.04 at the least: 2.5e-5."""
-    losses, teacher, center = _losses_and_teacher(step)
+    more, plain = plain
+    losses, teacher, center = _losses_and_teacher(step, more)
     torch.testing.assert_close(losses, plain[0], rtol=0, atol=1e-6 / 0.04)
     torch.testing.assert_close(center, plain[2], rtol=0, atol=1e-6)
     for name in teacher:
@@ -110,6 +148,7 @@ def test_ladder_steps_grow_from_the_plain_step():
 def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
+    assert reasons["DeepSpeed engine, DINO alone"] == "the recipe has no other term than DINO"
     assert all(reasons[step.name] is None for step in EXACT)
     assert "bench step --data" in reasons["data workers"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
