@@ -14,9 +14,9 @@ from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import HeadSizes, vit_of
+from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
-from dino_ds.costs.parameters import parameter_sizes
+from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.models.drop_path import sample_keys
@@ -139,8 +139,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
         network = build_network(recipe, config.performance, Placement(config))
         kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
 
-    head = HeadSizes(**recipe.head.model_dump(exclude={"learned_lengths"}))
-    sizes, ranks = parameter_sizes(vit_of(recipe), 32, head), distributed.world_size()
+    sizes, ranks = recipe_sizes(recipe), distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)
     state.pop("teacher")
     held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.config import recipe
+from dino_ds.config import fields
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
@@ -75,7 +75,7 @@ def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
 
 
 def test_names_of_the_recipe_are_those_of_the_table():
-    assert tuple(EVALUATIONS) == recipe.EVALUATIONS
+    assert tuple(EVALUATIONS) == fields.EVALUATIONS
 
 
 def test_whoever_gives_up_keeps_nothing(sources):
