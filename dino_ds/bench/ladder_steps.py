@@ -31,7 +31,6 @@ from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
 STAGES = (0, 1, 3)
-_DINO_ALONE = {"objective.ibot_weight": "0", "objective.koleo_weight": "0", "crops.mask": "none"}
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
 
 
@@ -135,13 +134,21 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     if step.dino_alone:
-        recipe = change_recipe(recipe, _DINO_ALONE)
+        recipe = _dino_alone(recipe)
     if step.engine:
         return build_trial(*resolve(recipe, _ds_config(step), "bench ladder", batch))
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
     built = build_plain_step(recipe, step)
     begin_training(built)
     return Trial(built, 1, synthetic_inputs(recipe, batch, device()))
+
+
+def _dino_alone(recipe: Recipe) -> Recipe:
+    """The recipe without the terms beside DINO, and without what is theirs."""
+    kept = {name: section for name, section in recipe.model_dump(mode="json").items() if name != "ibot_head"}
+    kept["objective"] |= {"ibot_weight": 0, "koleo_weight": 0, "koleo_ranks": "own"}
+    kept["crops"] |= {"mask": "none"}
+    return Recipe.model_validate(kept)
 
 
 def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:

@@ -145,6 +145,12 @@ def test_ladder_steps_grow_from_the_plain_step():
     assert not last_without_engine().engine and last_without_engine().performance == PerformanceOptions()
 
 
+def test_the_last_step_of_dinov2_is_dino_alone():
+    trial = build_ladder_step(all_steps()[-1], tiny_recipe(**DINOV2), 4)
+    assert list(trial.step.objective.terms) == ["dino"] and not trial.inputs.masks
+    assert trial.run().isfinite()
+
+
 def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
