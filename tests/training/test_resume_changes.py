@@ -17,10 +17,12 @@ from dino_ds.engine.engine import Progress
 from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, train_tiny, whole_tensors
-from tests.training.test_resume import assert_same_checkpoint
+from tests.training.test_resume import DINOV2, assert_same_checkpoint
 
 SAVED_AT, MORE = 3, 6
 CHANGES = {"length": "30 steps", "objective.freeze_prototypes": "2 steps", "optimizer.lr": "0.002"}
+# Without KoLeo, which sees a micro-batch at a time.
+SINKHORN = DINOV2 | {"objective.centering": "sinkhorn", "objective.koleo_weight": "0"}
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class Setup:
     ds: str
     world: int = 2
     accumulation: int = 1
+    objective: str = "dino"
 
     def __str__(self):
         return f"{self.ds}-{self.world}x{self.accumulation}"
 
     def train(self, root: Path, run: Path, steps: int, resume: bool = False) -> None:
         ds_changes = {"gradient_accumulation_steps": str(self.accumulation)}
-        args = (root, run, f"{self.ds}.json", steps, resume, CHANGES, ds_changes)
+        changes = CHANGES | (SINKHORN if self.objective == "dinov2" else {})
+        args = (root, run, f"{self.ds}.json", steps, resume, changes, ds_changes)
         assert run_on_ranks(_train_watched, *args, world=self.world) == [None] * self.world
 
 
@@ -88,6 +92,7 @@ PAIRS = {
     "more ranks": (Setup("zero0_fp32", 1), Setup("zero3_fp32", 2, 2)),
     "all at once": (Setup("zero2_bf16"), Setup("zero3_bf16_offload", 1, 4)),
     "precision": (Setup("zero1_fp16"), Setup("zero2_bf16")),
+    "DINOv2": (Setup("zero1_fp32", objective="dinov2"), Setup("zero3_fp32", 1, 4, objective="dinov2")),
 }
 STAGES = {f"zero{stage}_fp32": Setup(f"zero{stage}_fp32") for stage in range(4)}
 FULL = {f"{a}-{b}": (STAGES[a], STAGES[b]) for a, b in itertools.permutations(STAGES, 2)}
