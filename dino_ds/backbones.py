@@ -67,6 +67,7 @@ class ViTSpec:
     """
 
     builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
+    hides_patches: ClassVar[bool] = True
     patch_size: int
     width: int
     depth: int

@@ -75,6 +75,8 @@ CASES = [
     *(Case("40gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
     Case("40gb", "vit7b16", 8, nodes=8),
     *(Case("80gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+    *(Case("80gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short", "vitl14", "vitg14")),
+    *(Case("24gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short")),
     Case("80gb", "vit7b16", 8, nodes=8),
     Case("80gb", "vit7b16", 8, nodes=8, quantized=True),
     *(Case("141gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),

@@ -94,6 +94,18 @@ class Recipe(Section):
             low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
+    def check_batch(self) -> None:
+        """For a run that is to be trained, as above. Raises ConfigError where terms compare images and there is one."""
+        if self.data.global_batch > 1:
+            return
+        if self.objective.centering == "sinkhorn":
+            raise ConfigError(
+                "objective.centering sinkhorn with data.global_batch 1 balances the crops of one image, whose targets "
+                "are then all but uniform: raise data.global_batch, or take centering softmax"
+            )
+        if self.objective.koleo_weight:
+            raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
+
     def _crop_problems(self) -> list[str]:
         patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().stride
         sizes = {"crops.global_size": self.crops.global_size}
@@ -116,6 +128,17 @@ class Recipe(Section):
             problems.append(
                 f"crops.mask {self.crops.mask} hides patches that no loss predicts: set it none, or "
                 "objective.ibot_weight above 0"
+            )
+        if objective.centering == "sinkhorn" and objective.center_momentum != ObjectiveSection().center_momentum:
+            problems.append(
+                f"objective.center_momentum {objective.center_momentum:g} has no effect with objective.centering "
+                "sinkhorn, which has no running mean: leave it out"
+            )
+        masks = objective.ibot_weight or self.crops.mask != "none"
+        if masks and self.model.backbone != FROM_SOURCE and not getattr(self.model.spec(), "hides_patches", False):
+            problems.append(
+                f"objective.ibot_weight and crops.mask need a backbone that hides patches, and {self.model.backbone} "
+                "can't: take a ViT, or set them 0 and none"
             )
         if self.ibot_head != HeadSection() and not (objective.ibot_weight and objective.ibot_head == "own"):
             problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")

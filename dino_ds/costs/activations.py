@@ -11,9 +11,12 @@ from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts
 from dino_ds.costs.parameters import mlp_widths
 
 _FP32 = 4
-# As in models/prototypes.py: bytes of a tile of logits on a CPU and on a GPU; prototypes whose gradient is finished at
-# a time.
+# As in models/prototypes.py: bytes of a tile of logits and of a part of it, on a CPU and on a GPU; prototypes whose
+# gradient is finished at a time.
 _TILE = (32 * 2**20, 128 * 2**20)
+_PART = (2**20, 128 * 2**20)
+# As in objectives/centering.py.
+_KEPT = (160 * 2**20, 0)
 _PROTOTYPE_BLOCK = 16384
 
 
@@ -21,9 +24,9 @@ class MicroBatch:
     """Bytes of one micro-batch.
 
     `saved`: by autograd, in the backbone (`in_backbone`) and the heads; `first_block` and `last_block`: what the
-    backward pass adds at either end of the blocks; `head_and_loss`: at the fullest moment of the loss, beyond what is
-    saved; `one_batch`: the images themselves. `crops` and `targets`, the teacher's rows: of all micro-batches that are
-    prepared together.
+    backward pass adds at either end of the blocks; `making_targets`: by Sinkhorn-Knopp, before the student's forward
+    pass; `head_and_loss`: at the fullest moment of the loss, beyond what is saved; `one_batch`: the images themselves.
+    `crops` and `targets`, the teacher's rows: of all micro-batches that are prepared together.
     """
 
     def __init__(self, recipe: Recipe, config: DsConfig, on_gpu: bool = False) -> None:
@@ -50,7 +53,10 @@ class MicroBatch:
         rows = sum(one.teacher_rows * one.sizes.bottleneck for one in objective.cross_entropies)
         self.targets = round(_FP32 * rows * images) * window
         extra = features if objective.patches else 0
+        self._part = _PART[on_gpu]
         self.head_and_loss = extra + self._fullest_loss(objective, _TILE[on_gpu])
+        passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
+        self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
 
     def _blocks(self, recipe: Recipe, config: DsConfig, groups: list[tuple[int, int]], kept: list[int]) -> None:
         arch, element, performance = vit_of(recipe), self._element, config.performance
@@ -98,16 +104,20 @@ class MicroBatch:
         return max(moments)
 
     def _tile_bytes(self, one: CrossEntropy, tile: int) -> int:
-        """Two rooms for logits, one for targets, sums of targets, and the product of targets and logits."""
+        """Room for the logits of both; and for a part of it, which is all on a GPU, softmax, sums and products."""
         k, c = one.sizes.prototypes, one.sizes.bottleneck
-        crops, groups = max(one.student_crops, one.crops), one.groups * self._images
-        size = max(1, max(1, tile // (_FP32 * k)) // crops)
-        n = min(size, groups)
-        # The sum for crops that are compared with all of the teacher's; the last tile's is still there.
-        sums = 1 if one.student_crops > one.crops > 1 else 0
-        before = sums if groups > size else 0
-        extra = max(one.crops + before, sums + before + 1)
-        return round(_FP32 * n * ((2 * crops + one.crops + extra) * k + 2 * crops * c))
+        most, groups = max(one.student_crops, one.crops), one.groups * self._images
+        n, part = (min(max(1, size // (_FP32 * k) // most), groups) for size in (tile, self._part))
+        extra = max(one.crops, 2 + (one.crops > 1))
+        parts = part * (one.crops + max(one.student_crops - one.crops, 1) + extra)
+        return round(_FP32 * (k * (n * (one.student_crops + one.crops) + parts) + 2 * n * most * c))
+
+    def _sinkhorn_bytes(self, one: CrossEntropy, tile: int, window: int, kept: int) -> int:
+        """Tiles that are kept from pass to pass, and the room of one more and of two parts."""
+        k = one.sizes.prototypes
+        rows = _FP32 * k * one.teacher_rows * self._images
+        keeps = kept // max(_FP32 * k * (tile // (_FP32 * k)), _FP32 * k)
+        return round(min(keeps * tile, rows * window) + min(tile, rows) + 2 * min(self._part, rows))
 
 
 def _weights(head: HeadSizes) -> int:

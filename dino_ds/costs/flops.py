@@ -2,9 +2,10 @@
 
 A multiply-add is 2; matrix products and convolutions count, norms, activations and softmax don't, and nothing that is
 computed twice (activation checkpointing, flash attention's backward pass), but for Sinkhorn-Knopp's passes over the
-teacher's logits, which are part of the method. The backward pass is twice the forward pass, but for the patch
-embedding, whose images need no gradient: once. Left out: KoLeo's products of the images' features with each other, and
-the sum of the teacher's logits that moves the center, together less than a thousandth.
+teacher's logits, which are part of the method: a CPU keeps some of its tiles from pass to pass instead. The backward
+pass is twice the forward pass, but for the patch embedding, whose images need no gradient: once. Left out: KoLeo's
+products of the images' features with each other, and the sum of the teacher's logits that moves the center, together
+less than a thousandth.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
     whole = _gradient_element(config) * sum(sizes.values()) if late else gradients
     moments = {
+        "the targets": {"Sinkhorn-Knopp": step.making_targets, "gradients": held},
         "the loss": {
             "activations": step.saved,
             "head and loss": step.head_and_loss,

@@ -104,3 +104,22 @@ def hidden_patches(recipe: Recipe) -> float:
     crops, stride = recipe.crops, recipe.model.spec().stride
     patches = sum(group.count * (group.size // stride) ** 2 for group in crops.groups if group.masked)
     return patches * crops.mask_share * sum(crops.mask_ratio) / 2
+
+
+def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
+    """What gradient accumulation means for terms that look at several images at once: (notes, warnings)."""
+    objective, batch = ObjectiveCosts.of(recipe), recipe.data.global_batch
+    notes, warnings = list[str](), list[str]()
+    if accumulation == 1:
+        return notes, warnings
+    if objective.sinkhorn and objective.heads:
+        notes.append(
+            f"targets are balanced over all {batch} images of a step; {accumulation} micro-batches are held at once"
+        )
+    if objective.koleo_crops:
+        images = micro_batch * (ranks if objective.koleo_all else 1)
+        warnings.append(
+            f"KoLeo sees a micro-batch of {images} images at a time, not the {batch} of a step: with another "
+            "accumulation it is another loss"
+        )
+    return notes, warnings

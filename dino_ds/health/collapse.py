@@ -18,6 +18,12 @@ _HINTS = {
     "objective.center_momentum or optimizer.lr",
     "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
 }
+_BALANCED_HINTS = {
+    "one prototype": "Sinkhorn-Knopp balances only rows that differ, and many of them: raise data.global_batch or "
+    "objective.teacher_temp, lower optimizer.lr",
+    "uniform": "the teacher's outputs are all alike: lower optimizer.lr, raise objective.koleo_weight or lengthen "
+    "optimizer.warmup",
+}
 
 
 class CollapseAlarm:
@@ -26,10 +32,13 @@ class CollapseAlarm:
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
     end of the learning rate's warm-up a uniform teacher is only one that has not begun.
+
+    rows: what has targets, of which each is looked at by an alarm of its own. With Sinkhorn-Knopp (`balanced`), which
+    spreads equal rows evenly, one constant output shows as uniform targets.
     """
 
-    def __init__(self, prototypes: int, warmup_steps: int) -> None:
-        self._most = math.log(prototypes)
+    def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image", balanced: bool = False) -> None:
+        self._most, self._rows, self._balanced = math.log(prototypes), rows, balanced
         self._warmup_steps = warmup_steps
         self._windows, self._kind = 0, ""
         self.on = False
@@ -42,17 +51,24 @@ class CollapseAlarm:
         self._kind = kind
         if not kind and self.on:
             self.on = False
-            return f"collapse after step {step}: over; entropy {entropy:.3f}, KL {kl:.3f}"
+            return f"collapse after step {step}: over{self._whose}; entropy {entropy:.3f}, KL {kl:.3f}"
         if self.on or self._windows < WINDOWS:
             return ""
         self.on = True
-        what = "the teacher gives every image the same target"
+        what = f"the teacher gives every {self._rows} the same target"
         if kind == "constant images":
             what = f"{constant:.0%} of the images are of one colour: nothing can be learned from them"
         return (
             f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
-            f"for {WINDOWS} lines; DINO, figure 7); {_HINTS[kind]}"
+            f"for {WINDOWS} lines; DINO, figure 7); {self._hint(kind)}"
         )
+
+    @property
+    def _whose(self) -> str:
+        return "" if self._rows == "image" else f" for every {self._rows}"
+
+    def _hint(self, kind: str) -> str:
+        return _BALANCED_HINTS.get(kind, _HINTS[kind]) if self._balanced else _HINTS[kind]
 
     def _kind_of(self, step: int, entropy: float, kl: float) -> str:
         if not abs(kl) < NO_KL * self._most:

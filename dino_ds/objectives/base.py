@@ -48,20 +48,24 @@ class Measured(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """Of targets over so many prototypes; the scalar that is their cross-entropy, None: the term's own loss."""
+    """Of targets over so many prototypes; the scalar that is their cross-entropy, None: the term's own loss; rows: what
+    has a target, as messages name it."""
 
     prototypes: int
     cross_entropy: str | None = None
+    rows: str = "image"
 
 
 class Entropy(NamedTuple):
     """The scalar that is the mean entropy of the targets of a cross-entropy, and the scalar of that loss; their
-    difference is logged as `kl`, and both together tell a collapse. prototypes: ln of it is the largest entropy."""
+    difference is logged as `kl`, and both together tell a collapse. prototypes: ln of it is the largest entropy; rows:
+    as of `TargetEntropy`."""
 
     scalar: str
     loss: str
     kl: str
     prototypes: int
+    rows: str
 
 
 class Term(ABC):
@@ -114,8 +118,9 @@ class Objective:
         found = []
         for name, term in self.terms.items():
             own = next(iter(self._own(name)), "loss")
-            for scalar, (prototypes, loss) in term.entropies.items():
-                found.append(Entropy(scalar, loss or own, scalar.replace("teacher_entropy", "kl"), prototypes))
+            for scalar, (prototypes, loss, rows) in term.entropies.items():
+                kl = scalar.replace("teacher_entropy", "kl")
+                found.append(Entropy(scalar, loss or own, kl, prototypes, rows))
         return found
 
     @property

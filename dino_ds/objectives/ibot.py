@@ -32,7 +32,7 @@ class IbotTerm(Term):
     ) -> None:
         self.student_temp, self.centering, self.group = student_temp, centering, group
         self.needs = Needs(student=(IBOT,), teachers={EMA: (IBOT,)}, queries={IBOT: Query(head, masked_of(group))})
-        self.entropies = {"ibot_teacher_entropy": TargetEntropy(prototypes, "ibot_cross_entropy")}
+        self.entropies = {"ibot_teacher_entropy": TargetEntropy(prototypes, "ibot_cross_entropy", "masked patch")}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:

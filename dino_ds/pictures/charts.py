@@ -87,6 +87,12 @@ LARGE = (
 SMALL = (
     Series("teacher_entropy", "Teacher entropy", "nats"),
     Series("kl", "KL of teacher and student", "nats"),
+    Series("dino_loss", "DINO: loss of the CLS token", "nats"),
+    Series("ibot_loss", "iBOT: loss over all global crops", "nats"),
+    Series("ibot_cross_entropy", "iBOT: cross-entropy of masked patches", "nats"),
+    Series("ibot_teacher_entropy", "iBOT: teacher entropy", "nats"),
+    Series("ibot_kl", "iBOT: KL of teacher and student", "nats"),
+    Series("koleo_loss", "KoLeo, sum over the global crops"),
     Series("grad_norm", "Gradient norm, before clipping"),
     Series("lr", "Learning rate", zero=True),
     Series("weight_decay", "Weight decay"),
@@ -126,7 +132,29 @@ def loss_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
         Line(f"= {loss}", metrics[loss], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
-    return Chart("Loss", "nats", lines, levels, zero=True)
+    return Chart("Loss" if loss == "loss" else "Loss of DINO", "nats", lines, levels, zero=True)
+
+
+def ibot_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
+    """As `loss_chart`, of masked patches."""
+    entropy = metrics["ibot_teacher_entropy"]
+    lines = [
+        Line("teacher entropy", entropy, 1, "area"),
+        Line("+ KL", metrics["ibot_kl"], 4, "hidden"),
+        Line("= cross-entropy", metrics["ibot_cross_entropy"], 4, "area", base=entropy),
+    ]
+    levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
+    return Chart("Masked patches (iBOT)", "nats", lines, levels, zero=True)
+
+
+def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes: int | None = None) -> list[Chart]:
+    """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
+    terms = [key for key in ("teacher_entropy", "ibot_teacher_entropy") if key in metrics.curves]
+    several = any(key.endswith("_loss") for key in metrics.curves)
+    whole = Chart("Loss, all terms" if several else "Loss", "", [Line("loss", metrics["loss"], 1)])
+    charts = [whole] if several or not terms else []
+    charts += [loss_chart(metrics, prototypes)] if "teacher_entropy" in terms else []
+    return charts + ([ibot_chart(metrics, ibot_prototypes)] if "ibot_teacher_entropy" in terms else [])
 
 
 def knn_chart(metrics: Metrics) -> Chart:
@@ -169,7 +197,7 @@ def draw_curves(metrics: Metrics) -> Figure:
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
-    large = [loss_chart(metrics), *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
+    large = [*loss_charts(metrics)[-2:], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
     small = [series.chart(metrics) for series in SMALL if series.key in _SCHEDULES] + [LARGE[2].chart(metrics)]
     for part, charts in zip(parts, (large, small), strict=True):
         for axes, chart in zip(part.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):

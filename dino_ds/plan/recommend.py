@@ -72,13 +72,16 @@ class Recommendation:
 
 def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendation:
     """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits."""
-    candidates = [_try(shape, recipe, cluster, limit_gib) for shape in SHAPES]
+    # DeepSpeed clips an offloaded optimizer's gradients itself, by one norm.
+    shapes = [shape for shape in SHAPES if not shape.offload or recipe.optimizer.clip_by == "network"]
+    candidates = [_try(shape, recipe, cluster, limit_gib) for shape in shapes]
     fitting = [(i, fit, time) for i, candidate in enumerate(candidates) for fit, time in candidate.fits]
     if not fitting:
-        least = min((_at(shape, recipe, cluster, limit_gib, 1).memory.gib, str(shape)) for shape in SHAPES)
+        least = min((_at(shape, recipe, cluster, limit_gib, 1).memory.gib, str(shape)) for shape in shapes)
+        offload = "" if len(shapes) == len(SHAPES) else ", or optimizer.clip_by network, which allows offloading"
         raise ConfigError(
             f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
-            "Take more GPUs, larger ones or a smaller model"
+            f"Take more GPUs, larger ones or a smaller model{offload}"
         )
     best = min(time.seconds for _, _, time in fitting)
     index, fit, time = min(
@@ -87,11 +90,11 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
     )
     better = [c for i, c in enumerate(candidates) if i < index or c.unlimited < time.seconds * (1 - _EQUAL)]
     return Recommendation(
-        with_batch(ds_of(SHAPES[index], cluster.gpu.bf16), fit.config.micro_batch, "auto"),
-        SHAPES[index],
+        with_batch(ds_of(shapes[index], cluster.gpu.bf16), fit.config.micro_batch, "auto"),
+        shapes[index],
         fit,
         time,
-        [_reason(candidate, recipe, cluster, fit) for candidate in better if candidate.shape != SHAPES[index]],
+        [_reason(candidate, recipe, cluster, fit) for candidate in better if candidate.shape != shapes[index]],
     )
 
 

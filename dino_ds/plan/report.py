@@ -9,6 +9,7 @@ from dino_ds.config.crops import describe_crops
 from dino_ds.costs.activations import saved_bytes
 from dino_ds.costs.communication import recipe_traffic
 from dino_ds.costs.memory import GIB, count_parameters
+from dino_ds.costs.objective import accumulation_notes
 from dino_ds.measure.tables import markdown_table, short
 from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
@@ -22,6 +23,9 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     recipe, cluster, config = setup.recipe, setup.cluster, found.config
     world, largest = cluster.world_size, setup.largest_micro_batch()
     traffic = recipe_traffic(recipe, config, world)
+    about_terms = [
+        text for texts in accumulation_notes(recipe, config.micro_batch, config.accumulation, world) for text in texts
+    ]
     whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
     return {
         "fits": found.fits,
@@ -61,7 +65,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
         "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
         "ds_config": dict(setup.ds),
         "ds_path": setup.path,
-        "notes": config.notes,
+        "notes": [*config.notes, *about_terms],
     }
 
 

@@ -36,6 +36,13 @@ _EVALUATED_ON = (
 _NO_BEST = ("_train", "regularisation", "feature_std", "uniformity", "alignment", "rankme")
 """Ends of names of figures that are not better for being higher."""
 _MOST_IN_LEGENDS = 4
+_TERMS = {
+    "DINO's loss": "dino_loss",
+    "iBOT's cross-entropy": "ibot_cross_entropy",
+    "iBOT's teacher entropy": "ibot_teacher_entropy",
+    "KoLeo": "koleo_loss",
+}
+"""Figures that are shown where a run has other terms than DINO's alone."""
 Facts = dict[str, Any]
 Cell = str | Tag
 
@@ -82,7 +89,8 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
     """A row a figure, a column a run. mark: the best accuracy; losses of other recipes mean other things."""
     wait = "data_wait_fraction"
-    rows: dict[str, Callable[[Facts], Cell]] = {
+    terms = {name: key for name, key in _TERMS.items() if any(one.get(key) is not None for one in facts)}
+    rows: dict[str, Callable[..., Cell]] = {
         "state": lambda one: state_badge(one["state"]),
         "trained": lambda one: one["trained"],
         "steps": lambda one: number(one["step"]),
@@ -90,6 +98,7 @@ def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
         "time in steps": lambda one: duration(one["training_seconds"]),
         "loss, nats": lambda one: nats(one["loss"]),
         "= teacher entropy + KL": lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}",
+        **{name: lambda one, key=key: nats(one.get(key)) for name, key in terms.items()},
         "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
         "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
         "untrained / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),

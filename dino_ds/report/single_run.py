@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dino_ds.pictures.charts import LARGE, SMALL, Series, knn_chart, loss_chart, other_series, rolling_chart
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.objective import ObjectiveCosts
+from dino_ds.pictures.charts import LARGE, SMALL, Series, knn_chart, loss_charts, other_series, rolling_chart
 from dino_ds.pictures.series import Metrics
 from dino_ds.report.folder import Evaluation, RunFiles
 from dino_ds.report.html import Tag, render
@@ -38,7 +40,7 @@ def draw_run(run: RunFiles) -> str:
         cards=_cards(facts),
         baselines=_baselines(facts["knn"] or {}),
         alarms=_alarms(run),
-        **_curves(run.metrics, run.recipe.head.prototypes if run.recipe else None),
+        **_curves(run.metrics, run.recipe),
         evaluations=_evaluations(run.evaluations),
         pictures=load_pictures(run),
         memory=_memory(run, facts),
@@ -60,16 +62,26 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait = facts["data_wait_fraction"]
-    parts = "" if facts["kl"] is None else f"entropy {nats(facts['teacher_entropy'])} + KL {nats(facts['kl'])}"
-    parts = parts if facts.get("dino_loss") is None else f"DINO's {nats(facts['dino_loss'])} = {parts}"
     waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
-        ("loss, nats", nats(facts["loss"]), parts),
+        ("loss, nats", nats(facts["loss"]), _loss_parts(facts)),
         ("images per second", number(facts["images_per_second"], 3), waiting),
         ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
     ]
+
+
+def _loss_parts(facts: dict[str, Any]) -> str:
+    """Such as "entropy 2.10 + KL 0.61"; of several terms each by its name, unweighted."""
+    parts = []
+    for name, loss, prefix in (("DINO's", "dino_loss", ""), ("iBOT's", "ibot_cross_entropy", "ibot_")):
+        if facts.get(f"{prefix}kl") is not None:
+            sums = f"entropy {nats(facts[f'{prefix}teacher_entropy'])} + KL {nats(facts[f'{prefix}kl'])}"
+            parts.append(sums if facts.get(loss) is None else f"{name} {nats(facts[loss])} = {sums}")
+    if facts.get("koleo_loss") is not None:
+        parts.append(f"KoLeo {nats(facts['koleo_loss'])}")
+    return "; ".join(parts)
 
 
 def _images(run: RunFiles) -> str:
@@ -98,9 +110,11 @@ def _alarms(run: RunFiles) -> list[str]:
     return lines
 
 
-def _curves(metrics: Metrics, prototypes: int | None) -> dict[str, Any]:
+def _curves(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
     """Large and small charts; curves that never change are text."""
-    large = [loss_chart(metrics, prototypes), knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
+    prototypes = {one.term: one.sizes.prototypes for one in ObjectiveCosts.of(recipe).cross_entropies} if recipe else {}
+    losses = loss_charts(metrics, prototypes.get("dino"), prototypes.get("ibot"))
+    large = [*losses, knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
     small = [series for series in (*SMALL, *other_series([metrics])) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
     return {

@@ -13,6 +13,9 @@ from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
 from dino_ds.report.folder import RunFiles
 
+_OF_TERMS = ("dino_loss", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl", "koleo_loss")
+"""Keys of runs with other terms than DINO's alone."""
+
 
 def summarise(run: RunFiles) -> dict[str, Any]:
     """Plain values for JSON; None for what the run does not tell. Losses in nats, accuracies in percent."""
@@ -27,7 +30,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
-        **({"dino_loss": _last(metrics["dino_loss"])} if "dino_loss" in metrics.curves else {}),
+        **{key: _last(metrics[key]) for key in _OF_TERMS if key in metrics.curves},
         "knn": summarise_knn(metrics),
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),

@@ -8,11 +8,13 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import ViTSpec
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
+from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
 from dino_ds.engine.device import DTYPES
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.training.run import Run
@@ -22,6 +24,8 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
     """Write them; `notes` are what was found while the run was built."""
     recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
     data, device = recipe.data, run.step.engine.device
+    given = config.micro_batch, config.accumulation, distributed.world_size()
+    balanced, alone = accumulation_notes(recipe, *given)
     compiled = ", compiled blocks" if config.performance.compile != "off" else ""
     stopping = f", stopping after step {run.last_step}" if run.last_step < steps else ""
     run.log.info(
@@ -29,10 +33,13 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
         f"{run.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
+        *_objective_lines(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
         *_changed_values(recipe),
+        *(f"note     {text}" for text in balanced),
+        *(f"warning  {text}" for text in alone),
         *(
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
             for name in lengths_without_unit(recipe)
@@ -43,6 +50,27 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _objective_lines(recipe: Recipe) -> list[str]:
+    """What is compared: crops and their masks, heads, and the terms with their weights."""
+    crops, how, objective = recipe.crops, recipe.objective, ObjectiveCosts.of(recipe)
+    masks = ""
+    if crops.mask != "none":
+        low, high = crops.mask_ratio
+        masks = f"; {crops.mask} masks of {crops.mask_share:.0%} of the global ones hide {low:.0%} to {high:.0%} each"
+    heads = [
+        f"{name} {head.prototypes} prototypes ({head.layers} layers of {head.hidden}, bottleneck {head.bottleneck})"
+        for name, head in objective.heads.items()
+    ]
+    weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
+    terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
+    targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
+    return [
+        f"crops    {describe_crops(crops.groups)}{masks}",
+        *([f"heads    {', '.join(heads)}"] if heads else []),
+        f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
+    ]
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:

@@ -13,7 +13,7 @@ from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory
 from dino_ds.health.beat import Beat
 
 _PARTS = {
-    **dict.fromkeys(("teacher", "student", "loss", "step"), "the forward pass"),
+    **dict.fromkeys(("teacher", "targets", "student", "loss", "step"), "the forward pass"),
     "backward": "the backward pass",
     **dict.fromkeys(("optimizer", "center", "ema"), "the optimizer"),
     "evaluate": "evaluation",

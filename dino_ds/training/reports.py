@@ -31,7 +31,11 @@ class Reports:
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         warmup = run.step.schedules.warmup_steps
-        self._collapse = [(e, CollapseAlarm(e.prototypes, warmup)) for e in run.step.objective.entropies]
+        balanced = run.recipe.objective.centering == "sinkhorn"
+        self._collapse = [
+            (entropy, CollapseAlarm(entropy.prototypes, warmup, entropy.rows, balanced))
+            for entropy in run.step.objective.entropies
+        ]
         self._constant = ConstantImages()
         self._constant_names: set[str] = set()
         self._bad_images: set[str] = set()
@@ -83,9 +87,11 @@ class Reports:
             "memory_gib": memory_gib(),
             **({} if run.predicted_gib is None else {"memory_predicted_gib": run.predicted_gib}),
         }
+        # Constant images are reported once, whatever the number of terms.
+        constant = [means["constant_images"], *[0.0] * len(self._collapse)]
         alarms = [
-            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], means["constant_images"])
-            for entropy, alarm in self._collapse
+            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], part)
+            for (entropy, alarm), part in zip(self._collapse, constant, strict=False)
         ]
         self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._show_progress(record)

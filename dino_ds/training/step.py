@@ -80,6 +80,7 @@ class TrainingStep:
             torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
             outputs = [self.teachers(inputs.crops, inputs.masks) for inputs in window]
+        with named_range("targets"):
             self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
 
     def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:

@@ -182,6 +182,54 @@ def test_what_must_fit_together():
     assert load_recipe(None, {"crops.num_local": "0", "crops.local_size": "95"}).crops.num_local == 0
 
 
+IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"objective.ibot_wieght": "1"},
+            "--objective.ibot_wieght: not a recipe key. Did you mean objective.ibot_weight",
+        ),
+        ({"objective.koleo": "1"}, "--objective.koleo: not a recipe key"),
+        ({"objective.ibot_weight": "-1"}, "--objective.ibot_weight: '-1' is below 0: a weight is 0 or more"),
+        ({"objective.koleo_weight": "0..-1 over 5 steps"}, "is below 0"),
+        ({"objective.dino_weight": "0"}, "all weights are 0"),
+        ({"crops.mask_ratio": "0,0.5"}, "mask_ratio [0.0, 0.5] must be two parts of the patches, 0 < low <= high < 1"),
+        ({"crops.mask_ratio": "0.1,1"}, "0 < low <= high < 1"),
+        ({"crops.mask_ratio": "0.5,0.1"}, "0 < low <= high < 1"),
+        ({"objective.ibot_weight": "1"}, "objective.ibot_weight needs masked patches: set crops.mask dinov2"),
+        ({"crops.mask": "dinov2"}, "hides patches that no loss predicts"),
+        (
+            {"objective.centering": "sinkhorn", "objective.center_momentum": "0.99"},
+            "objective.center_momentum 0.99 has no effect with objective.centering sinkhorn",
+        ),
+        ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
+    ],
+)
+def test_terms_that_can_not_work_are_refused_in_one_line(changes, text):
+    (problem,) = _problems(**{key.replace(".", "__"): value for key, value in changes.items()})
+    assert text in problem, problem
+
+
+def test_masks_need_a_backbone_that_hides_patches(monkeypatch):
+    """A convolutional network, say, in the place of a ViT."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain:
+        width: int = 24
+        depth: int = 1
+        stride: int = 8
+        in_chans: int = 3
+
+    monkeypatch.setitem(BACKBONES, "plain", Plain())
+    (problem,) = _problems(model__backbone="plain", **IBOT)
+    assert problem.startswith(
+        "objective.ibot_weight and crops.mask need a backbone that hides patches, and plain can't"
+    )
+
+
 def test_unknown_backbone_names_the_three_nearest():
     (problem,) = _problems(model__backbone="vit_smal_patch16")
     named = problem.split("The nearest are ")[1].split(", ")
@@ -300,3 +348,18 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
     for changes in ({"optimizer.min_lr": "1.1e-3"}, {"optimizer.min_lr": "1e-3", "data.global_batch": "256"}):
         with pytest.raises(ConfigError, match=r"optimizer\.min_lr .* is more than the peak learning rate"):
             load_recipe(None, changes).check_learning_rates()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"objective.centering": "sinkhorn"}, "sinkhorn with data.global_batch 1 balances the crops of one image"),
+        ({"objective.koleo_weight": "0.1"}, "spreads images from each other: data.global_batch 1 has no other"),
+    ],
+)
+def test_one_image_is_refused_where_terms_compare_several_and_it_is_trained(changes, text):
+    load_recipe(None, changes).check_batch()
+    load_recipe(None, {"data.global_batch": "1"}).check_batch()
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, changes | {"data.global_batch": "1"}).check_batch()
+    assert text in str(caught.value) and len(str(caught.value).splitlines()) == 1

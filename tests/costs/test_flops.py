@@ -44,6 +44,12 @@ def _positions_as_they_are(monkeypatch):
     monkeypatch.setattr("dino_ds.models.vit.resized", resized)
 
 
+@pytest.fixture(autouse=True)
+def _no_tiles_are_kept(monkeypatch):
+    """As on a GPU: each of Sinkhorn-Knopp's passes makes the logits anew."""
+    monkeypatch.setattr("dino_ds.objectives.centering._KEPT", {})
+
+
 def _count_flops():
     """torch's counter, and the in-place product that it overlooks."""
 

@@ -180,6 +180,7 @@ def _peak_bytes(run) -> int:
         ({}, 64, IBOT),
         ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
         ({}, 32768, SHARED | {"model.registers": "4"}),
+        ({}, 131072, SHARED | {"head.bottleneck": "256"}),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16384, IBOT),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
     ],

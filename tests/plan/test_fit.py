@@ -7,6 +7,7 @@ import pytest
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import GIB, count_parameters
+from dino_ds.costs.objective import accumulation_notes
 from dino_ds.errors import ConfigError
 from dino_ds.plan.config_advice import advise
 from dino_ds.plan.fit import FRAGMENTATION, Setup, fit, fit_with, largest_micro_batch, micro_batches
@@ -75,6 +76,27 @@ def test_the_recommended_config_is_the_fastest_that_fits(gpu, gpus, changes):
                 assert estimate_step(recipe, other.config, cluster).seconds >= found.time.seconds / 1.0301
     simpler = SHAPES[: SHAPES.index(found.shape)]
     assert all(any(line.startswith(f"{shape}:") for line in found.refused) for shape in simpler)
+
+
+def test_clipping_by_part_is_never_planned_with_an_offloaded_optimizer():
+    """Which the engine refuses; the way out is named where nothing else fits."""
+    recipe, cluster = load_recipe("vits16", GIANT), _cluster("rtx3060-12g", 1)
+    assert recommend(recipe, cluster, 20.0).shape.offload
+    by_part = load_recipe("vits16", GIANT | {"optimizer.clip_by": "part"})
+    with pytest.raises(ConfigError, match=r"or optimizer\.clip_by network, which allows offloading"):
+        recommend(by_part, cluster, 20.0)
+    assert not recommend(by_part, cluster, 40.0).shape.offload
+
+
+def test_accumulation_is_said_where_terms_look_at_several_images():
+    terms = {"objective.centering": "sinkhorn", "objective.koleo_weight": "0.1"}
+    recipe = load_recipe("vits16", terms)
+    notes, warnings = accumulation_notes(recipe, 32, 2, 8)
+    assert notes == ["targets are balanced over all 512 images of a step; 2 micro-batches are held at once"]
+    assert warnings[0].startswith("KoLeo sees a micro-batch of 32 images at a time, not the 512 of a step")
+    everywhere = load_recipe("vits16", terms | {"objective.koleo_ranks": "all"})
+    assert "of 256 images" in accumulation_notes(everywhere, 32, 2, 8)[1][0]
+    assert accumulation_notes(recipe, 64, 1, 8) == accumulation_notes(load_recipe("vits16", {}), 32, 2, 8) == ([], [])
 
 
 def test_where_nothing_fits_the_least_is_named():

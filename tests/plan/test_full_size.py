@@ -68,7 +68,8 @@ def test_state_is_exact(name):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.slow
 def test_activations_are_what_autograd_saves(name, checkpointing):
-    """Within 1 %: on a CPU the norms keep their statistics in bf16, and small index tensors are kept."""
+    """Within 1 %: on a CPU the norms keep their statistics in bf16, and small index tensors are kept. Logits that are
+    asked for, without a comparison, keep the prototypes in FP32, which a loss does not."""
     recipe = _recipe(name)
     config = _config(recipe, checkpointing)
     network = _network(recipe).to(torch.bfloat16)
@@ -89,4 +90,5 @@ def test_activations_are_what_autograd_saves(name, checkpointing):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             network(by_group(views))
         saved = sum(storage.nbytes() for storage in found.values())
-    assert saved_bytes(recipe, config) == pytest.approx(saved, rel=0.01)
+    prototypes = 4 * recipe.head.prototypes * recipe.head.bottleneck
+    assert saved_bytes(recipe, config) + prototypes == pytest.approx(saved, rel=0.01)
