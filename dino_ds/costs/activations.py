@@ -17,7 +17,7 @@ _TILE = (32 * 2**20, 128 * 2**20)
 _PART = (2**20, 128 * 2**20)
 # As in objectives/centering.py.
 _KEPT = (160 * 2**20, 0)
-_PROTOTYPE_BLOCK = 16384
+_PROTOTYPE_BLOCK = (16384, 65536)
 
 
 class MicroBatch:
@@ -53,7 +53,7 @@ class MicroBatch:
         rows = sum(one.teacher_rows * one.sizes.bottleneck for one in objective.cross_entropies)
         self.targets = round(_FP32 * rows * images) * window
         extra = features if objective.patches else 0
-        self._part = _PART[on_gpu]
+        self._part, self._block = _PART[on_gpu], _PROTOTYPE_BLOCK[on_gpu]
         self.head_and_loss = extra + self._fullest_loss(objective, _TILE[on_gpu])
         passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
         self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
@@ -70,9 +70,9 @@ class MicroBatch:
         found = [stream] * recomputed_ones + each[recomputed_ones:]
         self.blocks = sum(found)
         # In the MLP: the gradients of both sides of its activation and of the stream. A block that was recomputed
-        # for this moment drops one of its saved tensors for each gradient.
+        # for this moment keeps its saved tensors meanwhile.
         packed, hidden = mlp_widths(arch)
-        recomputed = element * tokens * (packed + arch.width) + whole
+        recomputed = element * tokens * (packed + hidden + arch.width) + whole
         remembered = element * tokens * (packed + hidden + arch.width)
         ends = sum(s * q for (s, _), q in zip(groups, kept, strict=True)) if reduced else tokens
         in_last = element * ends * (packed + hidden + arch.width)
@@ -99,7 +99,7 @@ class MicroBatch:
             moments.append(waiting + copy + self._tile_bytes(one, tile) - later)
         largest = max((one.sizes for one in objective.cross_entropies), key=_weights, default=None)
         if largest is not None:
-            block = _FP32 * min(largest.prototypes, _PROTOTYPE_BLOCK) * largest.bottleneck
+            block = _FP32 * min(largest.prototypes, self._block) * largest.bottleneck
             moments.append(waiting + (_weights(largest) * self._element if low else 0) + block * (2 if low else 1))
         return max(moments)
 
@@ -154,18 +154,18 @@ def block_bytes(
     by size the tokens of each sequence for which the block is computed to its end, None: all.
 
     Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
-    input of the second norm, norm; two times h (SwiGLU: also the gate's activation); LayerScale 2 d; FP32 statistics.
-    Compiled blocks recompute norms and activation: an estimate.
+    input of the second norm, norm; h before the activation (SwiGLU: gate and value); LayerScale 2 d; FP32 statistics.
+    Compiled blocks recompute norms: an estimate.
     """
     tokens = sum(s * n for s, n in groups)
-    packed, hidden = mlp_widths(arch)
+    packed, _ = mlp_widths(arch)
     d, statistics = arch.width, 8
-    per_query = 5 * d + packed + hidden * (2 if arch.swiglu else 1) + (2 * d if arch.layer_scale is not None else 0)
+    per_query = 5 * d + packed + (2 * d if arch.layer_scale is not None else 0)
     per_token = 4 * d
     if performance.attention == "varlen":
         per_query -= d
     if performance.compile != "off":
-        per_query, per_token = per_query - d - hidden, per_token - d
+        per_query, per_token = per_query - d, per_token - d
     asking = [n for _, n in groups] if kept is None else kept
     queries, selects = sum(s * q for (s, _), q in zip(groups, asking, strict=True)), asking != [n for _, n in groups]
     # The norm's rows are gathered for the queries of fewer.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dino_ds.backbones import ViTSpec
 from dino_ds.models.attention import Attention
@@ -45,17 +48,60 @@ class PatchEmbed(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, width: int, hidden: int, swiglu: bool) -> None:
         super().__init__()
-        self.swiglu = swiglu
         self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden // 2 if swiglu else hidden, width)
+        self.fc2 = ActivatedLinear(hidden // 2 if swiglu else hidden, width, swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, d) -> (tokens, d)."""
-        hidden = self.fc1(x)
-        if self.swiglu:
-            gate, value = hidden.chunk(2, dim=-1)
-            return self.fc2(F.silu(gate) * value)
-        return self.fc2(F.gelu(hidden))
+        out: Tensor = self.fc2(self.fc1(x))
+        return out
+
+
+class ActivatedLinear(nn.Linear):
+    """linear(GELU(x)), or of SwiGLU, of which x alone is kept for the backward pass: the activation is computed again.
+
+    An eighth of what a block keeps, for one pass over it. torch.compile decides for itself.
+    """
+
+    def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
+        super().__init__(n_in, n_out)
+        self.swiglu = swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, n_in), of SwiGLU (tokens, 2 n_in), gate and value -> (tokens, n_out)."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return super().forward(_activate(x, self.swiglu))
+        out: Tensor = _ActivatedLinear.apply(x, self.weight, self.bias, self.swiglu)
+        return out
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, swiglu: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.swiglu = swiglu
+        return F.linear(_activate(x, swiglu), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (grad,), (x, weight) = grad_outputs, ctx.saved_tensors
+        grad_weight = grad.t() @ _activate(x, ctx.swiglu)  # first: the activation is not needed after it
+        inner = grad @ weight
+        if not ctx.swiglu:
+            return torch.ops.aten.gelu_backward(inner, x), grad_weight, grad.sum(dim=0), None
+        gate, value = x.chunk(2, dim=-1)
+        grad_x = torch.empty_like(x)
+        torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
+        grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
+        return grad_x, grad_weight, grad.sum(dim=0), None
+
+
+def _activate(x: Tensor, swiglu: bool) -> Tensor:
+    if not swiglu:
+        return F.gelu(x)
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
 
 
 class LayerScale(nn.Module):
