@@ -184,8 +184,8 @@ MEMORY = [
         at_call("dino_ds.training.saver:Saver.save", 2, (0,), inject.allocate_in_python),
     ),
     Kind(
-        "more predicted than there is", "2^24 prototypes for 4096 images", (2, 2), "of host memory by prediction",
-        changes={"head.prototypes": "16777216", "data.global_batch": "4096"}, goes_on=False,
+        "more predicted than there is", "2^24 prototypes of 256 numbers", (2, 2), "of host memory by prediction",
+        changes={"head.prototypes": "16777216", "head.bottleneck": "256"}, goes_on=False,
     ),
 ]  # fmt: skip
 _LOADER = {"data.workers": "1"}
