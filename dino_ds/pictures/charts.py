@@ -151,8 +151,9 @@ def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes
     """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
     terms = [key for key in ("teacher_entropy", "ibot_teacher_entropy") if key in metrics.curves]
     several = any(key.endswith("_loss") for key in metrics.curves)
-    whole = Chart("Loss, all terms" if several else "Loss", "", [Line("loss", metrics["loss"], 1)])
-    charts = [whole] if several or not terms else []
+    if not several and "ibot_teacher_entropy" not in terms:
+        return [loss_chart(metrics, prototypes)]
+    charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
     charts += [loss_chart(metrics, prototypes)] if "teacher_entropy" in terms else []
     return charts + ([ibot_chart(metrics, ibot_prototypes)] if "ibot_teacher_entropy" in terms else [])
 
