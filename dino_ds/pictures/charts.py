@@ -226,7 +226,7 @@ def _plot(axes: Any, chart: Chart) -> None:
     last = f": {chart.lines[0].curve.last:.1f} at the end" if chart.lines[0].kind == "dots" else ""
     axes.set_title(f"{chart.title}{f', {chart.unit}' if chart.unit else ''}{last}", fontsize=8 if chart.small else 9)
     if len(chart.lines) > 1:
-        axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False)
+        axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False, handlelength=1.2, columnspacing=1.0)
     axes.set_xlabel("step", fontsize=7)
     axes.tick_params(labelsize=7)
     if chart.small:
