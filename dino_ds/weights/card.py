@@ -39,7 +39,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "---",
             yaml.safe_dump(_metadata(model, library), sort_keys=False).rstrip(),
             "---",
-            f"# {_name(model)}, trained with DINO by dino_ds",
+            f"# {_name(model)}, trained with {_objective(model)} by dino_ds",
             "",
             f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
             f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
@@ -70,6 +70,11 @@ def _name(model: Backbone) -> str:
     return f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
 
 
+def _objective(model: Backbone) -> str:
+    """Only a run with iBOT hides patches."""
+    return "DINO" if model.mask_token is None and "ibot_head" not in model.heads else "DINO and iBOT"
+
+
 def _range_lines(model: Backbone) -> list[str]:
     if model.value_range is None:
         return []
@@ -96,7 +101,9 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
         for evaluation, kept in about.get("evaluations", {}).items()
         if (known := _known(kept)) and kept.get("step") in (None, about.get("step"))
     ]
-    return metadata | ({"model-index": [{"name": f"{_name(model)}, DINO", "results": results}]} if results else {})
+    return metadata | (
+        {"model-index": [{"name": f"{_name(model)}, {_objective(model)}", "results": results}]} if results else {}
+    )
 
 
 def _table(about: dict[str, Any]) -> list[str]:

@@ -69,6 +69,7 @@ def test_every_export_of_it_is_read_by_those_it_is_for(place, tmp_path, format):
         theirs.load_state_dict(load_file(out), strict=True)
     elif format == "timm":
         theirs = timm.create_model(f"local-dir:{out}", pretrained=True)
+        assert "trained with DINO and iBOT by dino_ds" in (out / "README.md").read_text()
     elif format == "torchscript":
         theirs = torch.jit.load(out)
     elif format == "hf":
