@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,9 +54,10 @@ class RunLock:
             self._make_folder()
             for _ in range(_TRIES):
                 self._check_kind()
-                if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
-                    return note
-                note = self._remove_stale() or note
+                with self._alone():
+                    if create_exclusively(self._path, json.dumps(asdict(mine)) + "\n"):
+                        return note
+                    note = self._remove_stale() or note
         except OSError as error:
             self.release()
             if error.errno in NO_SPACE:
@@ -63,6 +66,26 @@ class RunLock:
                 f"run folder {self.run_dir} can't be written to: {error.strerror or error}; fix --run_dir"
             ) from None
         raise ConfigError(f"{self._path} comes and goes: several jobs fight for it; give each its own --run_dir")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One process of this machine at a time, for a second at most; without it where the disk has no such locks.
+
+        Else, while one puts back a new lock that it took for the stale one, a third could make its own.
+        """
+        folder = os.open(self.run_dir, os.O_RDONLY)
+        try:
+            for _ in range(_TRIES):
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(1 / _TRIES)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(folder)
 
     def check_free(self, rank: int) -> None:
         """Raises ConfigError where a running process holds the folder. For use before the slow imports; takes nothing.
