@@ -99,7 +99,8 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
         line.split()[1:3] == ["step", str(i)] for i, line in enumerate((disk / "log.txt").read_text().splitlines())
     )
     printed = capsys.readouterr().err
-    assert "Traceback" not in printed and printed.count("training continues") == 3
+    # Once a file; TensorBoard's writer is a thread, which may come to the disk when there is room again.
+    assert "Traceback" not in printed and printed.count("training continues") in (2, 3)
 
 
 def test_lock_and_heartbeats_without_room(disk):
