@@ -187,7 +187,7 @@ class PlainEngine:
         self._network = network.to(device).train()
         self._clipping = clipping
         options = recipe.optimizer
-        rates = OptimizerOptions(options.layer_decay, options.patch_embed_lr, options.clip_by)
+        rates = OptimizerOptions.of(options)
         self._optimizer = torch.optim.AdamW(
             parameter_groups(self._network, rates),
             lr=0.0,

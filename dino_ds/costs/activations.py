@@ -109,7 +109,7 @@ class MicroBatch:
         most, groups = max(one.student_crops, one.crops), one.groups * self._images
         n, part = (min(max(1, size // (_FP32 * k) // most), groups) for size in (tile, self._part))
         extra = max(one.crops, 2 + (one.crops > 1))
-        parts = part * (one.crops + max(one.student_crops - one.crops, 1) + extra)
+        parts = part * (one.crops + max(one.student_crops - one.crops, one.crops) + extra)
         return round(_FP32 * (k * (n * (one.student_crops + one.crops) + parts) + 2 * n * most * c))
 
     def _sinkhorn_bytes(self, one: CrossEntropy, tile: int, window: int, kept: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from dino_ds.config.sections import OptimizerSection
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
 
@@ -32,6 +33,11 @@ class OptimizerOptions:
     layer_decay: float = 1.0
     patch_embed_lr: float = 1.0
     clip_by: str = WHOLE
+
+    @staticmethod
+    def of(section: OptimizerSection) -> OptimizerOptions:
+        """Those of a recipe."""
+        return OptimizerOptions(section.layer_decay, section.patch_embed_lr, section.clip_by)
 
 
 ONE_RATE = OptimizerOptions()

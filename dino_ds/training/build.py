@@ -50,7 +50,7 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    options = OptimizerOptions(optimizer.layer_decay, optimizer.patch_embed_lr, optimizer.clip_by)
+    options = OptimizerOptions.of(optimizer)
     engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps, options)
     teachers = build_teachers(recipe, config, engine, objective)
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)

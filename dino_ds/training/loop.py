@@ -48,7 +48,7 @@ class Loop:
             recipe.expected_hours_between_failures,
         )
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
-        self._ahead: list[Batch | None] = []
+        self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position
         self._saved_step = start
         self._data_timed_out = False
@@ -75,13 +75,14 @@ class Loop:
     def _micro_batch(self, prefetcher: DevicePrefetcher) -> None:
         step = self._run.step
         if not self._ahead:
-            self._ahead = [self._next(prefetcher) for _ in range(step.window)]
-            self._beat.enter("step", step.applied_steps)
+            batches = [self._next(prefetcher) for _ in range(step.window)]
+            self._ahead = [(batch, self._inputs(batch)) for batch in batches]
             if step.window > 1:
-                step.prepare([self._inputs(batch) for batch in self._ahead])
+                self._beat.enter("step", step.applied_steps)
+                step.prepare([inputs for _, inputs in self._ahead])
         self._beat.enter("step", step.applied_steps)
-        batch = self._ahead.pop(0)
-        out = self._train(batch, prefetcher) if batch else step.micro_batch(self._inputs(None))
+        batch, inputs = self._ahead.pop(0)
+        out = self._train(batch, inputs, prefetcher) if batch else step.micro_batch(inputs)
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
@@ -102,10 +103,10 @@ class Loop:
         self._reports.loaded(batch.bad, prefetcher.take_notes())
         return batch
 
-    def _train(self, batch: Batch, prefetcher: DevicePrefetcher) -> MicroStep:
+    def _train(self, batch: Batch, inputs: Inputs, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
         constant = constant_images(teacher_crops(run.recipe.crops.groups, batch.crops))
-        out = run.step.micro_batch(self._inputs(batch), prefetcher.prefetch)
+        out = run.step.micro_batch(inputs, prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out

@@ -68,7 +68,7 @@ def test_a_recipes_parameters_and_groups_are_those_of_its_network(changes):
     network = build_network(recipe, PerformanceOptions())
     assert recipe_sizes(recipe) == {name: p.numel() for name, p in network.named_parameters()}
     optimizer = recipe.optimizer
-    options = OptimizerOptions(optimizer.layer_decay, optimizer.patch_embed_lr, optimizer.clip_by)
+    options = OptimizerOptions.of(optimizer)
     groups = parameter_groups(network, options)
     assert sorted(group_sizes(recipe)) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
 
