@@ -10,14 +10,17 @@ class BackboneSpec(Protocol):
     """What the program knows of a backbone without building it: a frozen dataclass of plain numbers.
 
     `builder` is "module:class" of its `dino_ds.models.base.Backbone`; stride: pixels from one patch feature to the
-    next, of which the sides of crops are multiples; width: of a feature; depth: segments that are compiled and
-    recomputed one by one; in_chans: channels of the images.
+    next; side_multiple: the sides of crops must be multiples of it; width: of a feature; depth: segments that are
+    compiled and recomputed one by one; in_chans: channels of the images.
     """
 
     builder: ClassVar[str]
 
     @property
     def stride(self) -> int: ...
+
+    @property
+    def side_multiple(self) -> int: ...
 
     @property
     def width(self) -> int: ...
@@ -40,8 +43,9 @@ class BackboneOptions:
     `drop_path` rate of the last block, `drop_path_growth` "linear" (from 0 at the first) or "uniform"; `mask_token`: it
     has one, in the place of hidden patches; `stochastic_depth` "per_image", or
     "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
-    sizes than the native. `attention` and `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one
-    pass a size; `cls_only_last_block` False computes the last block for all tokens.
+    sizes than the native; `sync_batch_norm`: BatchNorm's statistics are those of all ranks. `attention` and
+    `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one pass a size; `cls_only_last_block`
+    False computes the last block for all tokens; `channels_last`: convolutions have the channels innermost in memory.
     """
 
     drop_path: float = 0.0
@@ -53,6 +57,8 @@ class BackboneOptions:
     packed: bool = True
     cls_only_last_block: bool = True
     mask_token: bool = False
+    sync_batch_norm: bool = True
+    channels_last: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,10 @@ class ViTSpec:
 
     @property
     def stride(self) -> int:
+        return self.patch_size
+
+    @property
+    def side_multiple(self) -> int:
         return self.patch_size
 
     def timm_model(self, name: str) -> tuple[str, dict[str, Any]]:
@@ -149,4 +159,16 @@ VITS: dict[str, ViTSpec] = {
 }
 
 BACKBONES: dict[str, BackboneSpec] = {**VITS}
-"""Every backbone that a recipe may name."""
+"""Every backbone that dino_ds builds itself."""
+
+
+def backbone_spec(name: str) -> BackboneSpec:
+    """Of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS.
+
+    Raises ValueError with the nearest names for anything else.
+    """
+    if name in BACKBONES:
+        return BACKBONES[name]
+    from dino_ds.foreign_backbones import foreign_spec
+
+    return foreign_spec(name)

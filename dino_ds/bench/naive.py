@@ -22,6 +22,7 @@ from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import OptimizerOptions, apply_settings, parameter_groups
 from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, StudentOutputs, Term
@@ -223,6 +224,9 @@ class PlainEngine:
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self._network.named_buffers())
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        return unsynced_statistics(self._network)
 
     def masters(self) -> list[WholeMasters]:
         return [WholeMasters(list(self._network.named_parameters()))]

@@ -40,6 +40,7 @@ class PerformanceOptions:
     attention_backend: str = "auto"
     packed: bool = True
     cls_only_last_block: bool = True
+    channels_last: bool = True
     compile: str = "off"
     teacher_copy: bool | None = None
     deterministic: bool = False

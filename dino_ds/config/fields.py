@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -127,6 +128,17 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
     return low, high
 
 
+def _parse_arguments(value: object) -> str:
+    """A mapping, or its JSON, as JSON in one spelling."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(found, dict):
+            raise TypeError
+        return json.dumps(found, sort_keys=True)
+    except (ValueError, TypeError, RecursionError):
+        raise ValueError(f'{str(value)[:80]!r} is not keywords as JSON, such as {{"layers": [1, 1, 1, 1]}}') from None
+
+
 _MOST_COUNT = 10**12
 """Sums, products and nanoseconds stay far from the limits of 64 bits."""
 _MOST_VALUE = 1e18
@@ -158,6 +170,8 @@ SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
+ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
+ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
 

@@ -107,7 +107,7 @@ class Recipe(Section):
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
 
     def _crop_problems(self) -> list[str]:
-        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().stride
+        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
         sizes = {"crops.global_size": self.crops.global_size}
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size

@@ -7,14 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from dino_ds.backbones import BACKBONES, FROM_SOURCE, BackboneSpec, ViTSpec
+from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
 from dino_ds.config.crops import CropGroup, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
     SOURCES,
+    ArgumentsField,
     BatchSize,
     BelowOne,
+    ChannelsField,
     Count,
     Depth,
     Evaluations,
@@ -36,7 +38,6 @@ from dino_ds.config.fields import (
     check_range,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.names import nearest
 
 
 def option(default: Any, description: str) -> Any:
@@ -65,6 +66,8 @@ class DataSection(Section):
         "auto",
         "black and white of images deeper than 8 bits, such as 0,4095; auto = the bits that a sample of them uses",
     )
+    mean: ChannelsField | None = option(None, "of each channel, black 0 and white 1; none = ImageNet's")
+    std: ChannelsField | None = option(None, "standard deviation of each channel; none = ImageNet's")
     max_bad_fraction: Fraction01 = option(
         0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
     )
@@ -125,7 +128,12 @@ class CropsSection(Section):
 
 
 class ModelSection(Section):
-    backbone: str = option("vit_small_patch16_224", "timm's name of the ViT; from_source = that of init_from's weights")
+    backbone: str = option(
+        "vit_small_patch16_224", "timm's name, or module:Class of yours; from_source = that of init_from's weights"
+    )
+    arguments: ArgumentsField = option(
+        "{}", 'of timm\'s or your own class: keywords as JSON, such as {"layers": [1, 1, 1, 1]}'
+    )
     patch_size: Side | None = option(None, "pixels; none = the backbone's")
     width: Width | None = option(None, "embedding dimension; none = the backbone's")
     depth: Depth | None = option(None, "blocks; none = the backbone's")
@@ -133,6 +141,7 @@ class ModelSection(Section):
     registers: Few | None = option(None, "register tokens; none = the backbone's")
     layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
     in_chans: Depth = option(3, "channels of the images; the data source must give as many")
+    sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
     drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
     drop_path_growth: Literal["linear", "uniform"] = option(
         "linear", "drop_path of the blocks before the last: growing from 0, or all the same (DINOv2)"
@@ -148,22 +157,17 @@ class ModelSection(Section):
         "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
     )
 
-    @field_validator("backbone")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in (*BACKBONES, FROM_SOURCE):
-            kind = "backbone that dino_ds builds" if "vit" in name else "Vision Transformer: only these are trained"
-            near = ", ".join(nearest(name, BACKBONES, cutoff=0.0, slack=1.0))
-            raise ValueError(f"{name!r} is not a {kind}. The nearest are {near}")
-        return name
-
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
         if self.backbone == FROM_SOURCE and self.init_from is None:
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
         if self.backbone == FROM_SOURCE:
             return self
-        spec = BACKBONES[self.backbone]
+        spec = backbone_spec(self.backbone)
+        if self.arguments != "{}" and not _hasoption(spec, "arguments"):
+            raise ValueError(
+                f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
+            )
         foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
         if foreign:
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
@@ -176,8 +180,9 @@ class ModelSection(Section):
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
         if self.backbone == FROM_SOURCE:
             raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
-        changed = {key: value for key in (*_SPEC_KEYS, "in_chans") if (value := getattr(self, key)) is not None}
-        spec: Any = BACKBONES[self.backbone]
+        spec: Any = backbone_spec(self.backbone)
+        keys = (*_SPEC_KEYS, "in_chans", *(["arguments"] if _hasoption(spec, "arguments") else []))
+        changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
         replaced: BackboneSpec = dataclasses.replace(spec, **changed)
         return replaced
 
@@ -194,6 +199,7 @@ class HeadSection(Section):
     hidden: Width = option(2048, "width of the head's hidden layers")
     bottleneck: Width = option(256, "width before the prototypes")
     layers: Depth = option(3, "linear layers before the prototypes")
+    batch_norm: bool = option(False, "BatchNorm after each of the hidden layers")
     learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
 
 
@@ -218,6 +224,7 @@ class ObjectiveSection(Section):
 
 
 class OptimizerSection(Section):
+    kind: Literal["adamw", "sgd", "lars"] = option("adamw", "sgd and lars (with momentum) are for ResNets")
     lr: Positive = option(0.0005, "peak learning rate for as many images as lr_scaling says")
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "with data.global_batch: linear from 256 images (DINO), or with its root from 1024 (DINOv2)"
@@ -236,11 +243,18 @@ class OptimizerSection(Section):
     beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
     beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
+    momentum: BelowOne = option(0.9, "of sgd and lars")
+    trust: Annotated[float, Field(gt=0, le=1)] = option(
+        0.001, "of lars: length of a layer's step as a part of its weights', at learning rate 1"
+    )
 
 
 class TeacherSection(Section):
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
+    batch_norm: Literal["reference", "ema", "frozen"] = option(
+        "reference", "teacher's BatchNorm: by its own batch (DINO), the student's averages, or those of init_from"
+    )
 
 
 class EvalSection(Section):

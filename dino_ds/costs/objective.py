@@ -23,6 +23,7 @@ class HeadSizes:
     bottleneck: int
     layers: int
     learned_lengths: bool = False
+    batch_norm: bool = False
 
     @staticmethod
     def of(section: HeadSection) -> HeadSizes:

@@ -24,6 +24,7 @@ from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops, Masks
+from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output
 from dino_ds.models.prototypes import Comparison
 
@@ -71,7 +72,8 @@ class Engine:
         network.train()
         buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
         saved = network.state_dict().keys() & buffers.keys()
-        owners = {name: network.get_submodule(name.rpartition(".")[0]) for name in buffers}
+        modules = dict(network.named_modules())
+        owners = {name: modules[name.rpartition(".")[0]] for name in buffers}
         self._buffers = [(name, owners[name], name.rpartition(".")[2], name in saved) for name in buffers]
         # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
         groups = parameter_groups(network, options)
@@ -89,6 +91,7 @@ class Engine:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
         for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
             setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
+        self._unsynced = unsynced_statistics(network)
         norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
@@ -201,6 +204,10 @@ class Engine:
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; `saved`: those that belong into a checkpoint."""
         return {name: getattr(owner, leaf) for name, owner, leaf, kept in self._buffers if kept or not saved}
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        """BatchNorm's running averages, FP32, that each rank has of its own batch."""
+        return self._unsynced
 
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_ds.backbones import BackboneSpec
 from dino_ds.config.crops import Masks as Masks
+from dino_ds.models.batch_norm import again
 
 Crops = Mapping[str, Sequence[Tensor]]
 """What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
@@ -41,8 +42,8 @@ class Backbone(nn.Module, ABC):
     `spec` is what the rest of the program knows without building it. The constructor takes
     (spec, side of the native crop in pixels, `dino_ds.backbones.BackboneOptions`).
     A module inside that owns buffers must have `reset_parameters` (or torch's `reset_running_stats`) give them their
-    values: networks are built on the meta device. Buffers must be equal on all ranks: one that a forward pass changes
-    has to be reduced there.
+    values: networks are built on the meta device; or the class has `drawn`. Buffers must be equal on all ranks: one
+    that a forward pass changes has to be reduced there (`dino_ds.models.batch_norm` does).
     `training_only`: parameters of no use for features: teacher.safetensors leaves them out, and weights that a run
     starts from need not have them.
     """
@@ -74,16 +75,30 @@ class Backbone(nn.Module, ABC):
     def segments(self) -> Sequence[nn.Module]:
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
+    def drawn(self) -> Backbone | None:
+        """Another one like it, on the CPU, whose class has drawn its initial weights; None: they are drawn module by
+        module, as `dino_ds.models.weights` does."""
+        return None
+
+    def check_sides(self, sides: Sequence[int]) -> None:
+        """Raises ConfigError for square crops of a side in pixels that it can't take."""
+
+    def patch_grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of the patch features of an image of so many pixels. Raises ConfigError if it has none."""
+        return height // self.spec.stride, width // self.spec.stride
+
     def layers(self) -> dict[str, int]:
         """The layer of every parameter, by name, for learning rates that fall from layer to layer.
 
-        i + 1 in segment i; one more than the last in a module `norm` after them; 0 elsewhere: before the first.
+        i + 1 in segment i; one more than the last after all of them; elsewhere that of the segment before, 0: none.
         """
         segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
-        last = len(self.segments()) + 1
-        return {
-            name: segments.get(id(p), last if name.startswith("norm.") else 0) for name, p in self.named_parameters()
-        }
+        layers, before = {}, 0
+        for name, parameter in self.named_parameters():
+            before = max(before, segments.get(id(parameter), 0))
+            last = before == len(self.segments()) and id(parameter) not in segments
+            layers[name] = segments.get(id(parameter), before + last)
+        return layers
 
     def features(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> features of the whole image (b, d)."""
@@ -105,11 +120,17 @@ class Backbone(nn.Module, ABC):
 
     def run_segment(self, i: int, segment: nn.Module, *inputs: Any) -> Any:
         """`segment(*inputs)`, the i-th, under the activation checkpointing in force."""
+        return self.run_recomputed(i, segment, *inputs)
+
+    def run_recomputed(self, i: int, run: Callable[..., Any], *inputs: Any) -> Any:
+        """As `run_segment`, of what calls the segment."""
         if i >= self._checkpointed or not torch.is_grad_enabled():
-            return segment(*inputs)
+            return run(*inputs)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
         # Nothing inside draws random numbers, so there is no RNG state to keep.
         pin = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
         on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=pin) if self._checkpoint_on_cpu else nullcontext()
         with on_cpu:
-            return checkpoint(segment, *inputs, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(
+                run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again())
+            )

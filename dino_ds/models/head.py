@@ -10,6 +10,7 @@ import itertools
 
 from torch import Tensor, nn
 
+from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
 from dino_ds.models.weights import init_weights
 
@@ -34,6 +35,19 @@ class DinoHead(nn.Module):
         self.mlp = nn.Sequential(*modules)
         self.prototypes = Prototypes(bottleneck, prototypes, learned_lengths)
         init_weights(self)
+
+    def add_batch_norm(self, synced: bool) -> DinoHead:
+        """With BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
+        modules: list[nn.Module] = []
+        for module in self.mlp:
+            if isinstance(module, nn.GELU):
+                width = modules[-1].out_features
+                assert isinstance(width, int)
+                modules.append(nn.BatchNorm1d(width))
+            modules.append(module)
+        self.mlp = nn.Sequential(*modules)
+        use_own_batch_norm(self, synced)
+        return self
 
     def forward(self, features: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
         """features (n, width) -> logits, or the loss of the comparison."""

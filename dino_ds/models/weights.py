@@ -23,6 +23,16 @@ def init_weights(part: nn.Module) -> None:
         _init_module(module)
 
 
+def take_drawn_weights(part: nn.Module, drawn: nn.Module, place: Placer) -> None:
+    """Those of `drawn`, on the CPU, for `part`, which is on the meta device and made alike."""
+    for module, other in zip(part.modules(), drawn.modules(), strict=True):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach()))
+        for name, buffer in other.named_buffers(recurse=False):
+            setattr(module, name, buffer)
+        place(module)
+
+
 def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
     """Weights on the CPU for `part` (backbone or head), which is on the meta device; at most one module's at a time."""
     for module in part.modules():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dino_ds.config.crops import EMA, CropGroup
 from dino_ds.models.base import Backbone, Crops, Masks
+from dino_ds.models.batch_norm import BatchNorm
 from dino_ds.models.network import Network, Output
 from dino_ds.schedules import ScheduleValues
 
@@ -25,18 +26,35 @@ class Teacher:
         self.dtype = dtype
         self._device = next(network.parameters()).device
         self._running = network
+        self._batch_norms: list[BatchNorm] = []
+        """Those of `_running` that normalise by the batch."""
+        self._unsynced: list[Tensor] = []
 
     @torch.no_grad()
     def __call__(self, crops: Crops, masks: Masks) -> dict[str, Output]:
         """The crops that it sees, by group, and which patches are hidden from the student -> outputs by name, as of
         the network; nothing is hidden from the teacher."""
         hidden = {group: {"rows": mask["rows"]} for group, mask in masks.items() if group in crops}
-        with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            outputs: dict[str, Output] = self._running(crops, None, hidden)
-            return outputs
+        for norm in self._batch_norms:
+            norm.training = True
+        try:
+            with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+                outputs: dict[str, Output] = self._running(crops, None, hidden)
+                return outputs
+        finally:
+            for norm in self._batch_norms:
+                norm.training = False
 
     def update(self, schedule: ScheduleValues) -> None:
         """After each applied step, on every rank."""
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        """By the network's names those that its own forward pass moves; of a skipped step they are put back."""
+        return {}
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        """Those of them, FP32, that each rank has of its own batch: they become their mean with every applied step."""
+        return self._unsynced
 
     def features(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> features of the whole image (b, d), FP32."""
@@ -93,6 +111,15 @@ class Teachers:
         """After each applied step, on every rank."""
         for teacher in self._teachers.values():
             teacher.update(schedule)
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        """Of all teachers."""
+        found = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
+        return {f"{self._prefix[name]}{key}": buffer for name, own in found.items() for key, buffer in own.items()}
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        """Of all teachers."""
+        return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, by reference."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
 from dino_ds.teachers.base import Teacher
@@ -22,14 +24,34 @@ from dino_ds.teachers.base import Teacher
 _CHUNK_ELEMENTS = 128 * 2**20
 
 
+_STATISTICS_SPAN = 0.1
+"""Part of the passes so far over which BatchNorm's averages go at first, as "ema": those of untrained weights fade."""
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """`dtype` of the forward pass; with `keep_copy` the matrices are also kept in it, cast once per applied step
+    instead of at each use: same results, 2 bytes a weight more. `compiled`: how its blocks are compiled, as of
+    `compile_segments`, or "off".
+
+    `batch_norm`: "reference": it normalises by its own batch, its running averages are its own and of its crops
+    (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
+    that the student began with. Evaluations and exports use the running averages.
+    """
+
+    dtype: torch.dtype = torch.float32
+    keep_copy: bool = False
+    compiled: str = "off"
+    batch_norm: str = "reference"
+
+
 class EmaTeacher(Teacher):
     """Moves with the student after applied steps.
 
-    Args: as of `Teacher`; `masters` where the student's FP32 weights are; `buffers` gives the student's, by name, which
-    are averaged as the weights are, those of whole numbers copied. On construction the network becomes equal to the
-    masters, which DeepSpeed makes from weights already rounded to the engine's precision. With `keep_copy` the matrices
-    are also kept in `dtype`, cast once per applied step instead of at each use: same results, 2 bytes a weight more.
-    `compiled`: how its blocks are compiled, as of `compile_segments`, or "off".
+    Args: `network` as of `Teacher`; `masters` where the student's FP32 weights are; `buffers` gives the student's, by
+    name: they are averaged as the weights are, those of whole numbers copied, but for BatchNorm's, see the options. On
+    construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
+    engine's precision.
 
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
@@ -38,12 +60,10 @@ class EmaTeacher(Teacher):
         self,
         network: Network,
         masters: Sequence[Masters],
-        dtype: torch.dtype = torch.float32,
-        keep_copy: bool = False,
-        compiled: str = "off",
+        options: TeacherOptions = TeacherOptions(),
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        super().__init__(network, dtype)
+        super().__init__(network, options.dtype)
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
         self._updaters = [self._updater(m, parameters) for m in masters]
@@ -51,12 +71,20 @@ class EmaTeacher(Teacher):
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
         self._student_buffers, self._own_buffers = buffers, dict(network.named_buffers())
         assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
+        statistics = {id(buffer) for norm in batch_norms(network) for buffer in norm.buffers()}
+        self._statistics = {name: b for name, b in self._own_buffers.items() if id(b) in statistics}
+        self._rule = options.batch_norm
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        if keep_copy:
-            self._running, self._casts = _low_precision_copy(network, dtype)
-        if compiled != "off":
-            self._running.backbone.compile_segments(compiled)
-        self.move(momentum=0.0)
+        if options.keep_copy:
+            self._running, self._casts = _low_precision_copy(network, options.dtype)
+        if options.batch_norm == "reference":
+            self._batch_norms, self._unsynced = batch_norms(self._running), unsynced_statistics(network)
+        if options.compiled != "off":
+            self._running.backbone.compile_segments(options.compiled)
+        theirs = buffers()
+        for name, own in self._own_buffers.items():
+            own.copy_(theirs[name])
+        self._move_weights(momentum=0.0)
 
     def _updater(self, masters: Masters, parameters: dict[str, Tensor]) -> _EmaUpdater:
         if isinstance(masters, WholeMasters):
@@ -71,15 +99,36 @@ class EmaTeacher(Teacher):
     @torch.no_grad()
     def move(self, momentum: float) -> None:
         """teacher <- momentum * teacher + (1 - momentum) * student; every rank must call it."""
-        for updater in self._updaters:
-            updater.update(1.0 - momentum)
+        self._move_weights(momentum)
         theirs = self._student_buffers()
         for name, own in self._own_buffers.items():
+            if name in self._statistics:
+                continue
             if own.is_floating_point():
                 own.lerp_(theirs[name].to(own.dtype), 1.0 - momentum)
             else:
                 own.copy_(theirs[name])
+        if self._rule == "ema" and self._statistics:
+            self._move_statistics({name: theirs[name] for name in self._statistics}, 1.0 - momentum)
+
+    @torch.no_grad()
+    def _move_weights(self, momentum: float) -> None:
+        for updater in self._updaters:
+            updater.update(1.0 - momentum)
         self._cast()
+
+    def _move_statistics(self, theirs: Mapping[str, Tensor], weight: float) -> None:
+        """BatchNorm's averages as the weights, at first faster."""
+        counts = [name for name, own in self._statistics.items() if not own.is_floating_point()]
+        torch._foreach_copy_([self._statistics[name] for name in counts], [theirs[name] for name in counts])
+        own = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
+        passes = self._statistics[counts[0]].float()
+        steps = torch._foreach_sub([theirs[name] for name in self._statistics if name not in counts], own)
+        torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(weight, 1.0))
+        torch._foreach_add_(own, steps)
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        return self._statistics if self._rule == "reference" else {}
 
     def _cast(self) -> None:
         if self._casts[0]:
@@ -102,7 +151,10 @@ def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, 
     running = copy.deepcopy(network, shared)
     copies, originals = [], []
     for mine in running.modules():
-        cast = isinstance(mine, (nn.Linear, nn.Conv2d))
+        # timm's convolutions that standardise their weights do so in FP32.
+        cast = type(mine).forward in (nn.Linear.forward, nn.Conv2d.forward) or (
+            isinstance(mine, (nn.Linear, nn.Conv2d)) and type(mine).__module__.startswith("dino_ds.")
+        )
         for name, parameter in list(mine.named_parameters(recurse=False)):
             if cast:
                 copies.append(torch.empty_like(parameter.data, dtype=dtype))

@@ -8,7 +8,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions
-from dino_ds.config.crops import EMA, teacher_sizes
+from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
@@ -24,10 +24,11 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
+from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network, Query
-from dino_ds.models.weights import Placer, init_weights_in_pieces
+from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.objectives.base import Objective, Term
 from dino_ds.objectives.centering import Centering, RunningCenter, SinkhornKnopp
 from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
@@ -35,7 +36,7 @@ from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
 from dino_ds.objectives.koleo import KoLeoTerm
 from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.start import InitialWeights, find_start
 
@@ -72,14 +73,33 @@ def build_network(
     objective = objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
+    _check_batch_norm(recipe, network)
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range)
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
-    for part in (network.backbone, *network.heads().values()):
+    drawn = network.backbone.drawn()
+    if drawn is not None:
+        take_drawn_weights(network.backbone, drawn, place)
+    for part in (*([] if drawn is not None else [network.backbone]), *network.heads().values()):
         init_weights_in_pieces(part, place)
     return network
+
+
+def _check_batch_norm(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for settings of BatchNorm that can't act."""
+    teacher, model = recipe.teacher.batch_norm, recipe.model
+    if teacher == "frozen" and model.init_from is None:
+        raise ConfigError(
+            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
+            "model.init_from, or take reference or ema"
+        )
+    if not batch_norms(network):
+        if teacher != "reference":
+            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
+        if not model.sync_batch_norm:
+            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
 
 
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:
@@ -112,14 +132,13 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
         for tensor in (*network.parameters(), *network.buffers()):
             tensor.zero_()  # the student's values take their place
     weights = sum(p.numel() for p in network.parameters())
-    ema = EmaTeacher(
-        network,
-        engine.masters(),
+    options = TeacherOptions(
         DTYPES[config.precision],
         keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
         compiled=config.performance.compile,
-        buffers=engine.buffers,
+        batch_norm=recipe.teacher.batch_norm,
     )
+    ema = EmaTeacher(network, engine.masters(), options, engine.buffers)
     return Teachers({EMA: ema}, recipe.crops.groups, exported=EMA)
 
 
@@ -146,10 +165,14 @@ def build_meta(
         performance.packed,
         performance.cls_only_last_block,
         mask_token=recipe.crops.mask != "none",
+        sync_batch_norm=model.sync_batch_norm,
+        channels_last=performance.channels_last,
     )
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
-        heads = {name: build_head(backbone.spec.width, sizes[name]) for name in _heads_of(queries)}
+        width, synced = backbone.spec.width, model.sync_batch_norm
+        heads = {name: build_head(width, sizes[name], synced) for name in _heads_of(queries)}
+    backbone.check_sides(crop_sizes(recipe.crops.groups))
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
@@ -160,9 +183,10 @@ def _heads_of(queries: Mapping[str, Query]) -> list[str]:
     return list(dict.fromkeys(query.head for query in queries.values()))
 
 
-def build_head(width: int, head: HeadSection) -> DinoHead:
+def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
     """A recipe's head for features of `width`."""
-    return DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
+    found = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
+    return found.add_batch_norm(sync_batch_norm) if head.batch_norm else found
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.crops import CropGroup
-from dino_ds.distributed import RankFlags, sum_across_ranks
+from dino_ds.distributed import RankFlags, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.models.base import Crops, Masks
@@ -65,6 +65,7 @@ class TrainingStep:
         self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
         self._targets: list[dict[str, Any]] = []
+        self._buffers: list[Tensor] = []
         self.flags = RankFlags(FLAGS, engine.device)
         self._begin_step()
 
@@ -112,19 +113,27 @@ class TrainingStep:
 
     def _finish_step(self) -> None:
         with named_range("center"):
-            total = sum_across_ranks(torch.cat((*self.objective.pending(), self.flags.tensor_to_sum())))
-            statistics, flags = total.split((len(total) - len(FLAGS), len(FLAGS)))
+            own = [*self.engine.unsynced_statistics(), *self.teachers.unsynced_statistics()]
+            flat = torch.cat([tensor.view(-1) for tensor in own]) if own else self.flags.tensor_to_sum()[:0]
+            total = sum_across_ranks(torch.cat((*self.objective.pending(), flat, self.flags.tensor_to_sum())))
+            statistics, means, flags = total.split((len(total) - len(flat) - len(FLAGS), len(flat), len(FLAGS)))
             self.objective.commit(statistics)
             self.flags.push(flags)
+            for tensor, mean in zip(own, (means / world_size()).split([t.numel() for t in own]), strict=True):
+                tensor.copy_(mean)
         with named_range("ema"):
             self.teachers.update(self.schedule)
         self.applied_steps += 1
         self._begin_step()
 
+    def _moving_buffers(self) -> list[Tensor]:
+        """What forward passes move of student and teachers."""
+        return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
+
     def _restore_buffers(self) -> None:
-        """A skipped step changes nothing, and the student's forward passes have moved its buffers."""
-        for name, buffer in self.engine.buffers().items():
-            buffer.copy_(self._buffers[name])
+        """A skipped step changes nothing, and forward passes have moved buffers."""
+        if self._buffers:
+            torch._foreach_copy_(self._moving_buffers(), self._buffers)
 
     def state(self) -> dict[str, Tensor]:
         """What every rank holds whole of the training state, by reference; the engine's shards are its own."""
@@ -145,7 +154,11 @@ class TrainingStep:
 
     def _begin_step(self) -> None:
         schedule = self.schedule = self.schedules.at(self.applied_steps)
-        self._buffers = {name: buffer.clone() for name, buffer in self.engine.buffers().items()}
+        buffers = self._moving_buffers()
+        if len(self._buffers) != len(buffers):
+            self._buffers = [buffer.clone() for buffer in buffers]
+        elif buffers:
+            torch._foreach_copy_(self._buffers, buffers)
         self.engine.set_groups(group_settings(schedule))
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)

@@ -14,7 +14,7 @@ from dino_ds.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.build import build_meta, build_objective, build_schedules
 from dino_ds.training.metrics import Meter
 from dino_ds.training.step import FLAGS
@@ -47,7 +47,7 @@ def step(
     with gpu.part("start"):
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
         network = gpu.module(build_meta(recipe, performance, queries, objective.teacher_features(EMA)))
-        ema = EmaTeacher(network, [WholeMasters(masters)], dtype, keep_copy=bool(performance.teacher_copy))
+        ema = EmaTeacher(network, [WholeMasters(masters)], TeacherOptions(dtype, bool(performance.teacher_copy)))
         teachers = Teachers({EMA: ema}, recipe.crops.groups)
         flags, meter = RankFlags(FLAGS, CUDA), Meter(("loss", "entropy"), CUDA)
         student.backbone._positions(6, 6)  # makes its matrix

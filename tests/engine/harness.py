@@ -22,7 +22,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.objectives.base import Objective
 from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.step import Inputs, TrainingStep
 from tests.reference import centered, copied, dino_network
 
@@ -93,9 +93,8 @@ def build_step(
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
     engine = Engine(network, config, (0.9, 0.999), eps, options)
-    teacher = EmaTeacher(
-        copied, engine.masters(), DTYPES[config.precision], keep_copy=config.keeps_teacher_copy(on_gpu=False, weights=0)
-    )
+    options = TeacherOptions(DTYPES[config.precision], config.keeps_teacher_copy(on_gpu=False, weights=0))
+    teacher = EmaTeacher(copied, engine.masters(), options)
     objective = Objective({"dino": centered(prototypes, student_temp=0.1, center_momentum=0.9)})
     teachers = Teachers({"ema": teacher}, GROUPS)
     return TrainingStep(engine, teachers, objective, schedules or tiny_schedules(), GROUPS)

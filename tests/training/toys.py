@@ -38,6 +38,10 @@ class ToySpec:
     stride: int = 8
     in_chans: int = 3
 
+    @property
+    def side_multiple(self) -> int:
+        return self.stride
+
     def timm_model(self, name: str) -> None:
         return None
 

@@ -1,0 +1,240 @@
+"""Backbones that dino_ds does not build itself: any model of timm's that gives features, and a user's own module.
+
+Nothing is known of them without building them: that is done once, on the meta device, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.names import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PROBES = (224, 256, 64)
+"""Sides of images on which a network shows what it gives, in pixels; the first that it takes."""
+_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+"""What timm's models call the switch by which they take other sizes than their native one."""
+
+
+@dataclass(frozen=True)
+class ForeignSpec:
+    """A backbone by `name`: timm's, or MODULE:CLASS of the user's; `arguments`: a JSON object of keywords for it.
+
+    An own class is made with `in_chans` and these arguments, and turns images (b, c, h, w) into features (b, d), or
+    into a map of features (b, d, rows, columns), whose mean is then the feature of the image.
+    """
+
+    builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
+    hides_patches: ClassVar[bool] = False
+    name: str
+    in_chans: int = 3
+    arguments: str = "{}"
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one patch feature to the next."""
+        return facts_of(self).stride
+
+    @property
+    def side_multiple(self) -> int:
+        return 1
+
+    @property
+    def width(self) -> int:
+        return facts_of(self).width
+
+    @property
+    def depth(self) -> int:
+        return len(facts_of(self).segments)
+
+    @property
+    def is_timm(self) -> bool:
+        return ":" not in self.name
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
+        return (self.name, {"in_chans": self.in_chans, **json.loads(self.arguments)}) if self.is_timm else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a network shows when it is built: `width` of its features; `stride` as of the spec; `segments`: the names
+    of the modules that are compiled and recomputed one by one, in order; `has_map`: it gives patch features;
+    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth."""
+
+    width: int
+    stride: int
+    segments: tuple[str, ...]
+    has_map: bool
+    accepts: frozenset[str]
+
+
+@functools.cache
+def facts_of(spec: ForeignSpec) -> Facts:
+    """Raises ConfigError for a network that gives no features."""
+    import torch
+
+    with torch.device("meta"), torch.no_grad():
+        network = create(spec).eval()
+        accepts = frozenset(inspect.signature(type(network).__init__).parameters)
+        names = (*_ANY_SIZE, "img_size", "drop_path_rate")
+        known = frozenset(name for name in names if name in accepts and spec.is_timm)
+        problems = []
+        for side in _PROBES:
+            try:
+                maps = features_of(network, torch.zeros(2, spec.in_chans, side, side))
+                break
+            except Exception as error:  # whatever a foreign network raises
+                problems.append(one_line(error))
+        else:
+            raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
+    image, patches = maps
+    stride = 1 if patches is None else -(-side // patches.shape[1])
+    return Facts(image.shape[1], stride, _segments(network), patches is not None, known)
+
+
+def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
+    """A new network with weights as its class draws them, on the device in force.
+
+    image_size: its native side in pixels, None: whatever it is made for. Raises ConfigError where it can't be built.
+    """
+    arguments = json.loads(spec.arguments)
+    if not spec.is_timm:
+        return _create_own(spec, arguments)
+    import timm
+
+    if image_size is not None:
+        accepts = facts_of(spec).accepts
+        sizes = {"img_size": image_size, **_ANY_SIZE}
+        arguments = {key: value for key, value in sizes.items() if key in accepts} | arguments
+        if drop_path:
+            if "drop_path_rate" not in accepts:
+                raise ConfigError(
+                    f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth; set model.drop_path 0"
+                )
+            arguments["drop_path_rate"] = drop_path
+    try:
+        network: nn.Module = timm.create_model(
+            spec.name, pretrained=False, num_classes=0, in_chans=spec.in_chans, **arguments
+        )
+    except Exception as error:  # whatever timm raises
+        given = f" with model.arguments {spec.arguments}" if spec.arguments != "{}" else ""
+        raise ConfigError(f"timm can't build model.backbone {spec.name}{given}: {one_line(error)}") from None
+    return network
+
+
+def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
+    from torch import nn
+
+    found = own_class(spec.name)
+    try:
+        network = found(in_chans=spec.in_chans, **arguments)
+    except Exception as error:  # whatever a user's class raises
+        raise ConfigError(
+            f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
+            f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
+        ) from None
+    if not isinstance(network, nn.Module):
+        raise ConfigError(f"model.backbone {spec.name} is a {type(network).__name__}, not a torch.nn.Module")
+    return network
+
+
+def own_class(name: str) -> Any:
+    """The class MODULE:CLASS, found as `python -m` would, from the current folder too. Raises ConfigError."""
+    module, _, attribute = name.partition(":")
+    with _current_folder_on_path():
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # whatever importing it raises
+            raise ConfigError(f"model.backbone {name} can't be imported: {one_line(error)}") from None
+
+
+@contextmanager
+def _current_folder_on_path() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.append(here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def features_of(network: Any, images: Any) -> tuple[Any, Any]:
+    """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
+
+    As timm gives them: its forward_features and forward_head. Raises ConfigError for anything else.
+    """
+    if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
+        maps = network.forward_features(images)
+        image = network.forward_head(maps, pre_logits=True)
+        return _checked(network, image), _patches(network, maps, images)
+    found = network(images)
+    if getattr(found, "ndim", 0) == 4:
+        return found.mean((2, 3)), found.permute(0, 2, 3, 1)
+    return _checked(network, found), None
+
+
+def _checked(network: Any, features: Any) -> Any:
+    if getattr(features, "ndim", 0) == 2:
+        return features
+    shape = f"shape {list(features.shape)}" if hasattr(features, "shape") else f"a {type(features).__name__}"
+    raise ConfigError(f"its features have {shape}, wanted is (b, d), or a map (b, d, rows, columns)")
+
+
+def _patches(network: Any, maps: Any, images: Any) -> Any:
+    """timm's features before the pooling as (b, rows, columns, d), None where they are none of its three kinds."""
+    if getattr(maps, "ndim", 0) == 4:
+        return maps if getattr(network, "output_fmt", "") == "NHWC" else maps.permute(0, 2, 3, 1)
+    if getattr(maps, "ndim", 0) != 3:
+        return None
+    patches = maps[:, getattr(network, "num_prefix_tokens", 0) :]
+    rows, columns = images.shape[-2:]
+    # Tokens of images that are not square can't be told from their number alone: by the ratio of the sides.
+    high = round((patches.shape[1] * rows / columns) ** 0.5)
+    return patches.unflatten(1, (high, -1)) if high and patches.shape[1] % high == 0 else None
+
+
+def _segments(network: Any) -> tuple[str, ...]:
+    """The blocks that timm's `group_matcher` names; of a network without one the children that have parameters."""
+    children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+    if not hasattr(network, "group_matcher"):
+        return tuple(children)
+    blocks = network.group_matcher(coarse=False).get("blocks") or []
+    # With a number beside it a pattern is of what lies between the blocks.
+    patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
+    found: list[str] = []
+    for name, module in network.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        has_weights = any(True for _ in module.parameters())
+        if has_weights and not inside and any(re.fullmatch(pattern.removeprefix("^"), name) for pattern in patterns):
+            found.append(name)
+    return tuple(found or children)
+
+
+def foreign_spec(name: str) -> ForeignSpec:
+    """Of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
+    if ":" in name:
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+            raise ValueError(f"{name!r} is not a class of yours as module:Class")
+        return ForeignSpec(name)
+    import timm
+
+    if re.fullmatch(r"\w+", name) and timm.is_model(name):
+        return ForeignSpec(name)
+    base = name.partition(".")[0]
+    if "." in name and re.fullmatch(r"\w+", base) and timm.is_model(base):
+        raise ValueError(f"{name!r} names weights of timm's: give model.backbone {base} and model.init_from {name}")
+    near = ", ".join(nearest(name, timm.list_models(), cutoff=0.0, slack=1.0))
+    raise ValueError(f"{name!r} is neither timm's nor a class of yours as module:Class. The nearest are {near}")

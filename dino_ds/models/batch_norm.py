@@ -1,0 +1,173 @@
+"""BatchNorm whose statistics are those of all ranks, on any device, and count each batch once.
+
+torch's SyncBatchNorm runs on GPUs only. Here statistics and arithmetic are FP32 whatever the precision of the network,
+and the recomputation of activation checkpointing leaves the running averages alone.
+Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of parts are joined as in Chan et al. 1979.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dino_ds import distributed
+from dino_ds.errors import ConfigError
+
+_AGAIN = [0]
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """What runs inside has run before: averages that a forward pass moves stay."""
+    _AGAIN[0] += 1
+    try:
+        yield
+    finally:
+        _AGAIN[0] -= 1
+
+
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """torch's, of any number of dimensions; x (b, c, ...) -> the same shape and dtype.
+
+    `synced`: statistics of all ranks. Without it each rank has its own, and so has its running averages until
+    `average_statistics`.
+    """
+
+    synced = False
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.normalised(x)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """x less its mean, divided by its standard deviation, scaled and shifted."""
+        assert self.momentum is not None
+        weight = None if self.weight is None else self.weight.float()
+        bias = None if self.bias is None else self.bias.float()
+        mean, var = self.running_mean, self.running_var
+        if not self.training and mean is not None:
+            return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        if mean is not None and var is not None:
+            if _AGAIN[0] or not self.training:
+                mean, var = mean.clone(), var.clone()  # autograd must keep as many tensors as the first time
+            elif self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+        if not self.synced or distributed.world_size() == 1:
+            return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+        out, batch_mean, batch_var, count = _Synced.apply(x, weight, bias, self.eps)
+        if mean is not None and var is not None:
+            mean.lerp_(batch_mean, self.momentum)
+            var.lerp_(batch_var * (count / max(count - 1, 1)), self.momentum)
+        normalised: Tensor = out
+        return normalised
+
+
+class BatchNormAct(BatchNorm):
+    """timm's BatchNormAct2d: with an activation behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(self.normalised(x)))  # type: ignore[operator]
+
+
+class _Synced(torch.autograd.Function):
+    """x (b, c, ...) normalised by the statistics of all ranks, which must have batches of one shape.
+
+    Gives besides the mean (c,), the variance (c,) divided by the numbers of a channel, and these numbers' count.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        dims = [0, *range(2, x.ndim)]
+        ranks, count = distributed.world_size(), x.numel() // x.shape[1]
+        var, mean = torch.var_mean(x.float(), dims, correction=0)
+        own = torch.cat((mean, var))
+        every = own.new_empty(ranks * len(own))
+        dist.all_gather_into_tensor(every, own)
+        means, variances = every.view(ranks, 2, -1).unbind(1)
+        mean = means.mean(0)
+        var = (variances + (means - mean).square()).mean(0)
+        scale = (var + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.total = count * ranks
+        ctx.mark_non_differentiable(mean, var)
+        factor = scale if weight is None else scale * weight
+        shift = -mean * factor if bias is None else bias - mean * factor
+        shape = _channels(x)
+        out = torch.addcmul(shift.view(shape), x.float(), factor.view(shape)).to(x.dtype)
+        return out, mean, var, ctx.total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, mean, scale = ctx.saved_tensors
+        dims, shape = [0, *range(2, x.ndim)], _channels(x)
+        grad = grad.float()
+        centered = x.float() - mean.view(shape)
+        own = torch.stack((grad.sum(dims), (grad * centered).sum(dims) * scale))
+        of_bias, of_weight = own.unbind(0)
+        every = own.clone()
+        dist.all_reduce(every)
+        shift, slope = every.div_(ctx.total).unbind(0)
+        factor = scale if weight is None else scale * weight
+        found = grad - shift.view(shape) - centered * (slope * scale).view(shape)
+        found = (found * factor.view(shape)).to(x.dtype)
+        if weight is None:
+            return found, None, None, None
+        return found, of_weight, of_bias, None
+
+
+def _channels(x: Tensor) -> list[int]:
+    return [1, -1, *[1] * (x.ndim - 2)]
+
+
+_KINDS: dict[type, type[BatchNorm]] = {
+    nn.BatchNorm1d: BatchNorm,
+    nn.BatchNorm2d: BatchNorm,
+    nn.BatchNorm3d: BatchNorm,
+    BatchNormAct2d: BatchNormAct,
+}
+
+
+def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
+    """Turn each BatchNorm of torch's and timm's in `network` into ours, in place: names and tensors stay.
+
+    Raises ConfigError for another project's, whose arithmetic is not known.
+    """
+    for name, module in network.named_modules():
+        if isinstance(module, BatchNorm):
+            continue
+        if type(module) in _KINDS:
+            module.__class__ = _KINDS[type(module)]
+            module.synced = synced
+            if module.momentum is None:
+                raise ConfigError(f"{name} averages its statistics over all batches: give its momentum a number")
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise ConfigError(
+                f"{name} is a {type(module).__name__}, which is not torch's BatchNorm: its statistics can't be kept "
+                "right over ranks and recomputation; take torch's, GroupNorm or LayerNorm"
+            )
+
+
+def batch_norms(network: nn.Module) -> list[BatchNorm]:
+    """All of a network, in order."""
+    return [module for module in network.modules() if isinstance(module, BatchNorm)]
+
+
+def unsynced_statistics(network: nn.Module) -> list[Tensor]:
+    """Running averages that each rank has of its own batch, FP32; none where there is one rank."""
+    if distributed.world_size() == 1:
+        return []
+    own = [norm for norm in batch_norms(network) if not norm.synced and norm.running_mean is not None]
+    return [tensor for norm in own for tensor in (norm.running_mean, norm.running_var) if tensor is not None]

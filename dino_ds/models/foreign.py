@@ -1,0 +1,169 @@
+"""A network of timm's or of the user's own as a backbone, under its own names of parameters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from dino_ds.backbones import BackboneOptions
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.foreign_backbones import ForeignSpec, create, facts_of, features_of
+from dino_ds.models.base import CLS, Backbone, Crops, patches_of
+from dino_ds.models.batch_norm import use_own_batch_norm
+from dino_ds.models.drop_path import drop_path_draws
+
+
+class ForeignBackbone(Backbone):
+    """`network` gives features by its own code; one pass a size of crops.
+
+    Its parameters, buffers and modules are those of this module too, so that they have the names that timm gives them.
+    Stochastic depth is drawn by image, as of our own networks.
+    """
+
+    def __init__(self, spec: ForeignSpec, image_size: int, options: BackboneOptions) -> None:
+        super().__init__(spec)
+        self._foreign, self.options, self.image_size = spec, options, image_size
+        self._facts = facts_of(spec)
+        network = create(spec, image_size, options.drop_path)
+        use_own_batch_norm(network, options.sync_batch_norm)
+        for name, module in list(network.named_modules()):
+            if isinstance(module, DropPath):
+                network.set_submodule(name, KeyedDropPath(float(module.drop_prob or 0.0), module.scale_by_keep))
+        # The same dictionaries, not copies: what takes one module's tensors elsewhere takes the other's.
+        self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
+        self._network = (network,)  # in a tuple it is no child
+        self._segments = [network.get_submodule(name) for name in self._facts.segments]
+        self._drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
+        for i, segment in enumerate(self._segments):
+            _make_segment(segment, i, self)
+
+    def segments(self) -> Sequence[nn.Module]:
+        return self._segments
+
+    def drawn(self) -> Backbone:
+        with torch.device("cpu"):
+            return ForeignBackbone(self._foreign, self.image_size, self.options)
+
+    def patch_grid(self, height: int, width: int) -> tuple[int, int]:
+        _, patches = self._shapes(height, width)
+        if patches is None:
+            raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
+        return patches[1], patches[2]
+
+    def check_sides(self, sides: Sequence[int]) -> None:
+        """Raises ConfigError for square crops of a side in pixels that it can't take."""
+        for side in sides:
+            try:
+                self._shapes(side, side)
+            except Exception as error:  # whatever a foreign network raises
+                raise ConfigError(
+                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels beside {self.image_size}: "
+                    f"{one_line(error)}; change crops.global_size or crops.local_size"
+                ) from None
+
+    def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        with torch.device("meta"), torch.no_grad():
+            network = create(self._foreign, self.image_size).eval()
+            image, patches = features_of(network, torch.zeros(2, self.spec.in_chans, height, width))
+        return tuple(image.shape), None if patches is None else tuple(patches.shape)
+
+    def forward(
+        self,
+        crops: Crops,
+        drop_keys: Tensor | None = None,
+        patches: Sequence[str] = (),
+        masks: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> dict[str, Tensor]:
+        """As every `Backbone`; nothing can be hidden from it."""
+        assert not masks
+        views = sum(len(group) for group in crops.values())
+        draws = None
+        if drop_keys is not None and self._drops:
+            draws = drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
+        found: dict[str, Tensor] = {}
+        cls, before = [], 0
+        runs = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
+        for names in [list(names) for _, names in runs]:
+            images = torch.cat([crop for name in names for crop in crops[name]])
+            own = None if draws is None else draws[:, before : before + len(images)]
+            before += len(images)
+            image, maps = self._features(images, own)
+            cls.append(image)
+            if maps is not None and any(name in patches for name in names):
+                rows = [sum(len(crop) for crop in crops[name]) for name in names]
+                found |= {
+                    patches_of(name): part.flatten(1, 2)
+                    for name, part in zip(names, maps.split(rows), strict=True)
+                    if name in patches
+                }
+        return {CLS: torch.cat(cls), **found}
+
+    def _features(self, images: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
+        for i, drop in enumerate(self._drops):
+            drop.draws = None if draws is None else draws[i]
+        weight = next(self.parameters())
+        if not torch.is_autocast_enabled(images.device.type):
+            images = images.to(weight.dtype)
+        if self.options.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        found: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
+        return found
+
+
+class KeyedDropPath(nn.Module):
+    """Skips a residual branch for those of a batch whose draw says so; `draws` (b,) in [0, 1), None: for nobody."""
+
+    def __init__(self, rate: float, scaled: bool) -> None:
+        super().__init__()
+        self.rate, self.scaled = rate, scaled
+        self.draws: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.draws is None or not self.training or not self.rate:
+            return x
+        kept = (self.draws >= self.rate).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        return x * (kept / (1 - self.rate) if self.scaled else kept)
+
+
+class _Segment(nn.Module):
+    """What `_make_segment` puts before a module's class: its calls go through the backbone's `run_recomputed`."""
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
+        run = partial(_run, super().__call__, drops, [drop.draws for drop in drops], keywords)
+        place, backbone = self.__dict__["_place_in_backbone"]
+        # Lists too: DenseNet's grow behind the segment that is given them.
+        own = [list(given) if isinstance(given, list) else given for given in inputs]
+        return backbone().run_recomputed(place, run, *own)
+
+
+def _run(
+    call: Callable[..., Any], drops: list[KeyedDropPath], draws: list[Tensor | None], keywords: Any, *inputs: Any
+) -> Any:
+    """`call(*inputs)` with the draws of its own pass, also when it is recomputed after other passes."""
+    for drop, own in zip(drops, draws, strict=True):
+        drop.draws = own
+    return call(*inputs, **keywords)
+
+
+def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
+    module.__class__ = type(type(module).__name__, (_Segment, type(module)), {})
+    module.__dict__["_place_in_backbone"] = (place, _Reference(backbone))
+
+
+class _Reference:
+    """Gives the backbone; in a plain attribute it would be a child of its own child."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        self._backbone = backbone
+
+    def __call__(self) -> Backbone:
+        return self._backbone
