@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -155,7 +155,16 @@ def _run(
 
 
 def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
-    module.__class__ = type(type(module).__name__, (_Segment, type(module)), {})
+    forward = type(module).forward
+    members = {}
+    if isinstance(forward, FunctionType):
+        # Blocks of one class share their code, by which the compiler counts its variants; theirs differ in all shapes.
+        own = FunctionType(
+            forward.__code__.replace(), forward.__globals__, None, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        members["forward"] = own
+    module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
     module.__dict__["_place_in_backbone"] = (place, _Reference(backbone))
 
 
