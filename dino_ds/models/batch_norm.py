@@ -57,12 +57,18 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        ranks = distributed.world_size() if self.synced else 1
+        if x.numel() == x.shape[1] and ranks == 1:
+            raise ConfigError(
+                "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
+                "larger local crops, or take a network with LayerNorm or GroupNorm"
+            )
         if mean is not None and var is not None:
             if _AGAIN[0] or not self.training:
                 mean, var = mean.clone(), var.clone()  # autograd must keep as many tensors as the first time
             elif self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
-        if not self.synced or distributed.world_size() == 1:
+        if ranks == 1:
             return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
         out, batch_mean, batch_var, count = _Synced.apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:
