@@ -38,8 +38,8 @@ def again() -> Iterator[None]:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's, of any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
-    `synced`: statistics of all ranks. Without it each rank has its own, and so has its running averages until
-    `average_statistics`.
+    `synced`: statistics of all ranks. Without it each rank has its own, and its running averages until the step is
+    applied, when they become the mean over ranks.
     """
 
     synced = False
@@ -53,10 +53,6 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def normalised(self, x: Tensor) -> Tensor:
         """x less its mean, divided by its standard deviation, scaled and shifted."""
         assert self.momentum is not None
-        if self.training and x.numel() == x.shape[1] and not (self.synced and distributed.world_size() > 1):
-            raise ConfigError(
-                "BatchNorm has one value of a channel, whose deviation is 0: make micro-batches or crops larger"
-            )
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         mean, var = self.running_mean, self.running_var
