@@ -38,8 +38,8 @@ def again() -> Iterator[None]:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's, of any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
-    `synced`: statistics of all ranks. Without it each rank has its own, and so has its running averages until
-    `average_statistics`.
+    `synced`: statistics of all ranks. Without it each rank has its own, and its running averages until the step is
+    applied, when they become the mean over ranks.
     """
 
     synced = False
@@ -53,20 +53,22 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def normalised(self, x: Tensor) -> Tensor:
         """x less its mean, divided by its standard deviation, scaled and shifted."""
         assert self.momentum is not None
-        if self.training and x.numel() == x.shape[1] and not (self.synced and distributed.world_size() > 1):
-            raise ConfigError(
-                "BatchNorm has one value of a channel, whose deviation is 0: make micro-batches or crops larger"
-            )
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
+        ranks = distributed.world_size() if self.synced else 1
+        if x.numel() == x.shape[1] and ranks == 1:
+            raise ConfigError(
+                "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
+                "larger local crops, or take a network with LayerNorm or GroupNorm"
+            )
         # Not left out where a pass is repeated: autograd and the compiler must see the same operations.
         momentum = 0.0 if _AGAIN[0] else self.momentum
         if momentum and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        if not self.synced or distributed.world_size() == 1:
+        if ranks == 1:
             return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
         out, batch_mean, batch_var = _function_for(x).apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:

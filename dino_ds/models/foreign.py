@@ -44,6 +44,11 @@ class ForeignBackbone(Backbone):
         for i, segment in enumerate(self._segments):
             _make_segment(segment, i, self)
 
+    def train(self, mode: bool = True) -> ForeignBackbone:
+        self._network[0].training = mode  # the children are this module's own
+        super().train(mode)
+        return self
+
     def segments(self) -> Sequence[nn.Module]:
         return self._segments
 
@@ -64,14 +69,17 @@ class ForeignBackbone(Backbone):
                 self._shapes(side, side)
             except Exception as error:  # whatever a foreign network raises
                 raise ConfigError(
-                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels beside {self.image_size}: "
+                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels: "
                     f"{one_line(error)}; change crops.global_size or crops.local_size"
                 ) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        own = self._network[0]
         with torch.device("meta"), torch.no_grad():
-            network = create(self._foreign, self.image_size).eval()
-            image, patches = features_of(network, torch.zeros(2, self.spec.in_chans, height, width))
+            network = own if next(own.parameters()).is_meta else create(self._foreign, self.image_size)
+            mode = network.training
+            image, patches = features_of(network.eval(), torch.zeros(2, self._foreign.in_chans, height, width))
+            network.train(mode)
         return tuple(image.shape), None if patches is None else tuple(patches.shape)
 
     def forward(
