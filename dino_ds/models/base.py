@@ -83,6 +83,9 @@ class Backbone(nn.Module, ABC):
     def check_sides(self, sides: Sequence[int]) -> None:
         """Raises ConfigError for square crops of a side in pixels that it can't take."""
 
+    def check_trainable(self) -> None:
+        """Raises ConfigError for a network that gives features but can't be trained."""
+
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the patch features of an image of so many pixels. Raises ConfigError if it has none."""
         return height // self.spec.stride, width // self.spec.stride

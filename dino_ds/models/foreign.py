@@ -73,6 +73,10 @@ class ForeignBackbone(Backbone):
                     f"{one_line(error)}; change crops.global_size or crops.local_size"
                 ) from None
 
+    def check_trainable(self) -> None:
+        if self._facts.untrainable:
+            raise ConfigError(f"model.backbone {self._foreign.name} can't be trained: {self._facts.untrainable}")
+
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         own = self._network[0]
         with torch.device("meta"), torch.no_grad():

@@ -24,7 +24,6 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
-from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network, Query
@@ -37,6 +36,7 @@ from dino_ds.objectives.koleo import KoLeoTerm
 from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
+from dino_ds.training.backbone_checks import check_backbone
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.start import InitialWeights, find_start
 
@@ -67,13 +67,13 @@ def build_network(
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
     It gives what the terms of `objective` need, None: the recipe's.
-    Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
-    not fit.
+    Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
+    fit.
     """
     objective = objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
-    _check_batch_norm(recipe, network)
+    check_backbone(recipe, performance, network)
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range)
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
@@ -85,21 +85,6 @@ def build_network(
     for part in (*([] if drawn is not None else [network.backbone]), *network.heads().values()):
         init_weights_in_pieces(part, place)
     return network
-
-
-def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for settings of BatchNorm that can't act."""
-    teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "frozen" and model.init_from is None:
-        raise ConfigError(
-            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
-            "model.init_from, or take reference or ema"
-        )
-    if not batch_norms(network):
-        if teacher != "reference":
-            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
-        if not model.sync_batch_norm:
-            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
 
 
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:
