@@ -69,6 +69,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
+        problems += self._optimizer_problems()
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
         if problems:
@@ -143,6 +144,20 @@ class Recipe(Section):
         if self.ibot_head != HeadSection() and not (objective.ibot_weight and objective.ibot_head == "own"):
             problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
         return problems
+
+    def _optimizer_problems(self) -> list[str]:
+        defaults = OptimizerSection()
+        unused = {
+            "adamw": {"momentum": "of sgd and lars", "trust": "of lars"},
+            "sgd": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw") | {"trust": "of lars"},
+            "lars": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw"),
+        }
+        return [
+            f"optimizer.{name} {getattr(self.optimizer, name):g} is {owners} and has no effect with optimizer.kind "
+            f"{self.optimizer.kind}: leave it out"
+            for name, owners in unused[self.optimizer.kind].items()
+            if getattr(self.optimizer, name) != getattr(defaults, name)
+        ]
 
     def _length_problems(self) -> list[str]:
         parts = {

@@ -43,7 +43,6 @@ from dino_ds.weights.start import InitialWeights, find_start
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
-    optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
     objective = build_objective(recipe, device())
@@ -51,8 +50,7 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    options = OptimizerOptions.of(optimizer)
-    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps, options)
+    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
 

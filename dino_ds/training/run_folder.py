@@ -53,6 +53,7 @@ _FILES = (
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")
 _SECONDS_TO_SEE = 40.0
+_OPTIMIZER = "optimizer.kind"
 
 
 class RunFolder:
@@ -165,7 +166,13 @@ class RunFolder:
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
-        refused = {key: how for key, how in self._changed(saved).items() if key not in self._allowed}
+        changed = self._changed(saved)
+        if _OPTIMIZER in changed:
+            raise CheckpointError(
+                f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
+                "it back, or start a new run from these weights with --model.init_from"
+            )
+        refused = {key: how for key, how in changed.items() if key not in self._allowed}
         if refused:
             raise CheckpointError(
                 f"settings changed since step {saved.step}: {', '.join(refused.values())}; "
