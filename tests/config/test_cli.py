@@ -161,7 +161,7 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
         (["--gpus", "4"], "--gpus: unknown option: the launcher starts the processes: deepspeed --num_gpus 4"),
         (
             ["--model.backbone", "resnet5"],
-            "--model.backbone: 'resnet5' is neither timm's nor a class of yours as module:Class. The nearest are resnet5",
+            "--model.backbone: 'resnet5' is neither timm's nor a class of yours as module:Class. The near",
         ),
         (["--lr=3"], "--lr: unknown option. Did you mean --optimizer.lr?"),
         (["--data-root", "/x"], "--data-root: unknown option. Did you mean --data.root?"),
