@@ -18,6 +18,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
@@ -191,9 +192,11 @@ class RunFolder:
 
     def about_teacher(self, arch: BackboneSpec, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it, if timm knows it."""
-        known = self.recipe.data.known_range
+        known, normalisation = self.recipe.data.known_range, Normalisation.of(self.recipe)
         return {
             **({"value_range": list(known)} if known else {}),
+            "mean": list(normalisation.mean),
+            "std": list(normalisation.std),
             **self._timm(arch),
             "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
             "step": step,
@@ -209,7 +212,7 @@ class RunFolder:
         if model is None:
             return own
         name, arguments = model[0], model[1] | ({"img_size": size} if is_vit else {}) | {"num_classes": 0}
-        written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         return own | {
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",

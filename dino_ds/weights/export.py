@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.data.multicrop import channel_statistics
 from dino_ds.durable import replace_file, replacing, replacing_folder
 from dino_ds.errors import ConfigError
 from dino_ds.weights.card import model_card
@@ -50,7 +49,7 @@ def export_timm(model: Backbone, out: Path) -> str:
     """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
     arch = model.vit.arch
     name, arguments = _timm(model)
-    mean, std = channel_statistics(arch.in_chans)
+    mean, std = model.normalisation.mean, model.normalisation.std
     config = {
         "architecture": name,
         "num_classes": 0,
@@ -85,7 +84,7 @@ def export_hf(model: Backbone, out: Path) -> str:
     """
     arch, size = model.vit.arch, model.image_size
     config = hf_config(arch, size, model.mask_token is not None)
-    mean, std = channel_statistics(arch.in_chans)
+    mean, std = model.normalisation.mean, model.normalisation.std
     processor = {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,

@@ -13,11 +13,13 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import ModelSection
 from dino_ds.data.images import ValueRange, range_text
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
+from dino_ds.weights.normalisation import normalisation_of
 from dino_ds.weights.read import Weights, range_of
 
 _NUMBERS = {
@@ -31,11 +33,13 @@ _FLAGS = (*_NUMBERS, "registers")
 _MASK_TOKEN = "backbone.mask_token"
 
 
-def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
+def find_start(
+    model: ModelSection, value_range: ValueRange | None = None, normalisation: Normalisation | None = None
+) -> Weights:
     """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
 
-    value_range: of this run's images deeper than 8 bits. Raises CheckpointError, with the flags that would fit, if the
-    weights are of another architecture than `model`.
+    value_range: of this run's images deeper than 8 bits; normalisation: of all its images, None: the usual. Raises
+    CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`.
     """
     assert model.init_from is not None
     weights, ours = find_weights(model.init_from), _vit(model)
@@ -54,6 +58,10 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
     if weights.kind == "dino_ds" and theirs != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, value_range))
         notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
+    removed = normalisation or Normalisation.usual(ours.in_chans)
+    their_removed = normalisation_of(weights.about, ours.in_chans) if weights.kind == "dino_ds" else removed
+    if their_removed != removed:
+        notes.append(f"its images had {their_removed} removed, this run's have {removed} (--data.mean, --data.std)")
     return replace(weights, notes=notes)
 
 
