@@ -73,7 +73,7 @@ IMAGENET = Normalisation(MEAN, STD)
 def normalised_levels(normalisation: Normalisation) -> np.ndarray:
     """(c, 256): the normalised value of each channel's 256 levels."""
     levels = torch.arange(256, dtype=torch.uint8).float() / 255
-    return normalisation(levels.view(1, 1, 256)).squeeze(1).numpy()
+    return normalisation(levels.expand(len(normalisation.mean), 1, 256)).squeeze(1).numpy()
 
 
 def _text(values: Sequence[float]) -> str:

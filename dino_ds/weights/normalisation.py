@@ -15,16 +15,17 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
 
     Raises CheckpointError for anything but a number a channel, and deviations of 0 and below.
     """
-    if "mean" not in about and "std" not in about:
+    stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
+    if not stated:
         return Normalisation.usual(channels)
     try:
-        mean, std = (tuple(float(value) for value in about[name]) for name in ("mean", "std"))
+        mean, std = (tuple(float(value) for value in stated[name]) for name in ("mean", "std"))
         if not len(mean) == len(std) == channels or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(
             f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
-            f"{str(about.get('mean'))[:80]} and {str(about.get('std'))[:80]}"
+            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
         ) from None
     return Normalisation(mean, std)
 

@@ -81,10 +81,11 @@ def batches(
     seed=0,
     augment="worker",
     channels=3,
+    crops=CROPS,
 ) -> list[LoaderBatch]:
     loader = Loader(
         source or Noise(),
-        CROPS,
+        crops,
         LoaderOptions(
             seed=seed,
             global_batch=GLOBAL,

@@ -34,9 +34,13 @@ K = 5
 class _Live:
     """In the place of LiveTeacher: a few pixels are the features."""
 
-    image_size, stride, width, normalisation = 32, 8, 6, IMAGENET
+    image_size, stride, side_multiple, width, is_vit, has_patches = 32, 8, 8, 6, True, True
+    normalisation = IMAGENET
 
     def __init__(self, *_):
+        pass
+
+    def check_image(self, *_):
         pass
 
     def features(self, images):
