@@ -17,6 +17,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
@@ -73,7 +74,7 @@ def build_network(
     model = recipe.model
     _check_batch_norm(recipe, network)
     if model.init_from is not None:
-        weights = find_start(model, recipe.data.known_range)
+        weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
