@@ -17,6 +17,8 @@ from dino_ds.costs.parameters import group_sizes, prototype_sizes, recipe_sizes
 
 GIB = 2**30
 _FP32 = 4
+MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4}
+"""What each kind of optimizer keeps of a weight."""
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
@@ -51,7 +53,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     anything.
     """
     sizes = recipe_sizes(recipe)
-    state = state_bytes(sizes, config, world_size, on_gpu)
+    state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind)
     step = MicroBatch(recipe, config, on_gpu)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
     buckets = bucket_bytes(config)
@@ -92,8 +94,10 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     return Memory(peak, {name: n for name, n in (common | moments[peak]).items() if n})
 
 
-def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> dict[str, int]:
-    """What stays on a device from step to step: weights, FP32 masters and Adam's moments, and the teacher.
+def state_bytes(
+    sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool, optimizer: str = "adamw"
+) -> dict[str, int]:
+    """What stays on a device from step to step: weights, FP32 masters and the optimizer's moments, and the teacher.
 
     ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place.
     """
@@ -113,7 +117,7 @@ def state_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_
     return {
         "student": 0 if params_on_host else student,
         "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
-        "masters and moments": 0 if on_host else (masters + 8 * total) // shards,
+        "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * total) // shards,
         "teacher": _FP32 * total,
         "teacher copy": 2 * copied,
     }

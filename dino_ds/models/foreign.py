@@ -39,6 +39,7 @@ class ForeignBackbone(Backbone):
         # The same dictionaries, not copies: what takes one module's tensors elsewhere takes the other's.
         self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
         self._network = (network,)  # in a tuple it is no child
+        self._known_shapes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self._segments = [network.get_submodule(name) for name in self._facts.segments]
         self._drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
         for i, segment in enumerate(self._segments):
@@ -57,7 +58,7 @@ class ForeignBackbone(Backbone):
             return ForeignBackbone(self._foreign, self.image_size, self.options)
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
-        _, patches = self._shapes(height, width)
+        patches = self._shapes(height, width)[1] if self._facts.has_map else None
         if patches is None:
             raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
         return patches[1], patches[2]
@@ -77,7 +78,21 @@ class ForeignBackbone(Backbone):
         if self._facts.untrainable:
             raise ConfigError(f"model.backbone {self._foreign.name} can't be trained: {self._facts.untrainable}")
 
+    def check_image(self, height: int, width: int) -> None:
+        try:
+            self._shapes(height, width)
+        except Exception as error:  # whatever a foreign network raises
+            raise ConfigError(
+                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error)}"
+            ) from None
+
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Of the features of two images, and of their patches."""
+        if (height, width) not in self._known_shapes:
+            self._known_shapes[height, width] = self._found_shapes(height, width)
+        return self._known_shapes[height, width]
+
+    def _found_shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         own = self._network[0]
         with torch.device("meta"), torch.no_grad():
             network = own if next(own.parameters()).is_meta else create(self._foreign, self.image_size)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.multicrop import EvalCrop, channel_statistics
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
@@ -103,6 +104,7 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
     """(name, Figure) one after another."""
     if set(kinds) - {"curves"}:
         backbone = load_for_pictures(options.model)
+        kinds = _possible(kinds, backbone, options)
         queries = choose(options.queries, "queries", shown.source) if options.queries else None
         if set(kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), kinds, options)
@@ -123,18 +125,30 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
         yield "curves", draw_curves(_read_metrics(Path(options.model) / _METRICS))
 
 
+def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions) -> list[str]:
+    """Those that the network has; options.only None asks for all that can be had. Raises ConfigError."""
+    if options.foreground:
+        _ = backbone.vit  # the side at which the CLS token looks is its foreground
+    if options.only and "attention" in options.only:
+        _ = backbone.vit
+    if options.only and set(options.only) & set(_OF_PATCHES) and not backbone.has_patches:
+        backbone.network.patch_grid(backbone.image_size, backbone.image_size)  # says why not
+    left_out = () if backbone.is_vit else _OF_PATCHES[:1] if backbone.has_patches else _OF_PATCHES
+    return [kind for kind in kinds if kind not in left_out]
+
+
 def _patch_figures(
     backbone: Backbone, picked: Sequence[Picked], kinds: Sequence[str], options: PicturesOptions
 ) -> Iterator[tuple[str, Figure]]:
-    crop = EvalCrop(side_of(backbone, options.size))
+    crop = EvalCrop(side_of(backbone, options.size), backbone.normalisation)
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
-    grid = crop.size // backbone.stride
+    grid, _ = backbone.network.patch_grid(crop.size, crop.size)
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
-    pictures = _pictures(pixels)
-    attention = in_parts(backbone.attention, pixels)
-    if "attention" in kinds:
+    pictures = _pictures(pixels, backbone.normalisation)
+    attention = in_parts(backbone.attention, pixels) if backbone.is_vit else None
+    if "attention" in kinds and attention is not None:
         yield "attention", draw.draw_attention(pictures, attention)
     tokens = in_parts(backbone.patch_tokens, pixels)
     if "pca" in kinds:
@@ -155,10 +169,11 @@ class _Described:
 
 def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list[_Described]:
     found = []
-    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option, backbone.value_range)
+    cuts = read_cuts(picked, EvalCrop(backbone.image_size, backbone.normalisation), option, backbone.value_range)
     while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
         pixels = torch.stack([cut.pixels for cut in batch])
-        features, small = in_parts(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
+        features = in_parts(backbone.features, pixels, len(pixels))
+        small = _thumbnails(pixels, backbone.normalisation)
         for cut, row, thumbnail in zip(batch, features, small, strict=True):
             found.append(_Described(cut.picked.name, cut.picked.group, row, thumbnail))
     return found
@@ -210,16 +225,16 @@ def _read_metrics(path: Path) -> Metrics:
     return metrics
 
 
-def _pictures(pixels: Tensor) -> Tensor:
+def _pictures(pixels: Tensor, normalisation: Normalisation) -> Tensor:
     """Normalised images (b, c, h, w) -> pictures (b, h, w, 3)."""
-    return draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
+    return draw.picture_of(pixels, normalisation.mean, normalisation.std)
 
 
-def _thumbnails(pixels: Tensor) -> np.ndarray:
+def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> np.ndarray:
     """Normalised images (b, c, h, w) -> uint8 (b, h, w, 3)."""
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
-    return (255 * _pictures(pixels)).round().byte().numpy()
+    return (255 * _pictures(pixels, normalisation)).round().byte().numpy()
 
 
 class PictureFiles:

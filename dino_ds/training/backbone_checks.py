@@ -32,14 +32,18 @@ def _check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
             )
 
 
-def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for settings of BatchNorm that can't act."""
-    teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "frozen" and model.init_from is None:
+def check_frozen_statistics(recipe: Recipe) -> None:
+    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
         raise ConfigError(
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"
         )
+
+
+def _check_batch_norm(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for settings of BatchNorm that can't act."""
+    teacher, model = recipe.teacher.batch_norm, recipe.model
     if not batch_norms(network):
         if teacher != "reference":
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")

@@ -12,7 +12,6 @@ import torch
 from dino_ds import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.models.batch_norm import batch_norms
-from dino_ds.training import build as building
 from dino_ds.training.build import build_network
 from tests.engine.cnn import BATCH, CNNS, Trained, build, cnn_recipe, images, run_window, taken, train
 from tests.engine.harness import ds_config, max_difference
@@ -174,8 +173,7 @@ def test_statistics_that_are_not_synced_become_equal_with_every_step():
     assert any(not torch.equal(own[name], buffers[name]) for name in means)
 
 
-@mock.patch.object(building, "check_backbone")  # the weights that "frozen" is for come from a file
-def _rules(_):
+def _rules():
     """By rule: the teacher's features of four images and of the first two alone, and its buffers before and after."""
     found = {}
     for rule in ("reference", "ema", "frozen"):

@@ -201,13 +201,14 @@ def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarra
     def patches(image: Image.Image) -> Tensor:
         if image.size != first.size:
             raise DataError(f"{clip.frames[0].parent} has frames of {image.size} and {first.size} pixels")
-        scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
+        scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR), model.normalisation)
         return model.patch_tokens(scaled[None].to(device))[0].float()
 
-    grid = (width // model.stride, height // model.stride)
-    small = np.array(Image.fromarray(mask).resize(grid, Image.Resampling.NEAREST))
+    tokens = patches(first)
+    rows, columns = tokens.shape[:2]
+    small = np.array(Image.fromarray(mask).resize((columns, rows), Image.Resampling.NEAREST))
     labels = F.one_hot(torch.from_numpy(small).long(), objects + 1).permute(2, 0, 1).float().to(device)
-    propagation = LabelPropagation(patches(first), labels)
+    propagation = LabelPropagation(tokens, labels)
     found = []
     for path in clip.frames[1:-1]:
         soft = propagation(patches(read_image(path)))
