@@ -42,6 +42,11 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def use_fastest_convolutions() -> None:
+    """From now on cuDNN times its kernels on each new size of a convolution, and takes the fastest."""
+    torch.backends.cudnn.benchmark = True
+
+
 def memory_gib() -> float:
     """Peak memory of this process: of the device where there is one, else the peak resident set."""
     if torch.cuda.is_available():

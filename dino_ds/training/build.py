@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
@@ -19,7 +19,7 @@ from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
+from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels, use_fastest_convolutions
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
@@ -46,6 +46,8 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
+    elif not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
+        use_fastest_convolutions()
     objective = build_objective(recipe, device())
     network = build_network(recipe, config.performance, Placement(config), objective)
     if config.performance.compile != "off":
