@@ -129,14 +129,26 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
 
 
 def _parse_arguments(value: object) -> str:
-    """A mapping, or its JSON, as JSON in one spelling."""
+    """JSON, or a mapping of YAML whose values are JSON or words, as JSON in one spelling."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(found, dict):
             raise TypeError
         return json.dumps(found, sort_keys=True)
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f'{str(value)[:80]!r} is not keywords as JSON, such as {{"layers": [1, 1, 1, 1]}}') from None
+
+
+def _from_text(value: object) -> object:
+    """Numbers, true, false and null of a YAML file, whose values a recipe reads as text; other words stay."""
+    if isinstance(value, dict):
+        return {key: _from_text(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_from_text(inner) for inner in value]
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 _MOST_COUNT = 10**12

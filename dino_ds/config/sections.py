@@ -157,6 +157,13 @@ class ModelSection(Section):
         "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
     )
 
+    @field_validator("backbone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != FROM_SOURCE:
+            backbone_spec(name)
+        return name
+
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
         if self.backbone == FROM_SOURCE and self.init_from is None:

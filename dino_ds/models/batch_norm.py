@@ -1,7 +1,8 @@
 """BatchNorm whose statistics are those of all ranks, on any device, and count each batch once.
 
-torch's SyncBatchNorm runs on GPUs only. Here statistics and arithmetic are FP32 whatever the precision of the network,
-and the recomputation of activation checkpointing leaves the running averages alone.
+torch's SyncBatchNorm runs on GPUs only, where its kernels are used, but waits for the device at every layer. Here
+statistics and arithmetic are FP32 whatever the precision of the network, and the recomputation of activation
+checkpointing leaves the running averages alone.
 Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of parts are joined as in Chan et al. 1979.
 """
 
@@ -37,8 +38,8 @@ def again() -> Iterator[None]:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's, of any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
-    `synced`: statistics of all ranks. Without it each rank has its own, and so has its running averages until
-    `average_statistics`.
+    `synced`: statistics of all ranks. Without it each rank has its own, and its running averages until the step is
+    applied, when they become the mean over ranks.
     """
 
     synced = False
@@ -70,10 +71,10 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 self.num_batches_tracked.add_(1)
         if ranks == 1:
             return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
-        out, batch_mean, batch_var, count = _Synced.apply(x, weight, bias, self.eps)
+        out, batch_mean, batch_var = _function_for(x).apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, self.momentum)
-            var.lerp_(batch_var * (count / max(count - 1, 1)), self.momentum)
+            var.lerp_(batch_var, self.momentum)
         normalised: Tensor = out
         return normalised
 
@@ -88,31 +89,28 @@ class BatchNormAct(BatchNorm):
 class _Synced(torch.autograd.Function):
     """x (b, c, ...) normalised by the statistics of all ranks, which must have batches of one shape.
 
-    Gives besides the mean (c,), the variance (c,) divided by the numbers of a channel, and these numbers' count.
+    Gives besides the mean (c,) and the unbiased variance (c,).
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [0, *range(2, x.ndim)]
-        ranks, count = distributed.world_size(), x.numel() // x.shape[1]
         var, mean = torch.var_mean(x.float(), dims, correction=0)
-        own = torch.cat((mean, var))
-        every = own.new_empty(ranks * len(own))
-        dist.all_gather_into_tensor(every, own)
-        means, variances = every.view(ranks, 2, -1).unbind(1)
+        means, variances = _of_all_ranks(mean, var)
         mean = means.mean(0)
         var = (variances + (means - mean).square()).mean(0)
         scale = (var + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, scale)
-        ctx.total = count * ranks
-        ctx.mark_non_differentiable(mean, var)
+        ctx.total = x.numel() // x.shape[1] * distributed.world_size()
+        unbiased = var * (ctx.total / max(ctx.total - 1, 1))
+        ctx.mark_non_differentiable(mean, unbiased)
         factor = scale if weight is None else scale * weight
         shift = -mean * factor if bias is None else bias - mean * factor
         shape = _channels(x)
         out = torch.addcmul(shift.view(shape), x.float(), factor.view(shape)).to(x.dtype)
-        return out, mean, var, ctx.total
+        return out, mean, unbiased
 
     @staticmethod
     @once_differentiable
@@ -132,6 +130,57 @@ class _Synced(torch.autograd.Function):
         if weight is None:
             return found, None, None, None
         return found, of_weight, of_bias, None
+
+
+class _SyncedOnGpu(torch.autograd.Function):
+    """As `_Synced`, by the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read it,
+    the host waits for the device. Not verified on a GPU.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = _dense(x)
+        means, scales = _of_all_ranks(*torch.batch_norm_stats(x, eps))
+        counts = means.new_full((len(means),), x.numel() // x.shape[1])
+        batch_mean, batch_var = torch.zeros_like(means[0]), torch.zeros_like(means[0])  # averages of momentum 1
+        mean, scale = torch.batch_norm_gather_stats_with_counts(
+            x, means, scales, batch_mean, batch_var, 1.0, eps, counts
+        )
+        ctx.save_for_backward(x, weight, mean, scale, counts.int())
+        ctx.mark_non_differentiable(batch_mean, batch_var)
+        return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps), batch_mean, batch_var
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        x, weight, mean, scale, counts = ctx.saved_tensors
+        grad, affine = _dense(grad), weight is not None
+        shift, slope, of_weight, of_bias = torch.batch_norm_backward_reduce(
+            grad, x, mean, scale, weight, True, affine, affine
+        )
+        every = torch.stack((shift, slope))
+        dist.all_reduce(every)
+        found = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
+        return (found, of_weight, of_bias, None) if affine else (found, None, None, None)
+
+
+def _function_for(x: Tensor) -> type[torch.autograd.Function]:
+    return _SyncedOnGpu if x.is_cuda else _Synced
+
+
+def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two tensors (c,) -> both of each rank (ranks, c)."""
+    own, ranks = torch.cat((first, second)), distributed.world_size()
+    every = own.new_empty(ranks * len(own))
+    dist.all_gather_into_tensor(every, own)
+    firsts, seconds = every.view(ranks, 2, -1).unbind(1)
+    return firsts, seconds
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
 
 
 def _channels(x: Tensor) -> list[int]:
@@ -159,9 +208,11 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
             module.synced = synced
             if module.momentum is None:
                 raise ConfigError(f"{name} averages its statistics over all batches: give its momentum a number")
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        elif isinstance(module, nn.modules.batchnorm._NormBase) and (
+            module.running_mean is not None or isinstance(module, nn.modules.batchnorm._BatchNorm)
+        ):
             raise ConfigError(
-                f"{name} is a {type(module).__name__}, which is not torch's BatchNorm: its statistics can't be kept "
+                f"{name} is of class {type(module).__name__}, not torch's BatchNorm: its statistics can't be kept "
                 "right over ranks and recomputation; take torch's, GroupNorm or LayerNorm"
             )
 

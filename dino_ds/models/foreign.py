@@ -69,7 +69,7 @@ class ForeignBackbone(Backbone):
                 self._shapes(side, side)
             except Exception as error:  # whatever a foreign network raises
                 raise ConfigError(
-                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels (its own size: {self.image_size}): "
+                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels: "
                     f"{one_line(error)}; change crops.global_size or crops.local_size"
                 ) from None
 

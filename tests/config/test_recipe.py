@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,20 @@ def test_yaml_traps_are_closed(write):
 def test_none_unsets_an_optional_value(write):
     assert load_recipe(write("data: {workers: 3}"), {"data.workers": "none"}).data.workers is None
     assert _problems(seed="none") == ["--seed: 'none' is not a whole number"]
+
+
+def test_arguments_of_a_backbone_are_what_they_look_like(write):
+    """As a mapping of YAML and as JSON."""
+    given = "{zero_init_last: false, layers: [1, 1, 1, 1], block_args: {attn_layer: se, rate: 1e-1}, aa_layer: null}"
+    recipe = load_recipe(write(f"model: {{backbone: resnet18, arguments: {given}}}"), {})
+    expected = {
+        "zero_init_last": False,
+        "layers": [1, 1, 1, 1],
+        "block_args": {"attn_layer": "se", "rate": 0.1},
+        "aa_layer": None,
+    }
+    assert json.loads(recipe.model.arguments) == expected
+    assert load_recipe(None, {"model.backbone": "resnet18", "model.arguments": json.dumps(expected)}) == recipe
 
 
 def test_duplicate_keys_are_refused(write):
