@@ -289,7 +289,9 @@ def _fused_attention() -> Iterator[None]:
         nn.functional.scaled_dot_product_attention = plain
 
 
-def _fused(plain: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *more: Any, **rest: Any) -> Any:
+def _fused(
+    plain: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *more: Any, **rest: Any
+) -> Any:
     if more or (attn_mask is not None and attn_mask.requires_grad):
         return plain(q, k, v, attn_mask, *more, **rest)
     given = {name: value for name, value in rest.items() if name in ("is_causal", "scale")}

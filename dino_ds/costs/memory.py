@@ -171,4 +171,3 @@ def persistent_below(config: DsConfig) -> int:
     """ZeRO 3: parameters of this many elements or fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
-

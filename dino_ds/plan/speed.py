@@ -203,4 +203,3 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, kept: f
     if config.checkpoint_on_cpu:
         seconds += 2 * config.accumulation * kept / pcie
     return seconds
-
