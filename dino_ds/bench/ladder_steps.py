@@ -26,7 +26,7 @@ from dino_ds.measure.trial import (
     synthetic_inputs,
 )
 from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.build import build_network, build_objective, build_schedules
 from dino_ds.training.step import TrainingStep
 
@@ -166,7 +166,8 @@ def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
         normalise_prototypes(network)
     copied = copy.deepcopy(network).to(device())
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
-    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    options = TeacherOptions(batch_norm=recipe.teacher.batch_norm)
+    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters(), options, engine.buffers)
     teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 

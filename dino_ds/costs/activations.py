@@ -118,7 +118,7 @@ class MicroBatch:
         return sum(found), max(in_last, before_it), first_block
 
     def _head_bytes(self, one: CrossEntropy) -> int:
-        """Inputs of the head's linear layers, BatchNorms and GELUs, its output in FP32 and the gradient of its unit rows."""
+        """Inputs of the head's layers, BatchNorms and GELUs, its output in FP32 and the gradient of its unit rows."""
         head = one.sizes
         kept = 3 if head.batch_norm else 2
         row = self._element * (self._width + kept * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck

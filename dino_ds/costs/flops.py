@@ -17,11 +17,7 @@ from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import HeadSizes, ObjectiveCosts
-from dino_ds.errors import ConfigError
-
-
-class NotEstimated(ConfigError):
-    """There is no formula for this backbone, and it can't be measured either."""
+from dino_ds.errors import NotEstimated
 
 
 def vit_of(recipe: Recipe) -> ViTSpec:
@@ -32,17 +28,18 @@ def vit_of(recipe: Recipe) -> ViTSpec:
     return spec
 
 
-def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, int]:
-    """`step_flops` of a recipe; of a backbone that is not ours as one part of student and of teacher. Raises
-    NotEstimated."""
+def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool, precision: str = "fp32") -> dict[str, int]:
+    """`step_flops` of a recipe; of a backbone that is not ours as one part of student and of teacher, counted in
+    this precision, which changes nothing but what else is measured with it. Raises NotEstimated."""
     spec, objective = recipe.model.spec(), ObjectiveCosts.of(recipe)
     if isinstance(spec, ViTSpec):
         return step_flops(spec, objective, recipe.crops.groups, cls_only_last_block)
     from dino_ds.costs.measured import measure_student, measure_teacher
 
     found: dict[str, int] = {}
-    for who, flops in (("student", measure_student(recipe).flops), ("teacher", measure_teacher(recipe).flops)):
-        found |= {f"{who}_backbone": flops, **_head_flops(who, spec.width, objective)}
+    counted = {"student": measure_student(recipe, precision), "teacher": measure_teacher(recipe, precision)}
+    for who, one in counted.items():
+        found |= {f"{who}_backbone": one.flops, **_head_flops(who, spec.width, objective)}
     return found
 
 

@@ -27,8 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from dino_ds.backbones import BackboneOptions, BackboneSpec
 from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import NotEstimated
-from dino_ds.errors import one_line
+from dino_ds.errors import NotEstimated, one_line
 from dino_ds.models.base import CLS, Backbone, is_cast
 from dino_ds.models.build import build_backbone
 

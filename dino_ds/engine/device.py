@@ -42,9 +42,10 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def use_fastest_convolutions() -> None:
-    """From now on cuDNN times its kernels on each new size of a convolution, and takes the fastest."""
-    torch.backends.cudnn.benchmark = True
+def set_convolutions(fastest: bool, tf32: bool) -> None:
+    """From now on: whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether
+    it may compute FP32 ones in TF32, which is torch's default."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
 
 
 def memory_gib() -> float:

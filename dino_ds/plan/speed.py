@@ -97,7 +97,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         "offload": _offload_seconds(recipe, config, cluster, work.kept),
     }
     parts["waiting for other ranks"] = waiting_share(cluster) * sum(parts.values())
-    whole = sum(recipe_step_flops(recipe, False).values())
+    whole = sum(recipe_step_flops(recipe, False, config.precision).values())
     return StepTime(
         {name: seconds for name, seconds in parts.items() if seconds},
         whole * config.micro_batch * times,

@@ -12,9 +12,8 @@ from typing import Any
 
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import NotEstimated
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.plan.gpus import similar_gpu
 from dino_ds.plan.host import needed_bytes

@@ -91,7 +91,7 @@ def _counted(recipe: Recipe, config: DsConfig) -> Work:
     buckets = in_engine * tensors * ASSUMPTIONS["bucket_launches_per_tensor"]
     operators = student.operators + teacher.operators + ASSUMPTIONS["launches_of_head_and_loss"] + buckets
     return Work(
-        {name: images * n for name, n in recipe_step_flops(recipe, False).items()},
+        {name: images * n for name, n in recipe_step_flops(recipe, False, precision).items()},
         images * compiled * (student.moved + teacher.moved),
         int(operators),
         int(in_engine * depth * ASSUMPTIONS["optimizer_launches_per_block"]),

@@ -19,7 +19,7 @@ from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels, use_fastest_convolutions
+from dino_ds.engine.device import DTYPES, device, set_convolutions, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
@@ -46,8 +46,8 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
-    elif not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
-        use_fastest_convolutions()
+    if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
+        set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     objective = build_objective(recipe, device())
     network = build_network(recipe, config.performance, Placement(config), objective)
     if config.performance.compile != "off":

