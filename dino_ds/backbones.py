@@ -174,3 +174,8 @@ def backbone_spec(name: str) -> BackboneSpec:
     from dino_ds.foreign_backbones import foreign_spec
 
     return foreign_spec(name)
+
+
+def backbone_name(spec: BackboneSpec) -> str:
+    """For people: of a network that dino_ds does not build itself the name that a recipe gives it."""
+    return str(getattr(spec, "name", type(spec).__name__))

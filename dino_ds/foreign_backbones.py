@@ -27,6 +27,12 @@ _PROBES = (224, 256, 64)
 """Sides of images on which a network shows what it gives, in pixels; the first that it takes."""
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
 """What timm's models call the switch by which they take other sizes than their native one."""
+SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
+_NOT_ARGUMENTS = (
+    *("in_chans", "num_classes", "features_only"),
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+)
+"""Of timm.create_model: what dino_ds sets itself, and what reads files or downloads them."""
 
 
 @dataclass(frozen=True)
@@ -115,50 +121,60 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
         return _create_own(spec, arguments)
     import timm
 
-    if image_size is not None:
-        accepts = facts_of(spec).accepts
-        sizes = {"img_size": image_size, **_ANY_SIZE}
-        arguments = {key: value for key, value in sizes.items() if key in accepts} | arguments
-        if drop_path:
-            if "drop_path_rate" not in accepts:
-                raise ConfigError(
-                    f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth; set model.drop_path 0"
-                )
-            arguments["drop_path_rate"] = drop_path
-    try:
-        network: nn.Module = timm.create_model(
-            spec.name, pretrained=False, num_classes=0, in_chans=spec.in_chans, **arguments
+    if refused := arguments.keys() & set(_NOT_ARGUMENTS):
+        raise ConfigError(
+            f"model.arguments may not have {min(refused)}: channels are model.in_chans, weights model.init_from"
         )
+    arguments = timm_arguments(spec, image_size) if image_size is not None else {**arguments, "in_chans": spec.in_chans}
+    if drop_path:
+        if "drop_path_rate" not in facts_of(spec).accepts:
+            raise ConfigError(
+                f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth; set model.drop_path 0"
+            )
+        arguments["drop_path_rate"] = drop_path
+    try:
+        network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
     except Exception as error:  # whatever timm raises
         given = f" with model.arguments {spec.arguments}" if spec.arguments != "{}" else ""
         raise ConfigError(f"timm can't build model.backbone {spec.name}{given}: {one_line(error)}") from None
     return network
 
 
-def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
-    from torch import nn
+def timm_arguments(spec: ForeignSpec, image_size: int) -> dict[str, Any]:
+    """With which timm.create_model builds it for images of `image_size` pixels, as `create` does."""
+    accepts = facts_of(spec).accepts
+    sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
+    return sizes | json.loads(spec.arguments) | {"in_chans": spec.in_chans}
 
+
+def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
     found = own_class(spec.name)
     try:
-        network = found(in_chans=spec.in_chans, **arguments)
+        network: nn.Module = found(in_chans=spec.in_chans, **arguments)
     except Exception as error:  # whatever a user's class raises
         raise ConfigError(
             f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
             f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
         ) from None
-    if not isinstance(network, nn.Module):
-        raise ConfigError(f"model.backbone {spec.name} is a {type(network).__name__}, not a torch.nn.Module")
     return network
 
 
 def own_class(name: str) -> Any:
-    """The class MODULE:CLASS, found as `python -m` would, from the current folder too. Raises ConfigError."""
+    """The class MODULE:CLASS, found as `python -m` would, from the current folder too.
+
+    Raises ConfigError, also for what is not a class of modules: nothing else is called.
+    """
+    from torch import nn
+
     module, _, attribute = name.partition(":")
     with _current_folder_on_path():
         try:
-            return getattr(importlib.import_module(module), attribute)
+            found = getattr(importlib.import_module(module), attribute)
         except Exception as error:  # whatever importing it raises
             raise ConfigError(f"model.backbone {name} can't be imported: {one_line(error)}") from None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(f"model.backbone {name} is not a class of torch.nn.Module")
+    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds.backbones import BACKBONES
+from dino_ds.backbones import BackboneSpec, backbone_spec
 from dino_ds.bench.common import begin
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
@@ -22,7 +22,6 @@ from dino_ds.measure.host import describe_host, host_line
 from dino_ds.measure.tables import markdown_table, print_result, short
 from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.models.build import build_backbone
-from dino_ds.names import did_you_mean
 from dino_ds.options.bench import BenchInferenceOptions
 from dino_ds.weights.export import export_onnx
 from dino_ds.weights.load import Backbone, load
@@ -45,16 +44,15 @@ def run(options: BenchInferenceOptions) -> None:
 
     Raises ConfigError, CheckpointError.
     """
-    if options.random and options.model not in BACKBONES:
-        raise ConfigError(f"--random wants one of {', '.join(BACKBONES)}.{did_you_mean(options.model, BACKBONES)}")
+    spec = _named(options.model) if options.random else None
     if options.random and options.heads is not None:
         raise ConfigError(
             f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
         )
     begin(1, options.threads, "bench inference")
-    backbone = _random(options.model).to(device()) if options.random else load(options.model, device(), options.heads)
+    backbone = load(options.model, device(), options.heads) if spec is None else _random(spec, options.model)
     side = options.size or backbone.image_size
-    channels = backbone.vit.arch.in_chans
+    channels = backbone.network.spec.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
@@ -74,10 +72,9 @@ def run(options: BenchInferenceOptions) -> None:
         raise ConfigError(
             f"--batches {','.join(map(str, options.batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
         )
-    arch = backbone.vit.arch
     result = {
         "model": options.model,
-        "backbone": f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads",
+        "backbone": _sizes(backbone),
         "size": side,
         "baseline": BASELINE,
         "inference": rows,
@@ -87,8 +84,23 @@ def run(options: BenchInferenceOptions) -> None:
     print_result(_page(result), result, options.json)
 
 
-def _random(name: str) -> Backbone:
-    return Backbone(build_backbone(BACKBONES[name], _RANDOM_SIZE), _RANDOM_SIZE, name, {})
+def _named(name: str) -> BackboneSpec:
+    """Raises ConfigError for a name that a recipe can't have."""
+    try:
+        return backbone_spec(name)
+    except ValueError as error:
+        raise ConfigError(f"--random: {error}") from None
+
+
+def _random(spec: BackboneSpec, name: str) -> Backbone:
+    return Backbone(build_backbone(spec, _RANDOM_SIZE), _RANDOM_SIZE, name, {}).to(device())
+
+
+def _sizes(backbone: Backbone) -> str:
+    if not backbone.is_vit:
+        return f"stride {backbone.stride}, width {backbone.width}"
+    arch = backbone.vit.arch
+    return f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
 
 
 def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
@@ -123,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 def _compiled(backbone: Backbone) -> Features:
     other = copy.deepcopy(backbone)
-    other.vit.compile_segments()
+    other.network.compile_segments()
     return other.features
 
 
@@ -135,7 +147,7 @@ def _bf16(backbone: Backbone, compiled: bool) -> Features:
         raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
     other = copy.deepcopy(backbone).bfloat16()
     if compiled:
-        other.vit.compile_segments()
+        other.network.compile_segments()
     return lambda images: other.features(images.bfloat16())
 
 

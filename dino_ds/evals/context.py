@@ -28,14 +28,17 @@ class Model(Protocol):
 
     image_size: int
     stride: int
+    side_multiple: int
     width: int
+    is_vit: bool
+    """Whether it has attention and tokens of its last blocks."""
 
     def features(self, images: Tensor) -> Tensor:
         """(b, width)."""
         ...
 
     def patch_tokens(self, images: Tensor) -> Tensor:
-        """(b, rows, columns, width)."""
+        """(b, rows, columns, width); of a network that is not a ViT the width of its map."""
         ...
 
     def attention(self, images: Tensor) -> Tensor:

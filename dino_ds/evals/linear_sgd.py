@@ -39,7 +39,8 @@ def linear_sgd(context: EvalContext) -> dict[str, float]:
     """The papers' linear probe: SGD on augmented images, `--epochs 100`, the best of many learning rates"""
     # First: unusable test images must not be noticed after a hundred epochs.
     test = _test_inputs(context)
-    kinds = kinds_of(test.features.shape[1] // context.backbone.width - 1)
+    model = context.backbone
+    kinds = kinds_of(test.features.shape[1] // model.width - 1) if model.is_vit else [(1, False)]
     probes = Probes(kinds, context.backbone.width, test.classes, RATES, context.settings.seed, context.device)
     _train(context, probes, test.features.shape[1])
     found = probes.accuracies(test.features, test.labels)
@@ -99,7 +100,8 @@ class Probes:
 
     def _select(self, inputs: Tensor, kind: Kind) -> Tensor:
         """The columns of a kind with one of ones, for the bias: (b, columns + 1)."""
-        last = inputs.shape[1] - (0 if kind[1] else self._width)
+        has_mean = any(mean for _, mean in self.kinds)
+        last = inputs.shape[1] - (self._width if has_mean and not kind[1] else 0)
         x = inputs[:, last - _columns(*kind) * self._width : last]
         return torch.cat((x, x.new_ones(len(x), 1)), dim=1)
 
@@ -156,7 +158,11 @@ def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
 
 
 def _describe(context: EvalContext) -> Callable[[Tensor], Tensor]:
-    return lambda images: probe_inputs(context.backbone.last_tokens(images, BLOCKS))
+    """Images (b, c, h, w) -> inputs of the classifiers; of a network that is not a ViT its features alone."""
+    model = context.backbone
+    if not model.is_vit:
+        return lambda images: model.features(images).float()
+    return lambda images: probe_inputs(model.last_tokens(images, BLOCKS))
 
 
 def _test_inputs(context: EvalContext) -> Labelled:

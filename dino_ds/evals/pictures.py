@@ -14,7 +14,7 @@ from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop, channel_statistics
 from dino_ds.durable import replace_file
-from dino_ds.errors import DataError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept
 from dino_ds.evals.runner import LiveTeacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
@@ -30,7 +30,8 @@ _DPI = 60
 class PeriodicPictures(AtStep):
     """Attention of each head and PCA of the patches, of the evaluation crops of a few images spread over `source`.
 
-    Every `every` steps, 0 for never, into RUN/pictures/step_00001500/.
+    Of a network without attention PCA and similarity of its map; of one without a map nothing. Every `every` steps, 0
+    for never, into RUN/pictures/step_00001500/.
     """
 
     def __init__(self, source: Source, every: int, image_size: int, value_range: ValueRange | None = None) -> None:
@@ -63,17 +64,17 @@ class PeriodicPictures(AtStep):
         folder = pictures / f"step_{moment.step:08d}"
         with generators_kept(device):
             model = LiveTeacher(moment.teacher, self._image_size)
-            figures = draw_patches(model, *self._read(model.stride, device))
+            figures = draw_patches(model, *self._read(model, device)) if model.has_patches else {}
             for name, figure in figures.items():
                 moment.log.picture(name, figure_tensor(figure, _DPI), moment.step)
                 pictures.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", figure_png(figure, _DPI, palette=True))
 
-    def _read(self, stride: int, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
+    def _read(self, model: LiveTeacher, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
-            crop, rows = EvalCrop(max(self._image_size, _PATCHES * stride)), []
+            crop, rows = EvalCrop(self._side(model)), list[Tensor]()
             for index in evenly_spaced_indices(len(self._source), _IMAGES):
                 try:
                     rows.append(crop(load_image(self._source, index, self._range)))
@@ -83,3 +84,12 @@ class PeriodicPictures(AtStep):
                 raise DataError("none of the chosen images can be read")
             self._images = torch.stack(rows)
         return self._images.to(device), *channel_statistics(self._images.shape[1])
+
+    def _side(self, model: LiveTeacher) -> int:
+        """Pixels: so many that there are patches to see, but for a network that takes no other size than its own."""
+        side = max(self._image_size, _PATCHES * model.stride)
+        try:
+            model.check_image(side, side)
+        except ConfigError:
+            return self._image_size
+        return side

@@ -30,7 +30,8 @@ class _Ready(Exception):
 class _NoModel:
     """Stands for a model; none of its methods may be called."""
 
-    image_size = stride = width = 1
+    image_size = stride = side_multiple = width = 1
+    is_vit = False
 
     def features(self, *_: Any) -> torch.Tensor:
         raise AssertionError("an evaluation calls EvalContext.begin before it uses the model")

@@ -219,10 +219,15 @@ class LiveTeacher:
     def __init__(self, teacher: Teacher, image_size: int) -> None:
         self._teacher = teacher
         self._backbone = Backbone(teacher.backbone, image_size, "the teacher", {})
-        self.image_size, self.stride, self.width = image_size, self._backbone.stride, self._backbone.width
+        model = self._backbone
+        self.image_size, self.stride, self.width, self.is_vit = image_size, model.stride, model.width, model.is_vit
+        self.side_multiple, self.has_patches = model.side_multiple, model.has_patches
 
     def features(self, images: Tensor) -> Tensor:
         return self._teacher.features(images)
+
+    def check_image(self, height: int, width: int) -> None:
+        self._backbone.network.check_image(height, width)
 
     def patch_tokens(self, images: Tensor) -> Tensor:
         with self._teacher.evaluating():

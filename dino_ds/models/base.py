@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_ds.backbones import BackboneSpec
 from dino_ds.config.crops import Masks as Masks
+from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
 
 Crops = Mapping[str, Sequence[Tensor]]
@@ -89,6 +90,15 @@ class Backbone(nn.Module, ABC):
 
     def check_sides(self, sides: Sequence[int]) -> None:
         """Raises ConfigError for square crops of a side in pixels that it can't take."""
+
+    def check_image(self, height: int, width: int) -> None:
+        """Raises ConfigError for an image of so many pixels that it can't take."""
+        multiple = self.spec.side_multiple
+        if height % multiple or width % multiple:
+            raise ConfigError(
+                f"images of {height} x {width} pixels: wanted are h and w that are multiples of the patch size "
+                f"{multiple}"
+            )
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of the patch features of an image of so many pixels. Raises ConfigError if it has none."""

@@ -64,17 +64,16 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
                 "larger local crops, or take a network with LayerNorm or GroupNorm"
             )
-        if mean is not None and var is not None:
-            if _AGAIN[0] or not self.training:
-                mean, var = mean.clone(), var.clone()  # autograd must keep as many tensors as the first time
-            elif self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
+        # Not left out where a pass is repeated: autograd and the compiler must see the same operations.
+        momentum = 0.0 if _AGAIN[0] else self.momentum
+        if momentum and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         if ranks == 1:
-            return F.batch_norm(x, mean, var, weight, bias, True, self.momentum, self.eps)
+            return F.batch_norm(x, mean, var, weight, bias, True, momentum, self.eps)
         out, batch_mean, batch_var = _function_for(x).apply(x, weight, bias, self.eps)
         if mean is not None and var is not None:
-            mean.lerp_(batch_mean, self.momentum)
-            var.lerp_(batch_var, self.momentum)
+            mean.lerp_(batch_mean, momentum)
+            var.lerp_(batch_var, momentum)
         normalised: Tensor = out
         return normalised
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class ForeignBackbone(Backbone):
         # The same dictionaries, not copies: what takes one module's tensors elsewhere takes the other's.
         self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
         self._network = (network,)  # in a tuple it is no child
+        self._known_shapes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self._segments = [network.get_submodule(name) for name in self._facts.segments]
         self._drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
         for i, segment in enumerate(self._segments):
@@ -57,7 +58,7 @@ class ForeignBackbone(Backbone):
             return ForeignBackbone(self._foreign, self.image_size, self.options)
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
-        _, patches = self._shapes(height, width)
+        patches = self._shapes(height, width)[1] if self._facts.has_map else None
         if patches is None:
             raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
         return patches[1], patches[2]
@@ -73,7 +74,21 @@ class ForeignBackbone(Backbone):
                     f"{one_line(error)}; change crops.global_size or crops.local_size"
                 ) from None
 
+    def check_image(self, height: int, width: int) -> None:
+        try:
+            self._shapes(height, width)
+        except Exception as error:  # whatever a foreign network raises
+            raise ConfigError(
+                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error)}"
+            ) from None
+
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Of the features of two images, and of their patches."""
+        if (height, width) not in self._known_shapes:
+            self._known_shapes[height, width] = self._found_shapes(height, width)
+        return self._known_shapes[height, width]
+
+    def _found_shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         own = self._network[0]
         with torch.device("meta"), torch.no_grad():
             network = own if next(own.parameters()).is_meta else create(self._foreign, self.image_size)
@@ -163,7 +178,16 @@ def _run(
 
 
 def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
-    module.__class__ = type(type(module).__name__, (_Segment, type(module)), {})
+    forward = type(module).forward
+    members = {}
+    if isinstance(forward, FunctionType):
+        # Blocks of one class share their code, by which the compiler counts its variants; theirs differ in all shapes.
+        own = FunctionType(
+            forward.__code__.replace(), forward.__globals__, None, forward.__defaults__, forward.__closure__
+        )
+        own.__kwdefaults__ = forward.__kwdefaults__
+        members["forward"] = own
+    module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
     module.__dict__["_place_in_backbone"] = (place, _Reference(backbone))
 
 

@@ -82,4 +82,8 @@ class ExportOptions:
     format: Annotated[ExportForm, Help("one of")]
     out: Annotated[str | None, Help("file or folder to write", "beside the weights")] = None
     heads: Heads = None
+    backbone: Annotated[
+        str | None,
+        Help("timm's name or module:Class of a network that is no ViT, of a file that doesn't say it", "known"),
+    ] = None
     json: Json = False

@@ -24,8 +24,10 @@ _FRAMES = {True: "#1971c2", False: "#f08c00"}
 
 
 class PatchModel(Protocol):
-    """What a model must have to be drawn: images (b, 3, h, w) -> tokens (b, rows, columns, d), and the CLS token's
-    attention (b, heads, rows, columns)."""
+    """What a model must have to be drawn: images (b, 3, h, w) -> tokens (b, rows, columns, d), and of a ViT the CLS
+    token's attention (b, heads, rows, columns)."""
+
+    is_vit: bool
 
     def patch_tokens(self, images: Tensor) -> Tensor: ...
 
@@ -33,9 +35,17 @@ class PatchModel(Protocol):
 
 
 def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict[str, Figure]:
-    """Normalised images (b, c, h, w), on the model's device -> the figures "attention" and "pca"."""
+    """Normalised images (b, c, h, w), on the model's device -> the figures "attention" and "pca".
+
+    Of a network without attention the second is "similarity", of the patches in the middle.
+    """
     pictures = picture_of(images.cpu(), mean, std)
-    attention, tokens = model.attention(images).float().cpu(), model.patch_tokens(images).float().cpu()
+    tokens = model.patch_tokens(images).float().cpu()
+    if not model.is_vit:
+        middle = tokens.shape[1] // 2, tokens.shape[2] // 2
+        patches = [(i, *middle) for i in range(len(tokens))]
+        return {"pca": draw_pca(pictures, tokens), "similarity": draw_similarity(pictures, tokens, patches)}
+    attention = model.attention(images).float().cpu()
     return {"attention": draw_attention(pictures, attention), "pca": draw_pca(pictures, tokens)}
 
 
@@ -156,5 +166,5 @@ def overlay(picture: Tensor, weights: Tensor, colours: Tensor) -> np.ndarray:
 
 def _enlarged(values: Tensor, size: Sequence[int]) -> np.ndarray:
     """A map (h, w, ...) at the size of a picture, patch by patch."""
-    wide = values.repeat_interleave(size[0] // values.shape[0], 0).repeat_interleave(size[1] // values.shape[1], 1)
-    return wide.float().numpy()
+    rows, columns = (torch.arange(side) * count // side for side, count in zip(size, values.shape, strict=False))
+    return values[rows][:, columns].float().numpy()

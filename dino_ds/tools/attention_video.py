@@ -55,6 +55,8 @@ def run(options: AttentionVideoOptions) -> None:
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
     backbone = load_for_pictures(options.model)
+    if options.show != "pca":
+        _ = backbone.vit  # raises where there is no attention
     short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.stride)

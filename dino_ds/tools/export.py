@@ -32,10 +32,10 @@ def run(options: ExportOptions) -> None:
     default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
-    backbone = load(options.model, heads=options.heads)
+    backbone = load(options.model, heads=options.heads, backbone=options.backbone)
     backbone.about |= _results(source)
     how, notes = write(backbone, place), [*backbone.notes]
-    eps = backbone.vit.arch.norm_eps
+    eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
         notes.append(
             f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"

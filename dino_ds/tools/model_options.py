@@ -63,12 +63,18 @@ def in_parts(function: Callable[[Tensor], Tensor], images: Tensor, at_once: int 
 def side_of(backbone: Backbone, size: int | None) -> int:
     """Pixels of the images whose patches are shown: `size`, or twice the native side within 16 and 30 patches.
 
-    It is never less than the native side unless `size` is. Raises ConfigError.
+    It is never less than the native side unless `size` is; of a network that takes no other size the native one.
+    Raises ConfigError.
     """
     patch = backbone.stride
     if size is None:
         native = backbone.image_size // patch
-        return patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
+        side = patch * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
+        try:
+            backbone.network.check_image(side, side)
+        except ConfigError:  # it is made for its own size alone
+            return backbone.image_size
+        return side
     if size % patch:
         near = max(round(size / patch), 1) * patch
         raise ConfigError(f"--size {size} is not a multiple of the patch size {patch}: use {near}")

@@ -103,6 +103,7 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
     """(name, Figure) one after another."""
     if set(kinds) - {"curves"}:
         backbone = load_for_pictures(options.model)
+        kinds = _possible(kinds, backbone, options)
         queries = choose(options.queries, "queries", shown.source) if options.queries else None
         if set(kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), kinds, options)
@@ -123,18 +124,30 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
         yield "curves", draw_curves(_read_metrics(Path(options.model) / _METRICS))
 
 
+def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions) -> list[str]:
+    """Those that the network has; options.only None asks for all that can be had. Raises ConfigError."""
+    if options.foreground:
+        _ = backbone.vit  # the side at which the CLS token looks is its foreground
+    if options.only and "attention" in options.only:
+        _ = backbone.vit
+    if options.only and set(options.only) & set(_OF_PATCHES) and not backbone.has_patches:
+        backbone.network.patch_grid(backbone.image_size, backbone.image_size)  # says why not
+    left_out = () if backbone.is_vit else _OF_PATCHES[:1] if backbone.has_patches else _OF_PATCHES
+    return [kind for kind in kinds if kind not in left_out]
+
+
 def _patch_figures(
     backbone: Backbone, picked: Sequence[Picked], kinds: Sequence[str], options: PicturesOptions
 ) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, options.size))
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
-    grid = crop.size // backbone.stride
+    grid, _ = backbone.network.patch_grid(crop.size, crop.size)
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
     pictures = _pictures(pixels)
-    attention = in_parts(backbone.attention, pixels)
-    if "attention" in kinds:
+    attention = in_parts(backbone.attention, pixels) if backbone.is_vit else None
+    if "attention" in kinds and attention is not None:
         yield "attention", draw.draw_attention(pictures, attention)
     tokens = in_parts(backbone.patch_tokens, pixels)
     if "pca" in kinds:

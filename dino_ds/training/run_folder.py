@@ -20,6 +20,7 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
+from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
 from dino_ds.names import did_you_mean
 from dino_ds.options.run import Resume
 from dino_ds.training.environment import describe_environment, versions
@@ -204,12 +205,13 @@ class RunFolder:
 
     def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
         model, size = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size
-        is_vit = isinstance(arch, ViTSpec)
-        own = {} if is_vit else {"backbone": self.recipe.model.backbone, "image_size": size}
+        own = {} if isinstance(arch, ViTSpec) else {"backbone": self.recipe.model.backbone, "image_size": size}
         if model is None:
             return own
-        name, arguments = model[0], model[1] | ({"img_size": size} if is_vit else {}) | {"num_classes": 0}
-        written = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        name, arguments = model
+        arguments |= timm_arguments(arch, size) if isinstance(arch, ForeignSpec) else {"img_size": size}
+        arguments |= {"num_classes": 0}
+        written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
         return own | {
             "load": f"model = timm.create_model({name!r}, {written}); "
             "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",

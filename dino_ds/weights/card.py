@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from dino_ds import __version__
-from dino_ds.backbones import BACKBONES
+from dino_ds.backbones import BACKBONES, backbone_name
 from dino_ds.data.images import range_text
 from dino_ds.data.multicrop import channel_statistics
 from dino_ds.weights.load import Backbone
@@ -21,7 +21,7 @@ features = model(images)  # (b, {width})""",
     "transformers": """from transformers import AutoImageProcessor, AutoModel
 
 processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.from_pretrained("{folder}")
-features = model(**processor(images, return_tensors="pt")).last_hidden_state[:, 0]  # (b, {width})""",
+features = model(**processor(images, return_tensors="pt")).{output}  # (b, {width})""",
 }
 
 
@@ -30,9 +30,9 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
-    arch, about = model.vit.arch, model.about
-    resizing = model.vit.options.pos_embed_interpolation
-    mean, std = (list(values) for values in channel_statistics(arch.in_chans))
+    spec, about = model.network.spec, model.about
+    output = "last_hidden_state[:, 0]" if model.is_vit else "pooler_output"
+    mean, std = (list(values) for values in channel_statistics(spec.in_chans))
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return "\n".join(
         [
@@ -41,18 +41,16 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "---",
             f"# {_name(model)}, trained with {_objective(model)} by dino_ds",
             "",
-            f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads, native images of "
-            f"{model.image_size} pixels. The EMA teacher's backbone, FP32, without the projection head.",
+            f"{_sizes(model)}, native images of {model.image_size} pixels. The EMA teacher's backbone, FP32, without "
+            "the projection head.",
             *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
             "",
             "```python",
-            _USE[library].format(folder=folder, width=arch.width),
+            _USE[library].format(folder=folder, width=spec.width, output=output),
             "```",
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
-            f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut. Position embeddings of "
-            f"other sizes were resized as {resizing!r} in training; other libraries have "
-            "their own way, so features at other sizes may differ a little.",
+            f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut.{_on_sizes(model)}",
             *_range_lines(model),
             "",
             *_table(about),
@@ -62,8 +60,27 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     )
 
 
+def _sizes(model: Backbone) -> str:
+    spec = model.network.spec
+    if not model.is_vit:
+        return f"{backbone_name(spec)}, width {spec.width}, stride {spec.stride}"
+    arch = model.vit.arch
+    return f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
+
+
+def _on_sizes(model: Backbone) -> str:
+    if not model.is_vit:
+        return ""
+    return (
+        f" Position embeddings of other sizes were resized as {model.vit.options.pos_embed_interpolation!r} in "
+        "training; other libraries have their own way, so features at other sizes may differ a little."
+    )
+
+
 def _name(model: Backbone) -> str:
     """timm's, where the model has the sizes that it stands for."""
+    if not model.is_vit:
+        return backbone_name(model.network.spec)
     arch, name = model.vit.arch, model.about.get("timm_name")
     if name is not None and BACKBONES.get(name) == arch:
         return str(name)
@@ -88,7 +105,12 @@ def _metadata(model: Backbone, library: str) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": "image-feature-extraction",
-        "tags": ["dino", "self-supervised", "vision-transformer", "image-feature-extraction"],
+        "tags": [
+            "dino",
+            "self-supervised",
+            *(["vision-transformer"] if model.is_vit else []),
+            "image-feature-extraction",
+        ],
     }
     results = [
         {

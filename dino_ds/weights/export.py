@@ -6,27 +6,30 @@ import contextlib
 import dataclasses
 import json
 import logging
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
+from dino_ds.backbones import backbone_name
 from dino_ds.data.multicrop import channel_statistics
 from dino_ds.durable import replace_file, replacing, replacing_folder
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
+from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, to_huggingface
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.plain import PlainBackbone
+from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
+from dino_ds.weights.timm_config import timm_config, timm_model
 
 _BATCH, _SIDE = 4096, 512
 """Largest batch, and largest side in patches, that an ONNX program takes."""
@@ -34,55 +37,43 @@ _BATCH, _SIDE = 4096, 512
 
 def export_safetensors(model: Backbone, out: Path) -> str:
     """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
-    about = {
-        "timm_arguments": _timm(model)[1],
-        "architecture": dataclasses.asdict(model.vit.arch),
-        "pos_embed_interpolation": model.vit.options.pos_embed_interpolation,
-        **model.about,
-    }
+    spec: Any = model.network.spec  # a frozen dataclass
+    about: dict[str, Any] = {"architecture": dataclasses.asdict(spec)}
+    if model.is_vit:
+        about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation}
+    else:
+        about |= {"backbone": backbone_name(spec), "image_size": model.image_size}
+    if (timm := timm_model(model)) is not None:
+        about |= {"timm_arguments": timm[1], **({} if model.is_vit else {"timm_name": timm[0]})}
+    about |= model.about
     with _written(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
         replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+    if timm is None:
+        return f"dino_ds.load({out.name!r}, backbone={_name(model)!r})"
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 
 
 def export_timm(model: Backbone, out: Path) -> str:
-    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model."""
-    arch = model.vit.arch
-    name, arguments = _timm(model)
-    mean, std = channel_statistics(arch.in_chans)
-    config = {
-        "architecture": name,
-        "num_classes": 0,
-        "num_features": arch.width,
-        "global_pool": "token",
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "tag": "dino_ds",
-            "custom_load": False,
-            "input_size": [arch.in_chans, model.image_size, model.image_size],
-            "fixed_input_size": True,
-            "interpolation": "bicubic",
-            "crop_pct": 0.875,
-            "crop_mode": "center",
-            "mean": list(mean),
-            "std": list(std),
-            "num_classes": 0,
-            "pool_size": None,
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        },
-    }
+    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model.
+
+    Raises ConfigError for a network that timm does not know.
+    """
     card = model_card(model, "timm", out.name)
-    _write_folder(out, _tensors(model), card, {"config.json": config})
+    _write_folder(out, _tensors(model), card, {"config.json": timm_config(model)})
     return f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
 
 
 def export_hf(model: Backbone, out: Path) -> str:
     """A folder for transformers: config, weights, image processor, model card.
 
-    Raises ConfigError for an architecture that transformers has no model of.
+    Networks that are not our ViTs go by its wrapper of timm's. Raises ConfigError for an architecture that transformers
+    has no model of.
     """
+    if not model.is_vit:
+        config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
+        _write_folder(out, _tensors(model), model_card(model, "transformers", out.name), {"config.json": config})
+        return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     arch, size = model.vit.arch, model.image_size
     config = hf_config(arch, size, model.mask_token is not None)
     mean, std = channel_statistics(arch.in_chans)
@@ -109,16 +100,27 @@ def export_hf(model: Backbone, out: Path) -> str:
 def export_dino(model: Backbone, out: Path) -> str:
     """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE.
 
-    The only head that it has is that of the CLS token.
+    The only head that it has is that of the CLS token. Raises ConfigError for a network that these scripts can't build.
     """
-    network = to_reference(_tensors(model), model.heads, _mask_token(model))
+    tensors = _tensors(model)
+    if not model.is_vit and not {"conv1.weight", "layer1.0.conv1.weight"} <= tensors.keys():
+        raise ConfigError(
+            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {_name(model)} is neither: "
+            "take another format"
+        )
+    network = to_reference(tensors, model.heads, _mask_token(model))
     with _written(out) as file:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
     return f"eval_knn.py --pretrained_weights {out} ({'with' if 'head' in model.heads else 'without'} a head)"
 
 
 def export_dinov2(model: Backbone, out: Path) -> str:
-    """A file as the teacher_checkpoint.pth of facebookresearch/dinov2's training, blocks not in chunks."""
+    """A file as the teacher_checkpoint.pth of facebookresearch/dinov2's training, blocks not in chunks.
+
+    Raises ConfigError for what is not a ViT.
+    """
+    if not model.is_vit:
+        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {_name(model)} is none: take another format")
     network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
     with _written(out) as file:
         torch.save({"teacher": network}, file)
@@ -128,38 +130,65 @@ def export_dinov2(model: Backbone, out: Path) -> str:
 def export_onnx(model: Backbone, out: Path) -> str:
     """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
 
-    Raises ConfigError where onnx and onnxscript are not installed.
+    Of a network that is not made for several sizes, its native one only. Raises ConfigError where onnx and onnxscript
+    are not installed, and for a network that can't be exported.
     """
     try:
         import onnxscript  # noqa: F401
     except ImportError:
         raise ConfigError("ONNX needs two more packages: pip install 'dino_ds[onnx]'") from None
-    size = model.patch_size
-    batch = torch.export.Dim("batch", min=1, max=_BATCH)
-    rows, columns = (torch.export.Dim(name, min=2, max=_SIDE) for name in ("rows", "columns"))
     with _quiet():
-        program = torch.onnx.export(
-            PlainBackbone(model.vit),
-            (_example(model),),
-            dynamo=True,
-            dynamic_shapes=({0: batch, 2: size * rows, 3: size * columns},),
-            input_names=["images"],
-            output_names=["features"],
-            verbose=False,
-        )
-    assert program is not None
+        program, only = _onnx_program(model)
     with _written(out) as file:
         program.save(str(file), external_data=False)
-    return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}})"
+    return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}}){only}"
+
+
+def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
+    """A program, and what to add where it takes its native size only. Raises ConfigError."""
+    size, any_size = model.side_multiple, _takes_any_size(model)
+    batch = torch.export.Dim("batch", min=1, max=_BATCH)
+    # Of another network the map must have two pixels a side: one is a special case that its program would not cover.
+    least, most = (2, _SIDE) if model.is_vit else (2 * model.stride, _SIDE * model.stride)
+    rows, columns = (torch.export.Dim(name, min=least, max=most) for name in ("rows", "columns"))
+    shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
+    problem = ""
+    for shape in [*shapes, {0: batch}]:
+        try:
+            program = torch.onnx.export(
+                _plain(model),
+                (_example(model) if 2 in shape else _native(model),),
+                dynamo=True,
+                dynamic_shapes=(shape,),
+                input_names=["images"],
+                output_names=["features"],
+                verbose=False,
+            )
+        except Exception as error:  # whatever the exporter raises
+            problem = problem or one_line(error)
+            continue
+        assert program is not None
+        return program, "" if 2 in shape else f", images of {model.image_size} pixels only"
+    raise ConfigError(f"--format onnx: torch's exporter can't export {_name(model)}: {problem}")
 
 
 def export_torchscript(model: Backbone, out: Path) -> str:
-    """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size."""
+    """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size.
+
+    Of a network that is not made for several sizes, its native one only. Raises ConfigError for one that can't be
+    exported.
+    """
+    only = "" if _takes_any_size(model) else f", images of {model.image_size} pixels only"
     with _quiet(), torch.no_grad():
-        traced = torch.jit.trace(PlainBackbone(model.vit), _example(model))
+        try:
+            traced = torch.jit.trace(_plain(model), _example(model))
+        except Exception as error:  # whatever a foreign network raises
+            if model.is_vit:
+                raise
+            raise ConfigError(f"--format torchscript: {_name(model)} can't be traced: {one_line(error)}") from None
     with _written(out) as file:
         torch.jit.save(traced, str(file))
-    return f"torch.jit.load({out.name!r})(images)"
+    return f"torch.jit.load({out.name!r})(images){only}"
 
 
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
@@ -176,38 +205,53 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:
     """Without what is of use in training only, which timm's networks have no place for."""
-    kept = [(name, p) for name, p in model.vit.named_parameters() if name not in model.vit.training_only]
-    return {name: p.detach().cpu().contiguous() for name, p in kept}
+    network = model.network
+    kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in kept}
 
 
 def _mask_token(model: Backbone) -> Tensor | None:
     return None if model.mask_token is None else model.mask_token.detach().cpu()
 
 
-def _timm(model: Backbone) -> tuple[str, dict[str, int | float]]:
-    """Name and arguments with which timm builds this backbone."""
-    arch = model.vit.arch
-    # A model of timm's whose kind of block is ours; all sizes are arguments.
-    kind = "reg4_" if arch.registers else ""
-    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
-    usual = "vit_small_patch16_224" if arch.layer_scale is None else like
-    stated = model.about.get("timm_name")
-    name, arguments = arch.timm_model(stated if _is_timm_name(stated) else usual)
-    return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
+def _name(model: Backbone) -> str:
+    return backbone_name(model.network.spec)
 
 
-def _is_timm_name(name: object) -> TypeGuard[str]:
-    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
-    import timm
+def _plain(model: Backbone) -> nn.Module:
+    """The network as exporters want it. Raises ConfigError where it can't be built."""
+    if isinstance(model.network, ForeignBackbone):
+        return PlainForeign(model.network)
+    return PlainBackbone(model.vit)
 
-    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
+
+def _takes_any_size(model: Backbone) -> bool:
+    """Whether it takes others than its native one, sides unequal too."""
+    try:
+        model.network.check_image(*_example_sides(model))
+    except ConfigError:
+        return False
+    # Windows, positions and the like are made for one size: a program keeps what is computed from it.
+    spec = model.network.spec
+    return not isinstance(spec, ForeignSpec) or not facts_of(spec).accepts & {*SIZE_ARGUMENTS}
+
+
+def _example_sides(model: Backbone) -> tuple[int, int]:
+    """Unequal, neither of them the native one: nothing is to be taken for a constant."""
+    size, grid = model.stride, model.image_size // model.stride
+    return (grid + 1) * size, (grid + 2) * size
 
 
 def _example(model: Backbone) -> Tensor:
-    """Two images of unequal sides, neither of them the native one: nothing is to be taken for a constant."""
-    size, grid = model.patch_size, model.image_size // model.patch_size
-    device = model.vit.pos_embed.device
-    return torch.zeros(2, model.vit.arch.in_chans, (grid + 1) * size, (grid + 2) * size, device=device)
+    """Two images."""
+    if not _takes_any_size(model):
+        return _native(model)
+    return _native(model).new_zeros(2, model.network.spec.in_chans, *_example_sides(model))
+
+
+def _native(model: Backbone) -> Tensor:
+    device = next(model.network.parameters()).device
+    return torch.zeros(2, model.network.spec.in_chans, model.image_size, model.image_size, device=device)
 
 
 def _write_folder(out: Path, tensors: dict[str, Tensor], card: str, jsons: dict[str, dict[str, Any]]) -> None:

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from dino_ds.backbones import BACKBONES
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
-from dino_ds.errors import CheckpointError, one_line
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import CheckpointError, ConfigError, one_line
+from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
 from dino_ds.weights.read import Weights, check_beside, checked, read_weights
 from dino_ds.weights.reference import split_network
@@ -24,10 +26,12 @@ _SECONDS = 5.0
 """For the hub to answer."""
 
 
-def find_weights(place: str | Path) -> Weights:
+def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights:
     """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
 
-    A run's heads and mask token lie in its checkpoints. Raises CheckpointError for anything else.
+    A run's heads and mask token lie in its checkpoints. asked: what network somebody says it is, where no file does;
+    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. Raises CheckpointError for anything
+    else.
     """
     path = Path(place)
     if not path.exists() and _is_timm_name(str(place)):
@@ -39,8 +43,16 @@ def find_weights(place: str | Path) -> Weights:
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
     if not teacher.is_file():
-        return read_weights(path)
-    return _with_checkpoint(path, read_weights(teacher))
+        return read_weights(path, asked=asked)
+    return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path / "config.yaml")))
+
+
+def _backbone_of(recipe: Path) -> str | None:
+    """That a run trains."""
+    try:
+        return load_recipe(str(recipe), {}).model.backbone if recipe.is_file() else None
+    except ConfigError:  # of another version
+        return None
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
@@ -94,14 +106,17 @@ def _from_timm(name: str) -> Weights:
             raise CheckpointError(
                 f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
             ) from None
-    tensors = dict(model.state_dict())
+    tensors, base = dict(model.state_dict()), name.partition(".")[0]
     try:
         network = split_network(tensors, "teacher")
         backbone = checked(network.backbone)
     except CheckpointError as error:
-        raise CheckpointError(f"timm's {name}: {error}") from None
+        if base in BACKBONES:
+            raise CheckpointError(f"timm's {name}: {error}") from None
+        size = int(model.default_cfg["input_size"][-1])  # type: ignore[index]
+        return Weights("timm", tensors, about={"timm_name": base}, spec=ForeignSpec(base), image_size=size)
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
-    about = {"timm_name": name.partition(".")[0], "num_attention_heads": heads, "layer_norm_eps": eps}
+    about = {"timm_name": base, "num_attention_heads": heads, "layer_norm_eps": eps}
     return Weights("timm", backbone, about=about, notes=network.notes)
 
 

@@ -6,7 +6,8 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,24 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions, BackboneSpec
+from dino_ds.backbones import BackboneOptions, BackboneSpec, backbone_name, backbone_spec
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.images import prepared, to_rgb
 from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
-from dino_ds.weights.fit import describe, take_weights
-from dino_ds.weights.read import Weights, other_spec, range_of
+from dino_ds.weights.fit import describe, fit_tensors, take_weights
+from dino_ds.weights.read import Weights, range_of
 
 
 class Backbone(nn.Module):
     """A frozen backbone. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
-    `stride`; every method works without gradients and in FP32 unless autocast says otherwise.
+    `side_multiple`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
     projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) what stood
@@ -53,6 +55,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
+        self.side_multiple, self.is_vit = network.spec.side_multiple, isinstance(network, VisionTransformer)
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self._crop = EvalCrop(image_size)
@@ -79,14 +82,20 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """CLS features after the final norm, (b, width)."""
-        return self.network.features(self._checked(images))
+        """Of whole images, (b, width): of a ViT the CLS token's after the final norm, else the pooled ones."""
+        with self._explained(images):
+            return self.network.features(images)
 
     @torch.no_grad()
     def patch_tokens(self, images: Tensor) -> Tensor:
-        """Tokens of the patches after the final norm, (b, height, width of the grid, width)."""
-        grid = self._grid(self._checked(images))
-        features: dict[str, Tensor] = self.network({"images": [images]}, patches=("images",))
+        """Tokens of the patches after the final norm, (b, height, width of the grid, width).
+
+        Of another network than a ViT the map before the pooling, of the width that it has there. Raises ConfigError
+        where there is none.
+        """
+        with self._explained(images):
+            grid = self.network.patch_grid(*images.shape[-2:])
+            features: dict[str, Tensor] = self.network({"images": [images]}, patches=("images",))
         return features[patches_of("images")].unflatten(1, grid)
 
     @torch.no_grad()
@@ -95,8 +104,10 @@ class Backbone(nn.Module):
 
         CLS first; registers are left out.
         """
-        rows, columns = self._grid(self._checked(images))
-        tokens = torch.stack(self.vit.last_tokens(images, blocks))
+        vit = self.vit
+        with self._explained(images):
+            rows, columns = vit.patch_grid(*images.shape[-2:])
+            tokens = torch.stack(vit.last_tokens(images, blocks))
         return torch.cat((tokens[:, :, :1], tokens[:, :, -rows * columns :]), dim=2)
 
     def attention(self, images: Tensor) -> Tensor:
@@ -104,9 +115,17 @@ class Backbone(nn.Module):
 
         Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
         """
-        rows, columns = self._grid(self._checked(images))
-        weights = self.vit.last_attention(images, cls_only=True)[:, :, 0, -rows * columns :]
+        vit = self.vit
+        with self._explained(images):
+            rows, columns = vit.patch_grid(*images.shape[-2:])
+            weights = vit.last_attention(images, cls_only=True)[:, :, 0, -rows * columns :]
         return weights.unflatten(2, (rows, columns))
+
+    @property
+    def has_patches(self) -> bool:
+        """Whether it gives features of patches."""
+        spec = self.network.spec
+        return not isinstance(spec, ForeignSpec) or facts_of(spec).has_map
 
     @property
     def patch_size(self) -> int:
@@ -115,36 +134,53 @@ class Backbone(nn.Module):
 
     @property
     def vit(self) -> VisionTransformer:
-        """The network, if it is a Vision Transformer. Raises ConfigError for another one."""
+        """The network, if it is a Vision Transformer of dino_ds. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
-            raise ConfigError(f"{type(self.network).__name__} is not a Vision Transformer: this is for those alone")
+            raise ConfigError(
+                f"{backbone_name(self.network.spec)} is not a Vision Transformer that dino_ds builds: attention and "
+                "the tokens of single blocks are of those alone"
+            )
         return self.network
 
-    def _grid(self, images: Tensor) -> tuple[int, int]:
-        return images.shape[-2] // self.stride, images.shape[-1] // self.stride
+    @contextmanager
+    def _explained(self, images: Tensor) -> Iterator[None]:
+        """Raises ConfigError unless `images` are a batch that the network can take."""
+        channels = self.network.spec.in_chans
+        if images.ndim != 4 or images.shape[1] != channels:
+            raise ConfigError(f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w)")
+        if self.side_multiple > 1:
+            self.network.check_image(*images.shape[-2:])
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # whatever a foreign network raises
+            self.network.check_image(*images.shape[-2:])
+            raise
 
-    def _checked(self, images: Tensor) -> Tensor:
-        """`images`. Raises ConfigError unless they are a batch of images that can be cut into patches."""
-        channels, size = self.network.spec.in_chans, self.stride
-        if images.ndim != 4 or images.shape[1] != channels or images.shape[-2] % size or images.shape[-1] % size:
-            raise ConfigError(
-                f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w) with h and w multiples of "
-                f"the patch size {size}"
-            )
-        return images
 
-
-def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None = None) -> Backbone:
+def load(
+    path: str | Path, device: str | torch.device = "cpu", heads: int | None = None, backbone: str | None = None
+) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
-    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2). `heads`: attention
+    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: attention
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
-    so. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for anything else, and
-    where heads must be named.
+    so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
+    152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
+    of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
+    anything else, and where heads or the backbone must be named.
     """
-    weights = find_weights(path)
-    if (spec := other_spec(weights.about)) is not None:
-        return _load_other(spec, weights, str(path)).to(device)
+    weights = find_weights(path, None if backbone is None else _asked(backbone))
+    if weights.spec is not None:
+        named = backbone_name(weights.spec)
+        if backbone not in (None, named):
+            raise CheckpointError(f"{path}: --backbone {backbone}, and the file is of a {named}: leave it out")
+        if heads is not None:
+            raise CheckpointError(f"{path}: --heads {heads}: a {named} is not a ViT; leave it out")
+        return _load_other(weights.spec, weights, str(path)).to(device)
+    if backbone is not None:
+        raise CheckpointError(f"{path}: --backbone {backbone}, and the file is of a Vision Transformer: leave it out")
     try:
         found = describe(weights, heads)
         if heads not in (None, found.arch.heads):
@@ -161,14 +197,27 @@ def load(path: str | Path, device: str | torch.device = "cpu", heads: int | None
     return model.to(device)
 
 
-def _load_other(spec: BackboneSpec, weights: Weights, source: str) -> Backbone:
-    """A backbone that is not a Vision Transformer. Raises CheckpointError where the tensors are not its own."""
-    size = weights.about.get("image_size")
-    if not isinstance(size, int) or size <= 0:
-        raise CheckpointError(f"{source}: the JSON beside the weights does not say the image_size")
-    network = build_backbone(spec, size)
+def _asked(name: str) -> ForeignSpec:
+    """Raises CheckpointError for a name that is neither timm's nor a class's, and for one of our ViTs."""
     try:
-        network.load_state_dict(weights.backbone)
-    except RuntimeError as error:
-        raise CheckpointError(f"{source}: {' '.join(str(error).split())[:200]}") from None
-    return Backbone(network, size, source, weights.about)
+        spec = backbone_spec(name)
+    except ValueError as error:
+        raise CheckpointError(f"--backbone {error}") from None
+    if not isinstance(spec, ForeignSpec):
+        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
+    return spec
+
+
+def _load_other(spec: BackboneSpec, weights: Weights, source: str) -> Backbone:
+    """A backbone that is not a Vision Transformer of ours. Raises CheckpointError where the tensors are not its own."""
+    size = weights.image_size
+    try:
+        with torch.device("meta"):
+            wanted = build_backbone(spec, size).state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        fitting = fit_tensors(weights.backbone, shapes, "antialias", "the weights lack", "the weights are")
+        network = build_backbone(spec, size)
+        network.load_state_dict(fitting)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{source}: {error}") from None
+    return Backbone(network, size, source, weights.about, weights.heads, weights.notes)

@@ -7,7 +7,7 @@ import math
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.backbones import BACKBONES, VITS, BackboneSpec
+from dino_ds.backbones import VITS, BackboneSpec
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
+from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
@@ -40,7 +42,8 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 class Weights:
     """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
     `Network`; `about`: the JSON beside it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d):
-    what hidden patches are, None where the file does not say."""
+    what hidden patches are, None where the file does not say. `spec`: of a network that is not one of our ViTs, whose
+    names and buffers it then has, made for images of `image_size` pixels a side."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -48,53 +51,68 @@ class Weights:
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mask_token: Tensor | None = None
+    spec: BackboneSpec | None = None
+    image_size: int = 0
 
 
-def read_weights(path: Path, network: str = "teacher") -> Weights:
+def read_weights(
+    path: Path, network: str = "teacher", asked: ForeignSpec | None = None, trusted: str | None = None
+) -> Weights:
     """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
 
-    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a ViT's weights.
+    asked: what network somebody says it is of; trusted: MODULE:CLASS that may be imported, `asked`'s besides.
+    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights.
     """
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
-    counters: set[str] = set()
+    trusted = trusted if asked is None else asked.name
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
             backbone, mask_token, notes = from_huggingface(tensors)
             weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
-        elif other_spec(about) is not None:
-            weights = Weights("dino_ds", tensors, {}, about, [])
-            counters = {name for name, tensor in tensors.items() if not tensor.is_floating_point()}  # of buffers
         else:
-            found = split_network(tensors, network)
-            kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
-            if isinstance(about.get("architecture"), str):
-                kind, about = "timm", _from_timm_config(about)
-            elif "architecture" in about:
-                kind = "dino_ds"
-            weights = Weights(kind, checked(found.backbone), found.heads, about, found.notes, found.mask_token)
+            weights = _of_network(tensors, about, network, asked, trusted)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    check_numbers(path, {name: tensor for name, tensor in weights.backbone.items() if name not in counters})
+    is_vit = weights.spec is None
+    check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
     check_beside(path, weights.heads, weights.mask_token)
     return weights
 
 
-def other_spec(about: Mapping[str, Any]) -> BackboneSpec | None:
-    """The backbone that teacher.json names, if it is one of dino_ds and not a Vision Transformer."""
-    name, numbers = about.get("backbone"), about.get("architecture")
-    if not isinstance(name, str) or name not in BACKBONES or name in VITS or not isinstance(numbers, dict):
-        return None
-    spec: Any = BACKBONES[name]
-    try:
-        found: BackboneSpec = replace(spec, **numbers)
-        if not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
-            raise TypeError
-    except TypeError:
-        raise CheckpointError(f"the JSON beside the weights has numbers that are not those of a {name}") from None
-    return found
+def _of_network(
+    tensors: dict[str, Tensor], about: dict[str, Any], network: str, asked: ForeignSpec | None, trusted: str | None
+) -> Weights:
+    """A ViT of dino's or timm's, else another network. Raises CheckpointError with what is wrong with it as a ViT."""
+    is_said_to_be_other = asked is not None or "backbone" in about
+    other = other_network(tensors, about, asked, trusted) if is_said_to_be_other else None
+    if other is None:
+        try:
+            return _of_vit(tensors, about, network)
+        except CheckpointError:
+            if asked is not None:
+                known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
+                raise CheckpointError(f"it is {known}: its tensors are {few(sorted(tensors))}") from None
+            other = None if is_said_to_be_other else other_network(tensors, about, asked, trusted)
+            if other is None:
+                raise
+    kind = "dino_ds" if "backbone" in about else "dino or timm"
+    if isinstance(about.get("architecture"), str):
+        kind, about = "timm", {"timm_name": about["architecture"]}
+    return Weights(kind, other.backbone, other.heads, about, other.notes, None, other.spec, other.image_size)
+
+
+def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any], network: str) -> Weights:
+    found = split_network(tensors, network)
+    kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
+    own = checked(found.backbone)
+    if isinstance(about.get("architecture"), str):
+        kind, about = "timm", _from_timm_config(about)
+    elif "architecture" in about:
+        kind = "dino_ds"
+    return Weights(kind, own, found.heads, about, found.notes, found.mask_token)
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +284,12 @@ def check_beside(path: Path, heads: Mapping[str, dict[str, Tensor]], mask_token:
 
 
 def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises CheckpointError for NaN, infinity and integers."""
-    wrong = [name for name, t in tensors.items() if not t.is_floating_point() or not torch.isfinite(t.float()).all()]
+    """Raises CheckpointError for NaN, infinity and integers that are not BatchNorm's counters."""
+    wrong = [
+        name
+        for name, t in tensors.items()
+        if not name.endswith("num_batches_tracked")
+        and (not t.is_floating_point() or not torch.isfinite(t.float()).all())
+    ]
     if wrong:
         raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

@@ -15,6 +15,8 @@ _DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
 """Beside a backbone, of no use for features: what masked patches are, and classifiers."""
 _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Their projection heads, dino's and dinov2's, by our names."""
+HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
+"""A tensor of facebookresearch/dino's projection head, beside a "backbone."; a ResNet has its own in "head.fc"."""
 _OURS, _V2 = {"head": "head"}, {"head": "dino_head", "ibot_head": "ibot_head"}
 """The other way: what dino's files call our heads, and what dinov2's do."""
 _PROTOTYPES = {
@@ -73,7 +75,8 @@ def _prefix(tensors: dict[str, Tensor], network: str) -> str:
     if not found:
         names = sorted(tensors)
         raise CheckpointError(
-            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}{about_dinov3(names)}"
+            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}{about_dinov3(names)}; "
+            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
         )
     chosen = [prefix for prefix in found if network in prefix] if len(found) > 1 else found
     if len(chosen) != 1:
@@ -154,7 +157,9 @@ def _head_to_reference(head: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _is_swiglu(backbone: dict[str, Tensor]) -> bool:
-    """SwiGLU's first MLP layer gives twice what its second takes."""
+    """SwiGLU's first MLP layer gives twice what its second takes; a ResNet has none."""
+    if "blocks.0.mlp.fc1.weight" not in backbone:
+        return False
     return backbone["blocks.0.mlp.fc1.weight"].shape[0] == 2 * backbone["blocks.0.mlp.fc2.weight"].shape[1]
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import FROM_SOURCE, VITS, ViTSpec
+from dino_ds.backbones import FROM_SOURCE, VITS, BackboneSpec, ViTSpec, backbone_name
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import ModelSection
 from dino_ds.data.images import ValueRange, range_text
 from dino_ds.errors import CheckpointError
+from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.find import find_weights
@@ -38,7 +39,11 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
     weights are of another architecture than `model`.
     """
     assert model.init_from is not None
-    weights, ours = find_weights(model.init_from), _vit(model)
+    wanted = model.spec()
+    weights = find_weights(model.init_from, wanted if isinstance(wanted, ForeignSpec) else None)
+    if not isinstance(wanted, ViTSpec) or weights.spec is not None:
+        return replace(weights, notes=[*weights.notes, *_notes_on_other(weights, model, value_range)])
+    ours = wanted
     try:
         found, theirs = describe(weights, ours.heads), range_of(weights.about)
     except CheckpointError as error:
@@ -50,11 +55,35 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
         raise CheckpointError(
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
-    notes = [*weights.notes, *_notes(found, model)]
-    if weights.kind == "dino_ds" and theirs != value_range:
-        old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, value_range))
-        notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
+    notes = [*weights.notes, *_notes(found, model, ours), *_notes_on_range(weights, theirs, value_range)]
     return replace(weights, notes=notes)
+
+
+def _notes_on_other(weights: Weights, model: ModelSection, value_range: ValueRange | None) -> list[str]:
+    """Where the run or the weights are of a network that is not one of our ViTs. Raises CheckpointError."""
+    ours, theirs, start = model.spec(), weights.spec, f"model.init_from {model.init_from}"
+    if theirs is None:
+        raise CheckpointError(
+            f"{start} is a Vision Transformer, not a {model.backbone}; start with --model.backbone {FROM_SOURCE}"
+        )
+    if (name := backbone_name(theirs)) != (wanted := backbone_name(ours)):
+        wanted = "Vision Transformer" if isinstance(ours, ViTSpec) else wanted
+        raise CheckpointError(f"{start} is a {name}, not a {wanted}; start with --model.backbone {name}")
+    if theirs.in_chans != ours.in_chans:
+        raise CheckpointError(
+            f"{start} is for images of {theirs.in_chans} channels, this run's have {ours.in_chans} (model.in_chans): "
+            "start without it, or from weights for as many"
+        )
+    given = [getattr(spec, "arguments", "{}") for spec in (theirs, ours)]
+    notes = [f"it was made with model.arguments {given[0]}, this run's are {given[1]}"] if given[0] != given[1] else []
+    return [*notes, *_notes_on_range(weights, range_of(weights.about), value_range)]
+
+
+def _notes_on_range(weights: Weights, theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
+    if weights.kind != "dino_ds" or theirs == ours:
+        return []
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
@@ -70,12 +99,15 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     if run_dir is not None and begun.is_file():
         before = load_recipe(str(begun), {}).model
         if before.init_from == model.init_from:
-            values = {key: getattr(before, key) for key in ("backbone", "layer_scale", *_FLAGS)}
+            values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *_FLAGS)}
             return change_recipe(
                 recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
             )
     try:
-        arch = describe(find_weights(model.init_from), model.heads).arch
+        weights = find_weights(model.init_from)
+        if weights.spec is not None:
+            return change_recipe(recipe, _flags_for_other(weights.spec))
+        arch = describe(weights, model.heads).arch
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     flags = flags_for(arch, model)
@@ -84,13 +116,9 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     return change_recipe(recipe, flags)
 
 
-def _vit(model: ModelSection) -> ViTSpec:
-    spec = model.spec()
-    if not isinstance(spec, ViTSpec):
-        raise CheckpointError(
-            f"model.init_from is for Vision Transformers, which {model.backbone} is not: leave it out"
-        )
-    return spec
+def _flags_for_other(spec: BackboneSpec) -> dict[str, str]:
+    arguments = {"model.arguments": spec.arguments} if isinstance(spec, ForeignSpec) else {}
+    return {"model.backbone": backbone_name(spec), "model.in_chans": str(spec.in_chans), **arguments}
 
 
 def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
@@ -138,8 +166,8 @@ def _not_built(arch: ViTSpec) -> str:
     )
 
 
-def _notes(found: Description, model: ModelSection) -> list[str]:
-    ours, notes = _vit(model), []
+def _notes(found: Description, model: ModelSection, ours: ViTSpec) -> list[str]:
+    notes = []
     if not found.heads_stated:
         notes.append(f"no file says its attention heads: {ours.heads} as the model")
     if found.arch.norm_eps != ours.norm_eps:
@@ -153,7 +181,8 @@ def _notes(found: Description, model: ModelSection) -> list[str]:
 
 
 class InitialWeights:
-    """A `Placer` that copies the tensors of `weights` over the initial ones, then hands the module on to `place`.
+    """A `Placer` that copies the tensors of `weights`, buffers too, over the initial ones, then hands the module on to
+    `place`.
 
     The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
     head of other shapes is left out, and ours stays as initialised; so does a mask token that `weights` do not have.
@@ -163,7 +192,7 @@ class InitialWeights:
         self._prefix = {module: name for name, module in network.named_modules()}
         self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
         self._said: list[str] = []
-        own = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         self._backbone = self._fit_backbone(weights, own, interpolation)
         self._tensors = dict(self._backbone)
         for name in network.head_names:
@@ -207,17 +236,17 @@ class InitialWeights:
         start = f"model.init_from {self._source}"
         fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
         place = "backbone.pos_embed"
-        if fitting[place].shape != theirs[place].shape:
+        if place in fitting and fitting[place].shape != theirs[place].shape:
             self._said.append(f"position embedding resized to {shapes[place][1]} places")
         return fitting
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
         prefix = self._prefix[module]
-        for name, parameter in module.named_parameters(recurse=False):
+        for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             tensor = self._tensors.get(f"{prefix}.{name}")
             if tensor is not None:
-                parameter.copy_(tensor.to(parameter.dtype))
+                own.copy_(tensor.to(own.dtype))
         self._place(module)
 
     def __str__(self) -> str:

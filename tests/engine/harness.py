@@ -129,4 +129,4 @@ def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 def fp32_student(engine: Engine, like: Network) -> dict[str, Tensor]:
     """The student's FP32 master weights, whole, by name: a teacher with momentum 0. `like` is overwritten."""
-    return copied(EmaTeacher(like, engine.masters()).state())
+    return copied(EmaTeacher(like, engine.masters(), buffers=engine.buffers).state())

@@ -230,5 +230,5 @@ def test_others_are_refused(module, message):
 
 def test_one_value_of_a_channel_is_refused():
     _, ours = _pair("images")
-    with pytest.raises(ConfigError, match="make micro-batches or crops larger"):
+    with pytest.raises(ConfigError, match="give more images to a micro-batch"):
         ours(torch.ones(1, 5, 1, 1))

@@ -171,6 +171,8 @@ def test_names_of_classes_are_no_formulas(recwarn):
 
 def test_a_model_on_a_batch(pictures):
     class Model:
+        is_vit = True
+
         def patch_tokens(self, images):
             return torch.randn(len(images), 4, 4, 8)
 
@@ -179,6 +181,9 @@ def test_a_model_on_a_batch(pictures):
 
     figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
     assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
+    Model.is_vit = False
+    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"pca": 4, "similarity": 8}
 
 
 @pytest.mark.slow

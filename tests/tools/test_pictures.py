@@ -183,7 +183,8 @@ def test_a_folder_that_cant_be_written(place, tmp_path):
 def test_patches_are_shown_at_twice_the_native_side_within_16_and_30():
     sides = {4: 16, 10: 20, 20: 30, 40: 40}
     for native, wanted in sides.items():
-        assert side_of(SimpleNamespace(stride=8, image_size=8 * native), None) == 8 * wanted
+        network = SimpleNamespace(check_image=lambda *_: None)
+        assert side_of(SimpleNamespace(stride=8, image_size=8 * native, network=network), None) == 8 * wanted
 
 
 def test_a_folder_at_home_is_found(tmp_path, monkeypatch):

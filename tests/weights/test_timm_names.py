@@ -75,13 +75,17 @@ def test_where_the_hub_does_not_answer(cache, monkeypatch):
 
 
 def test_other_networks_of_timm(monkeypatch):
-    """What is no plain ViT is said to be none; names that are near one of ours are told."""
+    """What is no plain ViT is built by timm; names that are near one of ours are told."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
-    with pytest.raises(CheckpointError, match=r"timm's resnet18: it holds no Vision Transformer"):
-        load("resnet18")
-    with pytest.raises(CheckpointError, match=r"timm's vit_tiny_r_s16_p8_224: .*no patch_embed.backbone"):
-        load("vit_tiny_r_s16_p8_224")
+    for name in ("resnet18.a1_in1k", "vit_tiny_r_s16_p8_224"):
+        torch.manual_seed(0)
+        theirs = create(name, num_classes=0).eval()
+        torch.manual_seed(0)
+        ours, images = load(name), _images(224, 224, images=1)
+        assert ours.network.spec.name == name.partition(".")[0] and ours.image_size == 224
+        with torch.no_grad():
+            torch.testing.assert_close(ours.features(images), theirs(images), rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):
         load("vit_smal_patch16_224")
 

@@ -117,6 +117,8 @@ def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
     side = max(1, (context.settings.size or _SIZE) // backbone.stride) * backbone.stride
 
     def describe(images: Tensor) -> Tensor:
+        if not backbone.is_vit:
+            return pooled(backbone.features(images), backbone.patch_tokens(images))
         tokens = backbone.last_tokens(images, 1)[0]
         rows = images.shape[-1] // backbone.stride
         return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))

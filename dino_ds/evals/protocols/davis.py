@@ -204,10 +204,11 @@ def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarra
         scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
         return model.patch_tokens(scaled[None].to(device))[0].float()
 
-    grid = (width // model.stride, height // model.stride)
-    small = np.array(Image.fromarray(mask).resize(grid, Image.Resampling.NEAREST))
+    tokens = patches(first)
+    rows, columns = tokens.shape[:2]
+    small = np.array(Image.fromarray(mask).resize((columns, rows), Image.Resampling.NEAREST))
     labels = F.one_hot(torch.from_numpy(small).long(), objects + 1).permute(2, 0, 1).float().to(device)
-    propagation = LabelPropagation(patches(first), labels)
+    propagation = LabelPropagation(tokens, labels)
     found = []
     for path in clip.frames[1:-1]:
         soft = propagation(patches(read_image(path)))

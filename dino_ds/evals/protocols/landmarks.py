@@ -107,7 +107,7 @@ def thumbnail(image: Image.Image, size: int) -> Tensor:
 
 def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
     """One image (1, 3, h, w) of any size -> (1, d): the sum of its features at these scales, unit length."""
-    patch = context.backbone.stride
+    patch = context.backbone.side_multiple
 
     def describe(images: Tensor) -> Tensor:
         total = Tensor([0.0]).to(images.device)

@@ -20,7 +20,7 @@ COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220
 class Colours:
     """A patch's token is its mean colour and its likeness to each of COLOURS; the feature is the tokens' mean."""
 
-    image_size, stride, width = 32, 8, 3 + len(COLOURS)
+    image_size, stride, side_multiple, width, is_vit = 32, 8, 8, 3 + len(COLOURS), True
 
     def patch_tokens(self, images: Tensor) -> Tensor:
         mean = F.avg_pool2d(images, self.stride).permute(0, 2, 3, 1)

@@ -1,0 +1,216 @@
+"""Weights of networks that dino_ds does not build itself: which network they are of, under which names they lie."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_ds.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
+from dino_ds.errors import CheckpointError, ConfigError, one_line
+from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
+from dino_ds.weights.reference import HEAD, head_to_ours
+
+_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+"""Told by the shapes of their tensors; torchvision and timm name them alike."""
+_USUAL_SIZE, _MOST_SIZE, _MOST_CHANNELS = 224, 16384, 1024
+_PLAIN_NUMBER = 1024
+"""A number of arguments may be as large as this, or as anything in the file: they must not make us build for hours."""
+_MOST_TEXT = 4096
+_WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
+"""What DDP, torch.compile and transformers put into names."""
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Other(NamedTuple):
+    """A network: its spec, the side of its native images in pixels, its tensors by its names, the heads beside it by
+    ours; `notes`: what was left out."""
+
+    spec: BackboneSpec
+    image_size: int
+    backbone: dict[str, Tensor]
+    heads: dict[str, dict[str, Tensor]]
+    notes: list[str]
+
+
+def other_network(
+    tensors: dict[str, Tensor], about: Mapping[str, Any], asked: ForeignSpec | None, trusted: str | None
+) -> Other | None:
+    """What a file holds if it is not a ViT of ours.
+
+    about: the JSON beside it. asked: what somebody says it is. trusted: MODULE:CLASS that may be imported. Raises
+    CheckpointError for an unusable JSON.
+    """
+    if (spec := stated_spec(about, tensors, trusted)) is not None:
+        return Other(spec, _size(about.get("image_size")), tensors, {}, [])
+    if isinstance(about.get("architecture"), str):
+        return _of_timm_folder(tensors, about)
+    network, heads = _split(tensors)
+    found = _recognised(tensors, network, asked)
+    if found is None:
+        return None
+    spec, own = found
+    return Other(spec, _USUAL_SIZE, *_without_classifier(own, spec, heads if own is network else {}))
+
+
+def stated_spec(
+    about: Mapping[str, Any], tensors: Mapping[str, Tensor], trusted: str | None = None
+) -> BackboneSpec | None:
+    """The backbone that teacher.json names, if it is not one of our Vision Transformers. Raises CheckpointError."""
+    name, numbers = about.get("backbone"), about.get("architecture")
+    if not isinstance(name, str) or name in VITS or not isinstance(numbers, dict):
+        return None
+    if ":" in name and name != trusted:
+        raise CheckpointError(
+            f"the JSON beside the weights names the class {_shown(name)}, whose code would run: if it is yours, "
+            "give its run folder, or name the class yourself: --backbone of dino-ds export, backbone= in Python"
+        )
+    try:
+        spec: Any = backbone_spec(name)
+        if isinstance(spec, ForeignSpec):
+            _check_foreign(numbers, name, tensors)
+        elif not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
+            raise TypeError
+        found: BackboneSpec = replace(spec, **numbers)
+    except (TypeError, ValueError) as error:
+        reason = f" ({one_line(error)})" if isinstance(error, ValueError) else ""
+        raise CheckpointError(
+            f"the JSON beside the weights has an architecture that is not that of a {_shown(name)}{reason}"
+        ) from None
+    return found
+
+
+def _shown(name: str) -> str:
+    return ascii(name)[1:-1][:80]
+
+
+def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for fields of a ForeignSpec that no run writes."""
+    channels, arguments = numbers.get("in_chans"), numbers.get("arguments")
+    if numbers.keys() != {"name", "in_chans", "arguments"} or numbers["name"] != name:
+        raise ValueError("wanted are its name, in_chans and arguments")
+    if not isinstance(channels, int) or isinstance(channels, bool) or not 1 <= channels <= _MOST_CHANNELS:
+        raise ValueError(f"in_chans {str(channels)[:20]}")
+    if not isinstance(arguments, str) or len(arguments) > _MOST_TEXT:
+        raise ValueError("arguments are not a JSON object as text")
+    try:
+        found = json.loads(arguments)
+    except RecursionError:
+        raise ValueError("arguments are too deep") from None
+    _check_arguments(found, tensors)
+
+
+def _check_arguments(arguments: object, tensors: Mapping[str, Tensor]) -> None:
+    if not isinstance(arguments, dict) or len(str(arguments)) > _MOST_TEXT:
+        raise ValueError("arguments are not a JSON object")
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    most = max(_PLAIN_NUMBER, len(tensors), largest)
+    todo: list[object] = [arguments]
+    while todo:
+        value = todo.pop()
+        todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if isinstance(value, int | float) and not abs(value) <= most:
+            raise ValueError(f"{str(value)[:20]} among its arguments, and nothing in the file is as large")
+
+
+def _size(size: object) -> int:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_SIZE:
+        raise CheckpointError(f"the JSON beside the weights does not say the image_size in pixels: {str(size)[:20]}")
+    return size
+
+
+def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Other | None:
+    """By timm's config.json; None for one of our ViTs. Raises CheckpointError."""
+    name, given, pretrained = config["architecture"], config.get("model_args") or {}, config.get("pretrained_cfg")
+    if name in BACKBONES:
+        return None
+    try:
+        spec = backbone_spec(name)
+        assert isinstance(spec, ForeignSpec)
+        if not isinstance(given, dict) or not spec.is_timm:
+            raise ValueError("model_args are not keywords")
+        arguments = {key: given[key] for key in given.keys() - {*SIZE_ARGUMENTS, "in_chans", "num_classes"}}
+        spec = replace(spec, in_chans=given.get("in_chans", 3), arguments=json.dumps(arguments, sort_keys=True))
+        _check_foreign(vars(spec), name, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"config.json: {one_line(error)}") from None
+    sizes = (pretrained if isinstance(pretrained, dict) else config).get("input_size")
+    size = _size(given.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else _USUAL_SIZE))
+    own = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
+    return Other(spec, size, *_without_classifier(own, spec, {}))
+
+
+def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A network and the heads beside it, as facebookresearch/dino saves them, whatever wraps them."""
+    plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    heads: dict[str, dict[str, Tensor]] = {}
+    network: dict[str, Tensor] = {}
+    has_prefix = any(name.startswith("backbone.") for name in plain)
+    for name, tensor in plain.items():
+        if head := HEAD.fullmatch(name):
+            heads.setdefault("head", {})[head[2]] = tensor
+        elif name.startswith("backbone.") or not has_prefix:
+            network[name.removeprefix("backbone.")] = tensor
+    return network, {name: head_to_ours(head) for name, head in heads.items()}
+
+
+def _recognised(
+    tensors: dict[str, Tensor], network: dict[str, Tensor], asked: ForeignSpec | None
+) -> tuple[ForeignSpec, dict[str, Tensor]] | None:
+    """The spec, and `tensors` as they are or the `network` inside; None: another one."""
+    if asked is not None:
+        for own in (tensors, network):
+            if _fits(own, asked):
+                return asked, own
+    first = network.get("conv1.weight")
+    if first is not None and first.ndim == 4 and 1 <= first.shape[1] <= _MOST_CHANNELS:
+        for name in _RESNETS:
+            spec = ForeignSpec(name, in_chans=first.shape[1])
+            if _fits(network, spec):
+                return spec, network
+    if asked is not None:  # of no use, and yet to be compared tensor by tensor
+        for own in (tensors, network):
+            if own.keys() & shapes_of(asked)[0].keys():
+                return asked, own
+    return None
+
+
+def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
+    shapes, classifiers = shapes_of(spec)
+    own = {name: tuple(t.shape) for name, t in tensors.items() if name in shapes or not name.startswith(classifiers)}
+    return own == shapes
+
+
+def _without_classifier(
+    tensors: dict[str, Tensor], spec: ForeignSpec, heads: dict[str, dict[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
+    """Tensors, heads, and what to say of a classifier."""
+    shapes, classifiers = shapes_of(spec)
+    dropped = [name for name in tensors if name not in shapes and name.startswith(classifiers)]
+    notes = [f"its classifier is left out: {', '.join(sorted(dropped))}"] if dropped else []
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, heads, notes
+
+
+@functools.cache
+def shapes_of(spec: ForeignSpec, image_size: int | None = None) -> tuple[Shapes, tuple[str, ...]]:
+    """Of the tensors of a network, buffers that are saved with it; the beginnings of the names of its classifier's.
+
+    Raises CheckpointError where it can't be built.
+    """
+    try:
+        with torch.device("meta"):
+            network = create(spec, image_size)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    stated = getattr(network, "pretrained_cfg", None)
+    layers = stated.get("classifier") if isinstance(stated, dict) and spec.is_timm else None
+    names = [layers] if isinstance(layers, str) else layers or []
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    return shapes, tuple(f"{name}." for name in names)

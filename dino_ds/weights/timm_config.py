@@ -1,0 +1,80 @@
+"""How timm builds a backbone: its name and arguments there, and the config.json of a folder that timm reads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeGuard
+
+import torch
+
+from dino_ds.backbones import backbone_name
+from dino_ds.data.multicrop import channel_statistics
+from dino_ds.errors import ConfigError
+from dino_ds.foreign_backbones import ForeignSpec, create, timm_arguments
+from dino_ds.weights.load import Backbone
+
+
+def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments with which timm builds this backbone; None: it does not know it."""
+    spec = model.network.spec
+    if model.is_vit:
+        return _of_vit(model)
+    if isinstance(spec, ForeignSpec) and spec.is_timm:
+        return spec.name, timm_arguments(spec, model.image_size)
+    return None
+
+
+def timm_config(model: Backbone) -> dict[str, Any]:
+    """config.json as on the Hugging Face hub. Raises ConfigError for a network that timm does not know."""
+    known, spec = timm_model(model), model.network.spec
+    if known is None:
+        raise ConfigError(
+            f"{backbone_name(spec)} is a class of your own, which neither timm nor transformers can build: take "
+            "--format safetensors, onnx or torchscript"
+        )
+    name, arguments = known
+    mean, std = channel_statistics(spec.in_chans)
+    layers: dict[str, Any] = {"first_conv": "patch_embed.proj", "classifier": "head"}
+    if isinstance(spec, ForeignSpec):
+        with torch.device("meta"):
+            stated = getattr(create(spec, model.image_size), "pretrained_cfg", {})
+        layers = {key: stated.get(key) for key in layers}
+    return {
+        "architecture": name,
+        "num_classes": 0,
+        "num_features": spec.width,
+        **({"global_pool": "token"} if model.is_vit else {}),
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "tag": "dino_ds",
+            "custom_load": False,
+            "input_size": [spec.in_chans, model.image_size, model.image_size],
+            "fixed_input_size": model.is_vit or "img_size" in arguments,
+            "interpolation": "bicubic",
+            "crop_pct": 0.875,
+            "crop_mode": "center",
+            "mean": list(mean),
+            "std": list(std),
+            "num_classes": 0,
+            "pool_size": None,
+            **layers,
+        },
+    }
+
+
+def _of_vit(model: Backbone) -> tuple[str, dict[str, int | float]]:
+    arch = model.vit.arch
+    # A model of timm's whose kind of block is ours; all sizes are arguments.
+    kind = "reg4_" if arch.registers else ""
+    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
+    usual = "vit_small_patch16_224" if arch.layer_scale is None else like
+    stated = model.about.get("timm_name")
+    name, arguments = arch.timm_model(stated if _is_timm_name(stated) else usual)
+    return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
+
+
+def _is_timm_name(name: object) -> TypeGuard[str]:
+    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
+    import timm
+
+    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))

@@ -1,0 +1,235 @@
+"""ResNet and ConvNeXt of timm's: stages, ranks, precisions, recomputation, resume and overflow change nothing."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+
+from dino_ds import distributed
+from dino_ds.engine.engine import Progress
+from dino_ds.models.batch_norm import batch_norms
+from dino_ds.training import build as building
+from dino_ds.training.build import build_network
+from tests.engine.cnn import BATCH, CNNS, Trained, build, cnn_recipe, images, run_window, taken, train
+from tests.engine.harness import ds_config, max_difference
+from tests.engine.test_state import Memory
+from tests.ranks import run_on_ranks
+from tests.reference import copied, product
+from tests.sample import sampled
+
+pytestmark = pytest.mark.numerical
+
+WINDOWS = 4
+MATRIX = [*itertools.product(CNNS, (0, 1, 2, 3), ("fp32",)), *itertools.product(CNNS, (1, 2, 3), ("bf16",))]
+DEFAULT = [("resnet", 0, "fp32"), ("convnext", 1, "fp32"), ("resnet", 2, "fp32"), ("resnet", 3, "bf16")]
+
+
+def _train(kind, stage, precision="fp32", accumulation=1, sections=None, **changes):
+    recipe = cnn_recipe(kind, **changes)
+    return train(recipe, build(recipe, stage, precision, accumulation, **(sections or {})), 0, WINDOWS)
+
+
+@pytest.fixture(scope="module")
+def references():
+    stages = {"fp32": 0, "bf16": 1}
+    return {
+        (kind, precision): run_on_ranks(_train, kind, stage, precision, world=1)[0]
+        for kind in CNNS
+        for precision, stage in stages.items()
+    }
+
+
+@pytest.mark.parametrize(("kind", "stage", "precision"), sampled(MATRIX, lambda cell: (cell[:2], cell[2])))
+def test_two_ranks_equal_one_process(kind, stage, precision, references):
+    """Statistics of all ranks, stochastic depth and clipping included. fp32: 1e-5, sums in another order; bf16 rounds
+    weights, activations and gradients to 2**-9, which a temperature of 0.1 magnifies: 3 % of the loss."""
+    whole = references[kind, precision]
+    rtol, atol = (1e-5, 1e-5) if precision == "fp32" else (3e-2, 2e-2)
+    ranks = run_on_ranks(_train, kind, stage, precision)
+    start = dict(build_network(cnn_recipe(kind), ds_config(0, "fp32", BATCH).performance).state_dict())
+    moved = {name for name, tensor in whole.teacher.items() if not torch.equal(tensor, start[name])}
+    assert len(moved) > 0.9 * len(start), "all but the smallest gradients have moved their weights"
+    for found in ranks:
+        assert found.losses == pytest.approx(whole.losses, rel=rtol)
+        for ours, theirs in ((found.teacher, whole.teacher), (found.buffers, whole.buffers)):
+            for name, tensor in ours.items():
+                torch.testing.assert_close(tensor, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        assert all(t.dtype in (torch.float32, torch.int64) for t in (*found.buffers.values(), *found.teacher.values()))
+    for one, other in ((ranks[0].teacher, ranks[1].teacher), (ranks[0].buffers, ranks[1].buffers)):
+        assert all(torch.equal(one[name], other[name]) for name in one), "bit-identical on all ranks"
+
+
+@pytest.mark.parametrize(("kind", "stage"), sampled(itertools.product(CNNS, (0, 2, 3))))
+def test_recomputation_changes_nothing(kind, stage):
+    """To the bit, running averages included: the same kernels on the same numbers."""
+    plain, every = (
+        run_on_ranks(_train, kind, stage, sections=sections) for sections in ({}, {"activation_checkpointing": {}})
+    )
+    for one, other in zip(plain, every, strict=True):
+        _assert_same(one, other)
+
+
+def test_micro_batches_equal_one_batch_without_batch_norm(references):
+    """ConvNeXt's LayerNorm sees one image at a time."""
+    for stage, accumulation, world in ((2, 4, 1), (1, 2, 2)):
+        for found in run_on_ranks(_train, "convnext", stage, "fp32", accumulation, world=world):
+            assert found.losses == pytest.approx(references["convnext", "fp32"].losses, rel=1e-5)
+            assert max_difference(found.teacher, references["convnext", "fp32"].teacher) < 1e-5
+
+
+def _straight(kind, stage, changes):
+    recipe = cnn_recipe(kind, **changes)
+    step = build(recipe, stage)
+    train(recipe, step, 0, 2)
+    state = step.engine.state()
+    saved = state.layout, copied(state.tensors), copied(step.state())
+    return saved, train(recipe, step, 2, 2)
+
+
+def _resume(kind, stage, changes, saved):
+    recipe = cnn_recipe(kind, **changes)
+    step = build(recipe, stage)
+    memory = Memory([layout for layout, _, _ in saved], [tensors for _, tensors, _ in saved], {})
+    step.engine.load_state(memory)
+    step.restore(saved[0][2], 2)
+    return train(recipe, step, 2, 2)
+
+
+RESUMED = [
+    ("resnet", 2, {}),
+    ("resnet", 3, {"model__sync_batch_norm": "false"}),
+    ("resnet", 1, {"teacher__batch_norm": "ema"}),
+    ("convnext", 3, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "stage", "changes"), RESUMED)
+def test_resume_goes_on_to_the_bit(kind, stage, changes):
+    """Every later loss, weight and running average, of student and teacher; one rank or another stage to 1e-5."""
+    saved, ended = zip(*run_on_ranks(_straight, kind, stage, changes), strict=True)
+    for expected, found in zip(ended, run_on_ranks(_resume, kind, stage, changes, list(saved)), strict=True):
+        _assert_same(expected, found)
+    world, other = (1, 0) if stage != 3 else (2, 1)
+    for found in run_on_ranks(_resume, kind, other, changes, list(saved), world=world):
+        assert found.losses == pytest.approx(ended[0].losses, rel=1e-5)
+        assert max_difference(found.teacher, ended[0].teacher) < 1e-5
+        assert max_difference(found.buffers, ended[0].buffers) < 1e-5 if found.buffers else True
+
+
+def _assert_same(one: Trained, other: Trained):
+    assert one.losses == other.losses
+    for ours, theirs in zip(one[1:], other[1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def _skip(stage, sync):
+    """A batch of infinities on one rank, then the state as before it."""
+    recipe = cnn_recipe("resnet", model__sync_batch_norm=sync)
+    step = build(recipe, stage, "fp16", 2, fp16_settings={"initial_scale_power": 4})
+    run_window(step, 0)
+    before = copied(step.state()), taken(recipe, step, [])
+    for _ in range(2):
+        inputs = images(torch.arange(2))
+        inputs.crops["global"][0].fill_(torch.inf if distributed.rank() else 1.0)
+        out = step.micro_batch(inputs)
+    assert out.progress is Progress.SKIPPED
+    after = copied(step.state()), taken(recipe, step, [])
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+    _assert_same(before[1], after[1])
+    return run_window(step, 1)
+
+
+@pytest.mark.parametrize(("stage", "sync"), [(1, "true"), (2, "false"), (3, "true")])
+def test_an_overflow_moves_nothing(stage, sync):
+    """Running averages of student and teacher included."""
+    for progress, loss in run_on_ranks(_skip, stage, sync):
+        assert progress is Progress.STEPPED and loss == loss
+
+
+def _unsynced():
+    """Student's and teacher's buffers after each step of micro-batches of its own, of both ranks."""
+    recipe = cnn_recipe("resnet", model__sync_batch_norm="false")
+    step, found = build(recipe, 2, accumulation=2), []
+    for window in range(2):
+        run_window(step, window)
+        own = {**copied(step.engine.buffers()), **copied(step.teachers.moving_buffers())}
+        found.append(distributed.gather_objects(own))
+    return found
+
+
+def test_statistics_that_are_not_synced_become_equal_with_every_step(references):
+    for first, second in run_on_ranks(_unsynced)[0]:
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    buffers = references["resnet", "fp32"].buffers
+    means = [name for name in buffers if name.endswith("running_mean")]
+    (own, _), *_ = run_on_ranks(_unsynced)[0]
+    assert any(not torch.equal(own[name], buffers[name]) for name in means)
+
+
+@mock.patch.object(building, "_check_batch_norm")  # the weights that "frozen" is for come from a file
+def _rules(_):
+    """By rule: the teacher's features of four images and of the first two alone, and its buffers before and after."""
+    found = {}
+    for rule in ("reference", "ema", "frozen"):
+        recipe = cnn_recipe("resnet", teacher__batch_norm=rule)
+        step = build(recipe, 1)
+        teacher = step.teachers["ema"]
+        buffers = dict(teacher.network.named_buffers())
+        assert {id(b) for n in batch_norms(teacher.network) for b in n.buffers()} == {id(b) for b in buffers.values()}
+        start = copied(buffers)
+        trained = train(recipe, step, 0, 3)
+        end = copied(buffers)
+        rows = [teacher({"global": images(torch.arange(n)).crops["global"][:1]}, {})["dino"] for n in (4, 2)]
+        found[rule] = [product(logits) for logits in rows], start, end, trained
+    return found
+
+
+def test_rules_of_the_teacher_s_batch_norm():
+    """As its docstring says: by its own batch, by the student's averages, by those of the beginning."""
+    (rules,) = run_on_ranks(_rules, world=1)
+    for rule, ((four, two), start, end, trained) in rules.items():
+        alone = torch.allclose(four[:2], two, rtol=0, atol=1e-6)
+        assert alone is (rule != "reference"), "features in training depend on the batch with the reference's rule alone"
+        moved = {name for name in start if not torch.equal(start[name], end[name])}
+        assert moved == (set() if rule == "frozen" else set(start))
+    theirs = rules["ema"][3].buffers
+    _, start, own, _ = rules["ema"]
+    for name, tensor in own.items():
+        if tensor.is_floating_point():
+            assert (tensor - theirs[name]).abs().max() < (start[name] - theirs[name]).abs().max(), "follows the student"
+        else:
+            assert torch.equal(tensor, theirs[name])
+    for one, other in itertools.combinations(rules, 2):
+        assert rules[one][3].losses[0] != rules[other][3].losses[0] or {one, other} == {"ema", "frozen"}
+        assert rules[one][3].losses[-1] != rules[other][3].losses[-1]
+
+
+def _compiled(stage):
+    """Losses and buffers with and without torch.compile; not by inductor, whose C++ takes a minute to build."""
+    import torch._dynamo
+
+    from dino_ds.models.base import Backbone
+
+    compile_segments, found = Backbone.compile_segments, []
+    for mode in ("off", "default"):
+        torch._dynamo.reset()
+        recipe = cnn_recipe("resnet")
+        with mock.patch.object(
+            Backbone, "compile_segments", lambda self, mode: compile_segments(self, backend="aot_eager")
+        ):
+            step = build(recipe, stage, dino_ds={"compile": mode}, activation_checkpointing={})
+        found.append(train(recipe, step, 0, 3))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_segments_give_the_same(world):
+    """FP32 sums in another order: 1e-5."""
+    for plain, compiled in run_on_ranks(_compiled, 2, world=world):
+        assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
+        assert max_difference(compiled.teacher, plain.teacher) < 1e-5
+        assert max_difference(compiled.buffers, plain.buffers) < 1e-5

@@ -1,0 +1,352 @@
+"""ResNets, ConvNeXts and own classes: out to the formats of others and back, the same features; what can't be is said.
+
+Features are compared at 1e-5 of their size: other programs run other kernels, in FP32 too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor
+
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.models.build import build_backbone
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import Network
+from dino_ds.training.build import build_network
+from dino_ds.weights.export import FORMATS
+from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.start import as_source
+from tests.training.harness import TINY
+from tests.weights.own import Own
+
+RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
+CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
+OWN = ForeignSpec("tests.weights.own:Own", 4, '{"width": 12}')
+SPECS = {"resnet": RESNET, "convnext": CONVNEXT, "own": OWN}
+HEAD = {"head.prototypes": "24", "head.hidden": "24", "head.bottleneck": "8", "head.batch_norm": "true"}
+
+
+def _images(channels: int = 3, height: int = 64, width: int = 64) -> Tensor:
+    return torch.randn(3, channels, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def _random(network):
+    """Weights and statistics that matter everywhere."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(std=0.2)
+        for name, buffer in network.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer.fill_(7)
+            elif "running" in name:
+                buffer.uniform_(0.5, 2)
+    return network.eval()
+
+
+def _model(spec: ForeignSpec) -> Backbone:
+    return Backbone(_random(build_backbone(spec, 64)), 64, "here", {"step": 3, "images": 24})
+
+
+def _same(ours: Tensor, theirs: Tensor) -> None:
+    ours, theirs = ours.detach(), theirs.detach()
+    scale = float(theirs.abs().max())
+    assert scale > 0.1
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * scale)
+
+
+def _exported(kind: str, form: str, tmp_path) -> tuple[Backbone, str]:
+    """A model, and where it lies."""
+    model, write = _model(SPECS[kind]), FORMATS[form]
+    place = tmp_path / f"x{write[1]}"
+    assert write[0](model, place)
+    return model, str(place)
+
+
+class TestOut:
+    @pytest.mark.parametrize("kind", SPECS)
+    def test_safetensors(self, tmp_path, kind):
+        model, place = _exported(kind, "safetensors", tmp_path)
+        images = _images(SPECS[kind].in_chans)
+        again = load(place, backbone=OWN.name if kind == "own" else None)
+        assert torch.equal(again.features(images), model.features(images))
+        assert (again.image_size, again.network.spec) == (64, SPECS[kind])
+        buffers = dict(model.network.named_buffers())
+        assert all(torch.equal(tensor, buffers[name]) for name, tensor in again.network.named_buffers())
+
+    @pytest.mark.parametrize("kind", ["resnet", "convnext"])
+    def test_timm(self, tmp_path, kind):
+        model, place = _exported(kind, "timm", tmp_path)
+        theirs = timm.create_model(f"local-dir:{place}", pretrained=True).eval()
+        for sides in ((64, 64), (96, 160)):
+            _same(theirs(_images(3, *sides)), model.features(_images(3, *sides)))
+            _same(load(place).features(_images(3, *sides)), model.features(_images(3, *sides)))
+        assert (
+            f"{SPECS[kind].name}, width 16, stride 32, native images of 64"
+            in (tmp_path / "x-timm/README.md").read_text()
+        )
+
+    def test_transformers(self, tmp_path):
+        transformers = pytest.importorskip("transformers")
+        model, place = _exported("resnet", "hf", tmp_path)
+        theirs = transformers.AutoModel.from_pretrained(place).eval()
+        _same(theirs(_images()).pooler_output, model.features(_images()))
+        theirs.save_pretrained(tmp_path / "again")  # with its own prefix before every name
+        for folder in (place, tmp_path / "again"):
+            _same(load(folder).features(_images()), model.features(_images()))
+
+    @pytest.mark.parametrize("kind", [pytest.param("resnet", marks=pytest.mark.slow), "own"])
+    def test_onnx(self, tmp_path, kind):
+        runtime = pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+        model, place = _exported(kind, "onnx", tmp_path)
+        session = runtime.InferenceSession(place)
+        for sides in ((64, 64), (96, 160)):
+            images = _images(SPECS[kind].in_chans, *sides)
+            (found,) = session.run(None, {"images": images.numpy()})
+            _same(torch.from_numpy(found), model.features(images))
+
+    @pytest.mark.parametrize("kind", SPECS)
+    def test_torchscript(self, tmp_path, kind):
+        model, place = _exported(kind, "torchscript", tmp_path)
+        for sides in ((64, 64), (96, 160)):
+            images = _images(SPECS[kind].in_chans, *sides)
+            _same(torch.jit.load(place)(images), model.features(images))
+
+    @pytest.mark.parametrize(
+        ("kind", "form", "words"),
+        [
+            ("resnet", "dinov2", "DINOv2 has ViTs only, and resnet18 is none"),
+            ("convnext", "dino", "build ViTs and torchvision's ResNets, and convnext_atto is neither"),
+            (
+                "own",
+                "timm",
+                "is a class of your own, which neither timm nor transformers can build: take --format safe",
+            ),
+            ("own", "hf", "is a class of your own, which neither timm"),
+        ],
+    )
+    def test_refused(self, tmp_path, kind, form, words):
+        with pytest.raises(ConfigError, match=words):
+            _exported(kind, form, tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_a_network_of_one_size_says_so(self, tmp_path):
+        spec = ForeignSpec("swin_tiny_patch4_window7_224", 3, '{"depths": [1, 1, 1, 1], "embed_dim": 24}')
+        model = _model(spec)
+        assert FORMATS["torchscript"][0](model, tmp_path / "x.pt").endswith("images of 64 pixels only")
+        _same(torch.jit.load(tmp_path / "x.pt")(_images()), model.features(_images()))
+
+
+class TestIn:
+    def test_files_of_dino_s_training(self, tmp_path):
+        """A ResNet-18 inside MultiCropWrapper, the student inside DDP; torchvision's names, recognised by shapes."""
+        theirs = _random(timm.create_model("resnet18", num_classes=0))
+        head = _random(DinoHead(512, 24, 8, 40, 3).add_batch_norm(False))
+        names = {"prototypes.weight": "last_layer.weight_v"}
+        network = {f"backbone.{n}": t for n, t in theirs.state_dict().items()}
+        network |= {f"head.{names.get(n, n)}": t for n, t in head.state_dict().items()}
+        torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, tmp_path / "a.pth")
+        ours = load(tmp_path / "a.pth")
+        _same(ours.features(_images()), theirs(_images()))
+        assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == []
+        FORMATS["dino"][0](ours, tmp_path / "again.pth")
+        again = torch.load(tmp_path / "again.pth")["teacher"]
+        assert again.keys() - network.keys() == {"head.last_layer.weight_g"}
+        assert all(torch.equal(again[name], tensor) for name, tensor in network.items())
+
+    @pytest.mark.parametrize("name", ["resnet18", "resnet34", "resnet50"])
+    def test_a_classifier_is_left_out(self, tmp_path, name):
+        """As dino_resnet50_linearweights or torchvision's own; of four channels too."""
+        theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
+        torch.save({"state_dict": theirs.state_dict()}, tmp_path / "a.pth")
+        ours = load(tmp_path / "a.pth")
+        _same(ours.features(_images(4)), theirs.forward_head(theirs.forward_features(_images(4)), pre_logits=True))
+        assert ours.network.spec == ForeignSpec(name, 4)
+        assert ours.notes == ["its classifier is left out: fc.bias, fc.weight"]
+
+    def test_a_name_where_no_file_has_one(self, tmp_path):
+        theirs = _random(timm.create_model("convnext_atto", num_classes=3))
+        torch.save(theirs.state_dict(), tmp_path / "a.pth")
+        with pytest.raises(
+            CheckpointError, match=r"no Vision Transformer .* name another network .*: --backbone"
+        ) as line:
+            load(tmp_path / "a.pth")
+        assert "\n" not in str(line.value)
+        ours = load(tmp_path / "a.pth", backbone="convnext_atto")
+        _same(ours.features(_images()), theirs.forward_head(theirs.forward_features(_images()), pre_logits=True))
+        assert ours.notes == ["its classifier is left out: head.fc.bias, head.fc.weight"]
+        for name, words in (
+            ("resnet18", "neither a resnet18 nor a Vi"),
+            ("resnet81", "nearest are"),
+            ("vit_tiny_patch16_224", "lea"),
+        ):
+            with pytest.raises(CheckpointError, match=words):
+                load(tmp_path / "a.pth", backbone=name)
+
+    def test_a_folder_of_timm_s_with_a_classifier(self, tmp_path):
+        arguments = json.loads(RESNET.arguments)
+        theirs = _random(timm.create_model("resnet18", num_classes=3, **arguments))
+        safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+        config = {"architecture": "resnet18", "num_classes": 3, "model_args": arguments}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"pretrained_cfg": {"input_size": [3, 96, 96]}}))
+        ours = load(tmp_path)
+        _same(ours.features(_images()), theirs.forward_head(theirs.forward_features(_images()), pre_logits=True))
+        assert ours.image_size == 96
+
+
+class TestWhatIsSaidBesideWeights:
+    """JSON of unknown origin is data: at worst it is refused in one line."""
+
+    def _refused(self, place, changes: dict, spec: ForeignSpec = RESNET, **fields: object) -> str:
+        FORMATS["safetensors"][0](_model(spec), place / "x.safetensors")
+        about = json.loads((place / "x.json").read_text())
+        about["architecture"] |= fields
+        (place / "x.json").write_text(json.dumps(about | changes))
+        with pytest.raises(CheckpointError) as caught:
+            load(place / "x.safetensors")
+        assert "\n" not in str(caught.value) and "x.safetensors" in str(caught.value)
+        return str(caught.value)
+
+    def test_a_class_is_not_imported(self, tmp_path, monkeypatch):
+        (tmp_path / "canary.py").write_text("raise SystemExit('it ran')")
+        monkeypatch.chdir(tmp_path)
+        line = self._refused(tmp_path, {"backbone": "canary:Net"}, name="canary:Net")
+        assert "names the class canary:Net, whose code would run: if it is yours" in line and "backbone= in" in line
+        assert "canary" not in sys.modules
+
+    def test_what_is_not_a_class_of_modules_is_not_called(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        name, arguments = "subprocess:Popen", '{"args": ["touch", "canary"]}'
+        self._refused(tmp_path, {"backbone": name}, name=name, arguments=arguments)
+        with pytest.raises(CheckpointError, match="is not a class of torch"):
+            load(tmp_path / "x.safetensors", backbone=name)
+        assert not (tmp_path / "canary").exists()
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"arguments": '{"layers": [1000000000, 1, 1, 1]}'}, "1000000000 among its arguments"),
+            ({"arguments": '{"channels": [1e400]}'}, "inf among its arguments"),
+            ({"arguments": '{"checkpoint_path": "/etc/passwd"}'}, "may not have checkpoint_path"),
+            ({"arguments": '{"pretrained": true}'}, "may not have pretrained"),
+            ({"arguments": '{"layers": "many"}'}, "timm can't build"),
+            ({"arguments": "[]"}, "not a JSON object"),
+            ({"arguments": "[" * 4000}, "deep|JSON"),
+            ({"arguments": {"layers": 1}}, "as text"),
+            ({"in_chans": "3"}, "in_chans 3"),
+            ({"in_chans": True}, "in_chans True"),
+            ({"in_chans": 4}, r"conv1.weight \[64, 3, 7, 7\] vs \[64, 4, 7, 7\]"),
+            ({"name": "resnet34"}, "wanted are its name"),
+            ({"surprise": 1}, "wanted are its name"),
+        ],
+        ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+    )
+    def test_fields(self, tmp_path, fields, words):
+        import re
+
+        assert re.search(words, self._refused(tmp_path, {}, **fields))
+
+    @pytest.mark.parametrize("changes", [{"image_size": "64"}, {"image_size": 10**9}, {"backbone": "resnet81"}])
+    def test_others(self, tmp_path, changes):
+        self._refused(tmp_path, changes)
+
+
+def _recipe(source: object, spec: ForeignSpec = RESNET, **changes: str) -> Recipe:
+    model = {"model.backbone": spec.name, "model.arguments": spec.arguments, "model.in_chans": str(spec.in_chans)}
+    given = {key: value for key, value in TINY.items() if not key.startswith("model.")}
+    model |= {"model.drop_path": "0", "model.init_from": str(source)}
+    return load_recipe(None, {**given, **HEAD, **model, **changes})
+
+
+def _start(recipe: Recipe) -> Network:
+    return build_network(recipe, PerformanceOptions())
+
+
+class TestStart:
+    @pytest.mark.parametrize("form", ["safetensors", "timm", "dino"])
+    def test_weights_statistics_and_head(self, tmp_path, form):
+        model = _model(RESNET)
+        model.heads["head"] = _random(DinoHead(16, 24, 8, 24, 3).add_batch_norm(True)).state_dict()
+        place = tmp_path / f"x{FORMATS[form][1]}"
+        FORMATS[form][0](model, place)
+        network = _start(_recipe(place))
+        backbone, wanted = network.backbone.state_dict(), model.network.state_dict()
+        assert backbone.keys() == wanted.keys()
+        assert all(torch.equal(backbone[name], tensor) for name, tensor in wanted.items())
+        assert f"{len(wanted)} tensors of the backbone" in network.started_from
+        if form == "dino":
+            head = network.head.state_dict()
+            assert all(torch.equal(head[name], t) for name, t in model.heads["head"].items())
+
+    def test_a_class_that_the_recipe_names(self, tmp_path):
+        model, place = _exported("own", "safetensors", tmp_path)
+        found = _start(_recipe(place, OWN)).backbone.state_dict()
+        assert all(torch.equal(found[name], t) for name, t in model.network.state_dict().items())
+        torch.save(Own(4, 12).state_dict(), tmp_path / "a.pth")
+        assert "17 tensors" not in _start(_recipe(tmp_path / "a.pth", OWN)).started_from
+
+    def test_a_timm_name_with_a_tag(self, monkeypatch):
+        create = timm.create_model
+        monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
+        network = _start(_recipe("resnet18.a1_in1k", ForeignSpec("resnet18")))
+        assert "resnet18.a1_in1k (timm): 120 tensors of the backbone; it has no head" in network.started_from
+
+    @pytest.mark.parametrize(
+        ("spec", "changes", "words"),
+        [
+            (ForeignSpec("resnet34"), {}, "is a resnet18, not a resnet34; start with --model.backbone resnet18"),
+            (
+                ForeignSpec("resnet18", 4, RESNET.arguments),
+                {},
+                r"is for images of 3 channels, this run's have 4 \(model.in_chans\)",
+            ),
+            (ForeignSpec("resnet18"), {}, "x.safetensors lacks 48 of 120 tensors: backbone.layer1.1.bn1.bias"),
+            (
+                RESNET,
+                {"model.backbone": "vit_tiny_patch16_224", "model.arguments": "{}"},
+                "is a resnet18, not a Vision Transformer",
+            ),
+        ],
+        ids=["name", "channels", "shapes", "vit"],
+    )
+    def test_refused(self, tmp_path, spec, changes, words):
+        _, place = _exported("resnet", "safetensors", tmp_path)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            _start(_recipe(place, spec, **changes))
+        assert "\n" not in str(caught.value)
+
+    def test_from_source(self, tmp_path):
+        _, place = _exported("resnet", "timm", tmp_path)
+        asked = {"model.backbone": "from_source", "model.arguments": "{}"}
+        assert as_source(_recipe(place, **asked), None).model.spec() == RESNET
+
+
+class TestModel:
+    def test_what_it_gives(self):
+        model = _model(CONVNEXT)
+        images = _images(3, 100, 160)
+        assert model.patch_tokens(images).shape == (3, 3, 5, 16) and model.features(images).shape == (3, 16)
+        assert (model.stride, model.side_multiple, model.width, model.is_vit) == (32, 1, 16, False)
+        for asked in (model.attention, lambda x: model.last_tokens(x, 1), lambda _: model.vit):
+            with pytest.raises(ConfigError, match="convnext_atto is not a Vision Transformer"):
+                asked(images)
+        with pytest.raises(ConfigError, match=r"wanted are \(b, 3, h, w\)"):
+            model.features(_images(4))
+
+    def test_sizes_that_it_can_t_take(self):
+        spec = ForeignSpec("deit3_small_patch16_224", 3, '{"depth": 1, "embed_dim": 24, "num_heads": 2}')
+        model = _model(spec)
+        assert model.patch_tokens(_images()).shape == (3, 4, 4, 24)
+        with pytest.raises(ConfigError, match="deit3_small_patch16_224 can't take images of 65 x 64 pixels"):
+            model.features(_images(3, 65, 64))
