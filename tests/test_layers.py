@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures
 
-CLOSURE_OF_THE_LOOP = (80, 10_300)
+CLOSURE_OF_THE_LOOP = (80, 10_600)
 """Files and lines that importing training/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}
@@ -19,6 +19,7 @@ LAYERS = [
         "names",
         "backbones",
         "foreign_backbones",
+        "foreign_checks",
         "ranges",
         "text_file",
         "durable",
@@ -41,7 +42,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "text_file", "__init__"}]
+ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:

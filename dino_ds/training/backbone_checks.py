@@ -13,14 +13,14 @@ _OF_VITS = ("attention", "attention_backend", "packed", "cls_only_last_block")
 _OF_OTHERS = ("channels_last",)
 
 
-def check_backbone(recipe: Recipe, performance: PerformanceOptions, network: Network) -> None:
-    """Raises ConfigError for a network that can't be trained, and for options that can't act on it."""
+def check_backbone(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a network that can't be trained, and for settings of BatchNorm that can't act on it."""
     network.backbone.check_trainable()
-    _check_levers(recipe, performance)
     _check_batch_norm(recipe, network)
 
 
-def _check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
+def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
+    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone."""
     ours, defaults = isinstance(recipe.model.spec(), ViTSpec), PerformanceOptions()
     for name in _OF_OTHERS if ours else _OF_VITS:
         value = getattr(performance, name)

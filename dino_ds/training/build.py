@@ -37,13 +37,14 @@ from dino_ds.objectives.koleo import KoLeoTerm
 from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
-from dino_ds.training.backbone_checks import check_backbone
+from dino_ds.training.backbone_checks import check_backbone, check_levers
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.start import InitialWeights, find_start
 
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
+    check_levers(recipe, config.performance)
     if config.performance.deterministic:
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
@@ -74,7 +75,7 @@ def build_network(
     objective = objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
-    check_backbone(recipe, performance, network)
+    check_backbone(recipe, network)
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError
+from dino_ds.training.backbone_checks import check_levers
 from dino_ds.training.build import build_network
 from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
 from tests.engine.harness import ds_config, fp32_student
@@ -70,8 +71,12 @@ def test_every_parameter_moves_and_the_stages_agree(name, trained):
     assert trained[0][name][0] == pytest.approx(trained[2][name][0], rel=1e-3)
 
 
-def _build(recipe, **performance: Any):
-    return build_network(recipe, ds_config(0, "fp32", BATCH, dino_ds=performance).performance)
+def _build(recipe):
+    return build_network(recipe, ds_config(0, "fp32", BATCH).performance)
+
+
+def _check(recipe, **performance: Any):
+    check_levers(recipe, ds_config(0, "fp32", BATCH, dino_ds=performance).performance)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ OWN = [
     ("Tied", "{}", "its parameters stem.weight and again.weight are one tensor"),
     ("Sequences", "{}", r"its features have shape \[2, 12, 3136\], wanted is \(b, d\)"),
     ("Raises", "{}", "gives no features of images: no weights here"),
-    ("NoModule", "{}", "is a NoModule, not a torch.nn.Module"),
+    ("NoModule", "{}", "is not a class of torch.nn.Module"),
     ("Missing", "{}", "can't be imported: .*no attribute 'Missing'"),
 ]
 
@@ -154,12 +159,12 @@ def test_own_classes_that_can_t_are_refused(name, arguments, message):
 )
 def test_levers_of_vits_are_refused(lever, value):
     with pytest.raises(ConfigError, match=f"dino_ds.{lever} {str(value).lower()} is for ViTs that dino_ds builds"):
-        _build(_recipe("resnet18", FAMILIES["resnet18"]), **{lever: value})
+        _check(_recipe("resnet18", FAMILIES["resnet18"]), **{lever: value})
 
 
 def test_levers_of_others_are_refused_for_a_vit():
     with pytest.raises(ConfigError, match=r"dino_ds.channels_last false is for networks that dino_ds does not build"):
-        _build(_recipe("vit_tiny_patch16_224"), channels_last=False)
+        _check(_recipe("vit_tiny_patch16_224"), channels_last=False)
 
 
 @pytest.mark.parametrize(
