@@ -29,8 +29,8 @@ MATRIX = [*FIRST, *(cell for cell in ALL if cell not in FIRST)]
 
 def _first(cells, count):
     """The first of them by default, the others with `make test-all`."""
-    cells = [cell if isinstance(cell, tuple) else (cell,) for cell in cells]
-    return [*cells[:count], *(pytest.param(*cell, marks=pytest.mark.full) for cell in cells[count:])]
+    more = [cell if isinstance(cell, tuple) else (cell,) for cell in cells[count:]]
+    return [*cells[:count], *(pytest.param(*cell, marks=pytest.mark.full) for cell in more)]
 
 
 def _train(kind, stage, precision="fp32", accumulation=1, sections=None, **changes):
