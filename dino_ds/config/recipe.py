@@ -7,6 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from pydantic import field_validator, model_validator
 
@@ -35,6 +36,9 @@ from dino_ds.config.sections import (
     option,
 )
 from dino_ds.errors import ConfigError
+
+_LEAST_STD = 1e-4
+"""A fortieth of a level of 8 bits: the channel is empty."""
 
 
 class Recipe(Section):
@@ -69,7 +73,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
-        problems += self._optimizer_problems()
+        problems += [*self._optimizer_problems(), *self._channel_problems()]
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
         if problems:
@@ -117,6 +121,23 @@ class Recipe(Section):
             f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
             for name, size in sizes.items()
             if size % patch
+        ]
+
+    def _channel_problems(self) -> list[str]:
+        given = {"data.mean": self.data.mean, "data.std": self.data.std}
+        known = {name: values for name, values in given.items() if values is not None}
+        if len(known) == 1:
+            (there,), (missing,) = known, given.keys() - known
+            return [f"{there} is given without {missing}: give both, or neither for ImageNet's"]
+        bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
+        if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
+            span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"
+            return [f"{out[0]} {_text(known[out[0]])} must be {span}: divide those of 8 bits by 255"]
+        channels = self.model.in_chans
+        return [
+            f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {channels}: give one a channel"
+            for name, values in known.items()
+            if len(values) != channels and (self.model.backbone != FROM_SOURCE or not values)
         ]
 
     def _objective_problems(self) -> list[str]:
@@ -171,3 +192,7 @@ class Recipe(Section):
             for name, part in parts.items()
             if part.unit == self.length.unit and part.value > self.length.value
         ]
+
+
+def _text(values: Iterable[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -18,6 +18,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
@@ -199,9 +200,11 @@ class RunFolder:
 
     def about_teacher(self, arch: BackboneSpec, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it, if timm knows it."""
-        known = self.recipe.data.known_range
+        known, normalisation = self.recipe.data.known_range, Normalisation.of(self.recipe)
         return {
             **({"value_range": list(known)} if known else {}),
+            "mean": list(normalisation.mean),
+            "std": list(normalisation.std),
             **self._timm(arch),
             "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
             "step": step,
