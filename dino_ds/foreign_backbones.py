@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.foreign_checks import has_batch_norm, why_untrainable
 from dino_ds.names import nearest
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class ForeignSpec:
         return len(facts_of(self).segments)
 
     @property
+    def has_batch_norm(self) -> bool:
+        return facts_of(self).has_batch_norm
+
+    @property
     def is_timm(self) -> bool:
         return ":" not in self.name
 
@@ -78,13 +83,16 @@ class ForeignSpec:
 class Facts:
     """What a network shows when it is built: `width` of its features; `stride` as of the spec; `segments`: the names
     of the modules that are compiled and recomputed one by one, in order; `has_map`: it gives patch features;
-    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth."""
+    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
+    why it can't be trained, for people, or ""."""
 
     width: int
     stride: int
     segments: tuple[str, ...]
     has_map: bool
     accepts: frozenset[str]
+    has_batch_norm: bool
+    untrainable: str
 
 
 @functools.cache
@@ -98,17 +106,26 @@ def facts_of(spec: ForeignSpec) -> Facts:
         names = (*_ANY_SIZE, "img_size", "drop_path_rate")
         known = frozenset(name for name in names if name in accepts and spec.is_timm)
         problems = []
-        for side in _PROBES:
+        native = getattr(network, "pretrained_cfg", {}).get("input_size", (0, 0, 0))[1]
+        for side in [*_PROBES, *([native] if native not in (0, *_PROBES) else [])]:
+            images = torch.zeros(2, spec.in_chans, side, side)
             try:
-                maps = features_of(network, torch.zeros(2, spec.in_chans, side, side))
+                maps = features_of(network, images)
                 break
             except Exception as error:  # whatever a foreign network raises
                 problems.append(one_line(error))
         else:
             raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
-    image, patches = maps
-    stride = 1 if patches is None else -(-side // patches.shape[1])
-    return Facts(image.shape[1], stride, _segments(network), patches is not None, known)
+        image, patches = maps
+        stride = 1 if patches is None else -(-side // patches.shape[1])
+        found = _segments(network), patches is not None, known
+        return Facts(
+            image.shape[1],
+            stride,
+            *found,
+            has_batch_norm(network),
+            why_untrainable(network, lambda: features_of(network, images)[0]),
+        )
 
 
 def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
@@ -227,7 +244,10 @@ def _segments(network: Any) -> tuple[str, ...]:
     children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
     if not hasattr(network, "group_matcher"):
         return tuple(children)
-    blocks = network.group_matcher(coarse=False).get("blocks") or []
+    groups = network.group_matcher(coarse=False)
+    blocks = groups.get("blocks") if isinstance(groups, dict) else None
+    if not blocks:
+        return tuple(children)
     # With a number beside it a pattern is of what lies between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
     found: list[str] = []

@@ -48,7 +48,8 @@ from dino_ds.measure.machine import host_memory_gib
 from dino_ds.options.run import TrainOptions
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.announcement import announce
-from dino_ds.training.build import build_prefetcher, build_step, check_frozen_statistics
+from dino_ds.training.backbone_checks import check_frozen_statistics
+from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog

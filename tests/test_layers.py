@@ -19,6 +19,7 @@ LAYERS = [
         "names",
         "backbones",
         "foreign_backbones",
+        "foreign_checks",
         "ranges",
         "text_file",
         "durable",
@@ -41,7 +42,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "text_file", "__init__"}]
+ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:

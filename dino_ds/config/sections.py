@@ -178,6 +178,12 @@ class ModelSection(Section):
         foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
         if foreign:
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
+        for key, only in _OF_ANY_BACKBONE.items():
+            if getattr(self, key) != only and not isinstance(spec, ViTSpec):
+                raise ValueError(
+                    f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
+                    "alone; leave it out"
+                )
         arch = self.spec()
         if isinstance(arch, ViTSpec) and arch.width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
@@ -194,6 +200,7 @@ class ModelSection(Section):
         return replaced
 
 
+_OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
 _SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale")
 
 

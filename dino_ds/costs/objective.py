@@ -108,7 +108,7 @@ def hidden_patches(recipe: Recipe) -> float:
 
 
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
-    """What gradient accumulation means for terms that look at several images at once: (notes, warnings)."""
+    """What gradient accumulation means for what looks at several images at once: (notes, warnings)."""
     objective, batch = ObjectiveCosts.of(recipe), recipe.data.global_batch
     notes, warnings = list[str](), list[str]()
     if accumulation == 1:
@@ -116,6 +116,13 @@ def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, rank
     if objective.sinkhorn and objective.heads:
         notes.append(
             f"targets are balanced over all {batch} images of a step; {accumulation} micro-batches are held at once"
+        )
+    if getattr(recipe.model.spec(), "has_batch_norm", False) or any(
+        head.batch_norm for head in objective.heads.values()
+    ):
+        warnings.append(
+            f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
+            "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"
         )
     if objective.koleo_crops:
         images = micro_batch * (ranks if objective.koleo_all else 1)

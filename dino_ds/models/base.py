@@ -91,6 +91,9 @@ class Backbone(nn.Module, ABC):
     def check_sides(self, sides: Sequence[int]) -> None:
         """Raises ConfigError for square crops of a side in pixels that it can't take."""
 
+    def check_trainable(self) -> None:
+        """Raises ConfigError for a network that gives features but can't be trained."""
+
     def check_image(self, height: int, width: int) -> None:
         """Raises ConfigError for an image of so many pixels that it can't take."""
         multiple = self.spec.side_multiple

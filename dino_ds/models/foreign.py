@@ -74,6 +74,10 @@ class ForeignBackbone(Backbone):
                     f"{one_line(error)}; change crops.global_size or crops.local_size"
                 ) from None
 
+    def check_trainable(self) -> None:
+        if self._facts.untrainable:
+            raise ConfigError(f"model.backbone {self._foreign.name} can't be trained: {self._facts.untrainable}")
+
     def check_image(self, height: int, width: int) -> None:
         try:
             self._shapes(height, width)

@@ -77,7 +77,8 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
     """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
     performance, arch = config.performance, recipe.model.spec()
     if not isinstance(arch, ViTSpec):
-        return recipe.model.backbone
+        name, own = recipe.model.backbone, "its" if ":" in recipe.model.backbone else "timm's"
+        return f"{name} runs by {own} own code, crops of each size in a pass of their own"
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}

@@ -25,7 +25,6 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
-from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network, Query
@@ -38,12 +37,14 @@ from dino_ds.objectives.koleo import KoLeoTerm
 from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
+from dino_ds.training.backbone_checks import check_backbone, check_levers
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.start import InitialWeights, find_start
 
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
+    check_levers(recipe, config.performance)
     if config.performance.deterministic:
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
@@ -68,13 +69,13 @@ def build_network(
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
     It gives what the terms of `objective` need, None: the recipe's.
-    Raises ConfigError for batched stochastic depth in compiled blocks, CheckpointError for model.init_from that does
-    not fit.
+    Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
+    fit.
     """
     objective = objective or build_objective(recipe, torch.device("cpu"))
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
-    _check_batch_norm(recipe, network)
+    check_backbone(recipe, network)
     if model.init_from is not None:
         weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
@@ -86,25 +87,6 @@ def build_network(
     for part in (*([] if drawn is not None else [network.backbone]), *network.heads().values()):
         init_weights_in_pieces(part, place)
     return network
-
-
-def check_frozen_statistics(recipe: Recipe) -> None:
-    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
-    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
-        raise ConfigError(
-            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
-            "model.init_from, or take reference or ema"
-        )
-
-
-def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for settings of BatchNorm that can't act."""
-    teacher, model = recipe.teacher.batch_norm, recipe.model
-    if not batch_norms(network):
-        if teacher != "reference":
-            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
-        if not model.sync_batch_norm:
-            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
 
 
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:

@@ -1,0 +1,61 @@
+"""What is asked of a network of other people's before it is trained; on the meta device, where it takes no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dino_ds.errors import one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def has_batch_norm(network: nn.Module) -> bool:
+    """BatchNorm of any project's."""
+    from torch import nn
+
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
+
+
+def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
+    """Why `network`, on the meta device, which gives `features` of images (b, d), can't be trained, or "".
+
+    Under ZeRO a parameter without a gradient keeps an old one or is waited for without end; random numbers that are not
+    a function of the image are others in the recomputation of a segment and after a resume.
+    """
+    import torch
+    from timm.layers import DropPath
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    drawn: list[str] = []
+
+    class Draws(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if torch.Tag.nondeterministic_seeded in function.tags:
+                drawn.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    network.train()
+    for module in network.modules():
+        if isinstance(module, DropPath):  # ours takes its place
+            module.eval()
+    try:
+        with torch.enable_grad(), Draws():
+            image = features()
+            if image.requires_grad:
+                image.sum().backward()
+    except Exception as error:  # whatever a foreign network raises
+        return f"in training it raises {one_line(error)}"
+    if drawn:
+        what = "which can't be drawn again: switch dropout off (drop_rate, attn_drop_rate of timm's)"
+        return f"it draws random numbers of its own ({drawn[0]}), {what}"
+    idle = [name for name, parameter in network.named_parameters() if parameter.grad is None]
+    if idle:
+        more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+        return f"its features give no gradient to its parameter {idle[0]}{more}: remove what is not used"
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        if names[id(parameter)] != name:
+            return f"its parameters {names[id(parameter)]} and {name} are one tensor"
+    return ""

@@ -1,0 +1,51 @@
+"""Options of a recipe and of a ds config that the backbone has no use for are refused: they would do nothing."""
+
+from __future__ import annotations
+
+from dino_ds.backbones import ViTSpec
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import ConfigError
+from dino_ds.models.batch_norm import batch_norms
+from dino_ds.models.network import Network
+
+_OF_VITS = ("attention", "attention_backend", "packed", "cls_only_last_block")
+_OF_OTHERS = ("channels_last",)
+
+
+def check_backbone(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a network that can't be trained, and for settings of BatchNorm that can't act on it."""
+    network.backbone.check_trainable()
+    _check_batch_norm(recipe, network)
+
+
+def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
+    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone."""
+    ours, defaults = isinstance(recipe.model.spec(), ViTSpec), PerformanceOptions()
+    for name in _OF_OTHERS if ours else _OF_VITS:
+        value = getattr(performance, name)
+        if value != getattr(defaults, name):
+            kind = "networks that dino_ds does not build itself" if ours else "ViTs that dino_ds builds itself"
+            given = str(value).lower()
+            raise ConfigError(
+                f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
+            )
+
+
+def check_frozen_statistics(recipe: Recipe) -> None:
+    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
+        raise ConfigError(
+            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
+            "model.init_from, or take reference or ema"
+        )
+
+
+def _check_batch_norm(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for settings of BatchNorm that can't act."""
+    teacher, model = recipe.teacher.batch_norm, recipe.model
+    if not batch_norms(network):
+        if teacher != "reference":
+            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
+        if not model.sync_batch_norm:
+            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")

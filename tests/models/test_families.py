@@ -1,0 +1,183 @@
+"""Twelve of timm's families and networks of a user's own: each trains, or is refused in one line that says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dino_ds.errors import ConfigError
+from dino_ds.training.backbone_checks import check_levers
+from dino_ds.training.build import build_network
+from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
+from tests.engine.harness import ds_config, fp32_student
+from tests.ranks import run_on_ranks
+
+STEPS = 3
+FAMILIES = {
+    "resnet18": '{"channels": [8, 16, 16, 24], "layers": [1, 1, 1, 1]}',
+    "convnext_atto": '{"depths": [1, 1, 1, 1], "dims": [8, 16, 16, 24]}',
+    "regnetx_002": '{"w0": 8, "wa": 8.0, "wm": 2.0, "group_size": 8, "depth": 8}',
+    "test_efficientnet": "{}",
+    "mobilenetv3_small_050": "{}",
+    "swin_tiny_patch4_window7_224": '{"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}',
+    "densenet121": '{"growth_rate": 4, "block_config": [1, 1, 2, 1]}',
+    "vgg11_bn": '{"mlp_ratio": 0.01}',
+    "xcit_nano_12_p16_224": '{"embed_dim": 32, "depth": 2, "num_heads": 2}',
+    "deit3_small_patch16_224": '{"embed_dim": 32, "depth": 2, "num_heads": 2}',
+    "vit_tiny_r_s16_p8_224": '{"embed_dim": 32, "depth": 1, "num_heads": 2}',
+    "test_mambaout": "{}",
+    "eva02_tiny_patch14_224": '{"patch_size": 16, "embed_dim": 32, "depth": 2, "num_heads": 2}',
+    "resnet50_gn": '{"channels": [32, 32, 32, 32], "layers": [1, 1, 1, 1]}',
+}
+WITHOUT_DROP_PATH = {"densenet121", "vgg11_bn"}
+
+
+def _recipe(name: str, arguments: str = "{}", **changes: str):
+    drop_path = "0" if name in WITHOUT_DROP_PATH or ":" in name else "0.1"
+    plain = {"model__drop_path": drop_path, "optimizer__warmup": "0 steps", "optimizer__eps": "1e-8",
+             "optimizer__lr": "0.01", "objective__freeze_prototypes": "0 steps"}  # fmt: skip
+    return foreign_recipe(name, arguments, **(plain | changes))
+
+
+def _three_steps(stage: int) -> dict[str, tuple[list[float], list[str]]]:
+    """By family the losses, and the parameters that have not moved."""
+    found = {}
+    for name, arguments in FAMILIES.items():
+        recipe = _recipe(name, arguments)
+        step = build(recipe, stage)
+        start = fp32_student(step.engine, build_network(recipe, step.engine.config.performance))
+        losses = [run_window(step, window)[1] for window in range(STEPS)]
+        end = fp32_student(step.engine, build_network(recipe, step.engine.config.performance))
+        parameters = [key for key in start if key not in step.engine.buffers()]
+        found[name] = losses, [key for key in parameters if torch.equal(start[key], end[key])]
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return {stage: run_on_ranks(_three_steps, stage)[0] for stage in (0, 2)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_parameter_moves_and_the_stages_agree(name, trained):
+    """Losses to 1e-3: Adam, with an epsilon as small as in real runs, follows the rounding of gradients that are 0."""
+    for losses, unmoved in (trained[stage][name] for stage in (0, 2)):
+        assert all(loss == loss and loss < 10 for loss in losses)
+        assert unmoved == []
+    assert trained[0][name][0] == pytest.approx(trained[2][name][0], rel=1e-3)
+
+
+def _build(recipe):
+    return build_network(recipe, ds_config(0, "fp32", BATCH).performance)
+
+
+def _check(recipe, **performance: Any):
+    check_levers(recipe, ds_config(0, "fp32", BATCH, dino_ds=performance).performance)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("levit_128s", "levit_128s can't take crops of"),
+        ("mixer_s32_224", "mixer_s32_224 can't take crops of"),
+        ("coatnet_nano_rw_224", "coatnet_nano_rw_224 can't take crops of"),
+        ("efficientvim_m1", "can't be trained: its features give no gradient to its parameter"),
+        ("mobilenetv5_300m_enc", "gives no features of images"),
+    ],
+)
+def test_families_that_can_t_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        _build(_recipe(name, model__drop_path="0"))
+    assert "\n" not in str(refused.value)
+
+
+class Plain(nn.Module):
+    """What the other classes go wrong from."""
+
+    def __init__(self, in_chans: int, width: int = 12, dropout: float = 0.0, unused: bool = False) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(in_chans, width, 4, stride=4), nn.BatchNorm2d(width)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, 5) if unused else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.dropout(self.norm(self.stem(images)).relu())
+
+
+class Tied(Plain):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__(in_chans)
+        self.again = nn.Conv2d(in_chans, 12, 4, stride=4)
+        self.again.weight = self.stem.weight
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + self.again(images)
+
+
+class Sequences(Plain):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images).flatten(2)
+
+
+class Raises(Plain):
+    def forward(self, images: Tensor) -> Tensor:
+        raise RuntimeError("no\nweights here")
+
+
+class NoModule:
+    def __init__(self, in_chans: int) -> None:
+        pass
+
+
+OWN = [
+    ("Plain", '{"dropout": 0.1}', "draws random numbers of its own .aten.bernoulli_"),
+    ("Plain", '{"dropout": 0.1}', "switch dropout off"),
+    ("Plain", '{"unused": true}', "no gradient to its parameter head.weight and 1 more: remove what is not used"),
+    ("Plain", '{"with": 3}', "can't be made with in_chans=3 and model.arguments .*unexpected keyword argument"),
+    ("Tied", "{}", "its parameters stem.weight and again.weight are one tensor"),
+    ("Sequences", "{}", r"its features have shape \[2, 12, 3136\], wanted is \(b, d\)"),
+    ("Raises", "{}", "gives no features of images: no weights here"),
+    ("NoModule", "{}", "is not a class of torch.nn.Module"),
+    ("Missing", "{}", "can't be imported: .*no attribute 'Missing'"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), OWN)
+def test_own_classes_that_can_t_are_refused(name, arguments, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        _build(_recipe(f"tests.models.test_families:{name}", arguments))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lever", "value"),
+    [("attention", "naive"), ("attention_backend", "math"), ("packed", False), ("cls_only_last_block", False)],
+)
+def test_levers_of_vits_are_refused(lever, value):
+    with pytest.raises(ConfigError, match=f"dino_ds.{lever} {str(value).lower()} is for ViTs that dino_ds builds"):
+        _check(_recipe("resnet18", FAMILIES["resnet18"]), **{lever: value})
+
+
+def test_levers_of_others_are_refused_for_a_vit():
+    with pytest.raises(ConfigError, match=r"dino_ds.channels_last false is for networks that dino_ds does not build"):
+        _check(_recipe("vit_tiny_patch16_224"), channels_last=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__stochastic_depth": "batched"}, "model.stochastic_depth batched is for ViTs that dino_ds builds"),
+        ({"model__drop_path_growth": "uniform"}, "model.drop_path_growth uniform is for ViTs"),
+        ({"crops__mask": "dinov2", "objective__ibot_weight": "1"}, "need a backbone that hides patches, and resnet18"),
+        ({"model__backbone": "convnext_atto", "teacher__batch_norm": "ema"}, "convnext_atto has no BatchNorm"),
+        ({"model__backbone": "convnext_atto", "model__sync_batch_norm": "false"}, "convnext_atto has no BatchNorm"),
+        ({"model__backbone": "densenet121", "model__drop_path": "0.1"}, "densenet121 has no stochastic depth"),
+    ],
+)
+def test_options_that_do_not_go_with_a_backbone(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        _build(_recipe("resnet18", **changes))
