@@ -167,8 +167,8 @@ class LoopTeacher(EmaTeacher):
         self,
         network: Network,
         masters: Sequence[WholeMasters],
-        options: TeacherOptions,
-        buffers: Callable[[], Mapping[str, Tensor]],
+        options: TeacherOptions = TeacherOptions(),
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
