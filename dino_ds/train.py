@@ -48,7 +48,7 @@ from dino_ds.measure.machine import host_memory_gib
 from dino_ds.options.run import TrainOptions
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.announcement import announce
-from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.build import build_prefetcher, build_step, check_frozen_statistics
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog
@@ -212,6 +212,7 @@ def _build(
     other_images = OtherImages(recipe, images, folder.allows_other_images)
     choice = _choose_checkpoint(folder, checkpoints, other_images)
     folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
+    check_frozen_statistics(recipe)
     # Weights of a checkpoint take the place of others, whose file may be gone.
     begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(begins, config, epoch_steps), RunState()

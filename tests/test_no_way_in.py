@@ -24,6 +24,10 @@ ALLOWED = {
     ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/build.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
+    (
+        "dino_ds/foreign_backbones.py",
+        "importlib.import_module",
+    ): "model.backbone module:Class, of command line or recipe; weights.foreign asks before a file may name one",
     ("dino_ds/data/sources.py", "importlib.import_module"): "data.source module:Class, of command line or recipe",
     ("dino_ds/cli.py", "importlib.import_module"): "a command's module, from the table of commands",
     (

@@ -20,7 +20,7 @@ from dino_ds.engine.clipping import parts_of
 from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
-from dino_ds.engine.optim import OptimizerOptions, apply_settings, parameter_groups
+from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.models.base import Masks, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
@@ -181,7 +181,7 @@ class LoopTeacher(EmaTeacher):
 
 
 class PlainEngine:
-    """The student with torch's AdamW and no engine around it: the calls of `Engine` that a step makes, on one process.
+    """The student with torch's optimizer and no engine around it: on one process what a step calls of `Engine`.
 
     `fused` False takes torch's loop over the parameters; `clipping` of the norm of all or, by the recipe, of each
     part; 0 = none. FP32.
@@ -193,16 +193,7 @@ class PlainEngine:
         self.config = SimpleNamespace(performance=PerformanceOptions(), accumulation=1)
         self._network = network.to(device).train()
         self._clipping = clipping
-        options = recipe.optimizer
-        rates = OptimizerOptions.of(options)
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._network, rates),
-            lr=0.0,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=fused,
-            foreach=False,
-        )
+        self._optimizer = build_optimizer(self._network, OptimizerOptions.of(recipe.optimizer), fused)
 
     def __call__(self, *inputs: Any) -> dict[str, Output]:
         outputs: dict[str, Output] = self._network(*inputs)

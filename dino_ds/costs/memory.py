@@ -17,6 +17,8 @@ from dino_ds.costs.parameters import copied_names, group_sizes, prototype_sizes,
 
 GIB = 2**30
 _FP32 = 4
+MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4}
+"""What each kind of optimizer keeps of a weight."""
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
@@ -51,7 +53,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     anything.
     """
     sizes = recipe_sizes(recipe)
-    state = state_bytes(sizes, config, world_size, on_gpu, copied_names(recipe))
+    state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, copied_names(recipe))
     step = MicroBatch(recipe, config, on_gpu)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
     buckets = bucket_bytes(config)
@@ -91,9 +93,14 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
 
 
 def state_bytes(
-    sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool, copied: Collection[str] | None = None
+    sizes: Mapping[str, int],
+    config: DsConfig,
+    world_size: int,
+    on_gpu: bool,
+    optimizer: str = "adamw",
+    copied: Collection[str] | None = None,
 ) -> dict[str, int]:
-    """What stays on a device from step to step: weights, FP32 masters and Adam's moments, and the teacher.
+    """What stays on a device from step to step: weights, FP32 masters and the optimizer's moments, and the teacher.
 
     copied: names of the weights of which a teacher keeps a low-precision copy, None: those of a ViT's.
 
@@ -115,7 +122,7 @@ def state_bytes(
     return {
         "student": 0 if params_on_host else student,
         "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
-        "masters and moments": 0 if on_host else (masters + 8 * total) // shards,
+        "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * total) // shards,
         "teacher": _FP32 * total,
         "teacher copy": 2 * sum(sizes[name] for name in copied) if copies else 0,
     }

@@ -17,6 +17,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES, device, set_convolutions, use_deterministic_kernels
@@ -43,7 +44,6 @@ from dino_ds.weights.start import InitialWeights, find_start
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
-    optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
@@ -53,8 +53,7 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    options = OptimizerOptions.of(optimizer)
-    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps, options)
+    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
 
@@ -77,7 +76,7 @@ def build_network(
     model = recipe.model
     _check_batch_norm(recipe, network)
     if model.init_from is not None:
-        weights = find_start(model, recipe.data.known_range)
+        weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
@@ -89,14 +88,18 @@ def build_network(
     return network
 
 
-def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for settings of BatchNorm that can't act."""
-    teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "frozen" and model.init_from is None:
+def check_frozen_statistics(recipe: Recipe) -> None:
+    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
         raise ConfigError(
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"
         )
+
+
+def _check_batch_norm(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for settings of BatchNorm that can't act."""
+    teacher, model = recipe.teacher.batch_norm, recipe.model
     if not batch_norms(network):
         if teacher != "reference":
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")

@@ -18,6 +18,11 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.protocols.copydays import copydays
+from dino_ds.evals.protocols.davis import davis
+from dino_ds.evals.protocols.landmarks import oxford
+from dino_ds.evals.protocols.voc import voc
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
@@ -26,6 +31,7 @@ from dino_ds.training.build import build_network
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.start import as_source
+from tests.evals.protocols.tiny import clips, copies, landmarks, segments
 from tests.training.harness import TINY
 from tests.weights.own import Own
 
@@ -161,7 +167,7 @@ class TestIn:
         _same(ours.features(_images()), theirs(_images()))
         assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == []
         FORMATS["dino"][0](ours, tmp_path / "again.pth")
-        again = torch.load(tmp_path / "again.pth")["teacher"]
+        again = torch.load(tmp_path / "again.pth", weights_only=True)["teacher"]
         assert again.keys() - network.keys() == {"head.last_layer.weight_g"}
         assert all(torch.equal(again[name], tensor) for name, tensor in network.items())
 
@@ -333,6 +339,18 @@ class TestStart:
 
 
 class TestModel:
+    @pytest.mark.parametrize("kind", ["resnet", "own"])
+    def test_benchmarks(self, tmp_path, kind):
+        """From the map in the place of patch tokens, photos of any sides; all numbers are there."""
+        model = _model(SPECS[kind] if kind != "own" else ForeignSpec(OWN.name, 3, OWN.arguments))
+        benchmarks = {copydays: copies, davis: clips, voc: segments, oxford: landmarks}
+        for evaluation, make in benchmarks.items():
+            root = make(tmp_path / evaluation.__name__)
+            root = root.parent if evaluation is oxford else root
+            settings = Settings(benchmark_root=root, workers=0, size=128)
+            found = evaluation(EvalContext(model, settings, torch.device("cpu"), progress=False))
+            assert len(found) > 1 and all(0 <= value <= 100 for value in found.values()), found
+
     def test_what_it_gives(self):
         model = _model(CONVNEXT)
         images = _images(3, 100, 160)
