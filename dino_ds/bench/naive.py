@@ -160,6 +160,9 @@ def normalise_prototypes(network: Network) -> None:
         ours.prototypes = plain
 
 
+_OPTIONS = TeacherOptions()
+
+
 class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
@@ -167,7 +170,7 @@ class LoopTeacher(EmaTeacher):
         self,
         network: Network,
         masters: Sequence[WholeMasters],
-        options: TeacherOptions = TeacherOptions(),
+        options: TeacherOptions = _OPTIONS,
         buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         parameters = dict(network.named_parameters())
