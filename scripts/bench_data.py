@@ -22,7 +22,8 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.multicrop import STD, MultiCrop
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import STD
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dino_ds.backbones import VITS
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.distributed import usable_cores
 from dino_ds.errors import ConfigError
@@ -128,7 +129,7 @@ def _features_seconds(images: int) -> tuple[float, float]:
     network = build_backbone(arch, _PIXELS).eval()
     indices = [i % len(source) for i in range(images)]
     wall, cpu = time.perf_counter(), time.process_time()
-    reading = Reading(EvalCrop(_PIXELS), workers=0, progress="")
+    reading = Reading(EvalCrop(_PIXELS, IMAGENET), workers=0, progress="")
     extract_features(network.features, source, indices, _CPU, reading)
     return time.perf_counter() - wall, time.process_time() - cpu
 

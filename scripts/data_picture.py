@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_ds.data.multicrop import MEAN, STD
+from dino_ds.data.normalisation import MEAN, STD
 
 _GAIN = 8
 _SHOWN = ("pil", "exact", "split_worker", "device", "split_total")

@@ -14,7 +14,8 @@ from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from dino_ds.data.multicrop import MEAN, STD, MultiCrop
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import MEAN, STD
 
 
 class PilPipeline:

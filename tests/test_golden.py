@@ -165,7 +165,7 @@ def _trajectory(stage, freeze):
     teacher_network = copy.deepcopy(network)
     schedules = _RecordedSchedules(settings, run["freeze_last_layer_epochs"] * per_epoch)
     config = ds_config(stage, "fp32", settings["batch"])
-    engine = Engine(network, config, betas=(0.9, 0.999), eps=1e-8)
+    engine = Engine(network, config)
     teacher = EmaTeacher(teacher_network, engine.masters())
     dino = centered(META["head"]["out_dim"], META["loss"]["student_temp"], META["loss"]["center_momentum"])
     step = TrainingStep(engine, Teachers({"ema": teacher}, GROUPS), Objective({"dino": dino}), schedules, GROUPS)

@@ -62,7 +62,7 @@ def _trajectory(name: str, stage: int) -> None:
     network.load_state_dict(_initial(name, recorded))
     config = ds_config(stage, "fp32", 4, gradient_clipping=0.5)
     options = OptimizerOptions.of(recipe.optimizer)
-    engine = Engine(network, config, (0.9, 0.999), 1e-8, options)
+    engine = Engine(network, config, options)
     teachers = build_teachers(recipe, config, engine, objective)
     step = TrainingStep(engine, teachers, objective, build_schedules(recipe, 2), recipe.crops.groups)
     for i, expected in enumerate(run["steps"]):

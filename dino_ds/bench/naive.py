@@ -5,7 +5,7 @@ They fit into `TrainingStep` in place of ours, so that the step around them is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from dino_ds.engine.clipping import parts_of
 from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
-from dino_ds.engine.optim import OptimizerOptions, apply_settings, parameter_groups
+from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.models.base import Masks, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
@@ -30,7 +30,7 @@ from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IbotTerm
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.build import build_objective
 
 
@@ -163,19 +163,25 @@ def normalise_prototypes(network: Network) -> None:
 class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
-    def __init__(self, network: Network, masters: Sequence[WholeMasters]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        masters: Sequence[WholeMasters],
+        options: TeacherOptions,
+        buffers: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
-        super().__init__(network, masters)
+        super().__init__(network, masters, options, buffers)
 
     @torch.no_grad()
-    def move(self, momentum: float) -> None:
+    def _move_weights(self, momentum: float) -> None:
         for teacher, student in self._pairs:
             teacher.mul_(momentum).add_((1 - momentum) * student.detach())
 
 
 class PlainEngine:
-    """The student with torch's AdamW and no engine around it: the calls of `Engine` that a step makes, on one process.
+    """The student with torch's optimizer and no engine around it: on one process what a step calls of `Engine`.
 
     `fused` False takes torch's loop over the parameters; `clipping` of the norm of all or, by the recipe, of each
     part; 0 = none. FP32.
@@ -187,16 +193,7 @@ class PlainEngine:
         self.config = SimpleNamespace(performance=PerformanceOptions(), accumulation=1)
         self._network = network.to(device).train()
         self._clipping = clipping
-        options = recipe.optimizer
-        rates = OptimizerOptions.of(options)
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(self._network, rates),
-            lr=0.0,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            fused=fused,
-            foreach=False,
-        )
+        self._optimizer = build_optimizer(self._network, OptimizerOptions.of(recipe.optimizer), fused)
 
     def __call__(self, *inputs: Any) -> dict[str, Output]:
         outputs: dict[str, Output] = self._network(*inputs)

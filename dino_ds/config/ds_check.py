@@ -154,7 +154,7 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
             f'"{accumulated}" does not go with training in {low[0] if low else "fp32"}: use {wanted}',
         )
     if offloads_optimizer(zero) and config.get("zero_force_ds_cpu_optimizer"):
-        yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed torch's AdamW"
+        yield "zero_force_ds_cpu_optimizer", "it must be false: dino_ds gives DeepSpeed an optimizer of torch's"
 
 
 def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:

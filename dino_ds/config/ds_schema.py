@@ -66,8 +66,8 @@ TOP: dict[str, Key] = {
     "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
     "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
     "dump_state": Key("bool", "print DeepSpeed's state after initialisation"),
-    "zero_allow_untested_optimizer": Key("bool", "accepted; AdamW is tested"),
-    "zero_force_ds_cpu_optimizer": Key("bool", "false with offload: dino_ds gives torch's AdamW"),
+    "zero_allow_untested_optimizer": Key("bool", "accepted, and true: dino_ds has tested its optimizers"),
+    "zero_force_ds_cpu_optimizer": Key("bool", "false with offload: dino_ds gives an optimizer of torch's"),
 }
 
 _FP16 = {
@@ -199,7 +199,7 @@ _MASTERS = "it removes the FP32 masters, which the teacher follows"
 _METRICS = "dino_ds writes metrics.jsonl and TensorBoard itself, into the run folder"
 _AUTOCAST = 'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3'
 _CHECKPOINTS = "dino_ds writes checkpoints itself (recipe: save_every, keep_checkpoints)"
-_OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's AdamW"
+_OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's"
 _NVME = 'it is for offload to NVMe, which is not offered: the teacher reads the masters in memory; use "device": "cpu"'
 _NVME_KEYS = {
     "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),

@@ -288,7 +288,7 @@ def _type_text(field: FieldInfo) -> str:
         if get_origin(member) is Literal:
             texts.append(", ".join(get_args(member)))
         elif get_origin(member) is tuple:
-            texts.append("names" if get_args(member)[-1] is ... else "low,high")
+            texts.append({(float, float): "low,high", (float, ...): "numbers"}.get(get_args(member), "names"))
         else:
             texts.append(words[member] + _limits_text(limits))
     return " or ".join(texts)

@@ -7,6 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from pydantic import field_validator, model_validator
 
@@ -35,6 +36,9 @@ from dino_ds.config.sections import (
     option,
 )
 from dino_ds.errors import ConfigError
+
+_LEAST_STD = 1e-4
+"""A fortieth of a level of 8 bits: the channel is empty."""
 
 
 class Recipe(Section):
@@ -69,6 +73,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
+        problems += [*self._optimizer_problems(), *self._channel_problems()]
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
         if problems:
@@ -118,6 +123,23 @@ class Recipe(Section):
             if size % patch
         ]
 
+    def _channel_problems(self) -> list[str]:
+        given = {"data.mean": self.data.mean, "data.std": self.data.std}
+        known = {name: values for name, values in given.items() if values is not None}
+        if len(known) == 1:
+            (there,), (missing,) = known, given.keys() - known
+            return [f"{there} is given without {missing}: give both, or neither for ImageNet's"]
+        bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
+        if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
+            span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"
+            return [f"{out[0]} {_text(known[out[0]])} must be {span}: divide those of 8 bits by 255"]
+        channels = self.model.in_chans
+        return [
+            f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {channels}: give one a channel"
+            for name, values in known.items()
+            if len(values) != channels and (self.model.backbone != FROM_SOURCE or not values)
+        ]
+
     def _objective_problems(self) -> list[str]:
         objective, problems = self.objective, list[str]()
         if not (objective.dino_weight or objective.ibot_weight or objective.koleo_weight):
@@ -144,6 +166,20 @@ class Recipe(Section):
             problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
         return problems
 
+    def _optimizer_problems(self) -> list[str]:
+        defaults = OptimizerSection()
+        unused = {
+            "adamw": {"momentum": "of sgd and lars", "trust": "of lars"},
+            "sgd": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw") | {"trust": "of lars"},
+            "lars": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw"),
+        }
+        return [
+            f"optimizer.{name} {getattr(self.optimizer, name):g} is {owners} and has no effect with optimizer.kind "
+            f"{self.optimizer.kind}: leave it out"
+            for name, owners in unused[self.optimizer.kind].items()
+            if getattr(self.optimizer, name) != getattr(defaults, name)
+        ]
+
     def _length_problems(self) -> list[str]:
         parts = {
             "optimizer.warmup": self.optimizer.warmup,
@@ -156,3 +192,7 @@ class Recipe(Section):
             for name, part in parts.items()
             if part.unit == self.length.unit and part.value > self.length.value
         ]
+
+
+def _text(values: Iterable[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -100,7 +100,8 @@ class LoaderBatch:
     """One micro-batch as the loader gives it: by group all its crops (v, b, ...) in one tensor; the rest as in Batch.
 
     Augmented in the worker: crops (v, b, c, h, w) float32, no params. To be augmented on the device: (v, b, h, w, c) of
-    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the params of its v * b crops.
+    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the params of its v * b crops;
+    normalise (2, c): what is then added at the end, and what is multiplied by before.
     """
 
     crops: dict[str, Tensor]
@@ -109,6 +110,7 @@ class LoaderBatch:
     epoch: int
     names: list[str]
     bad: list[str]
+    normalise: Tensor
     masks: Masks = field(default_factory=dict)
 
     def pin_memory(self) -> LoaderBatch:
@@ -119,21 +121,24 @@ class LoaderBatch:
         params = self.params and {name: [one.moved(move) for one in group] for name, group in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
         masks = {name: {key: move(one) for key, one in group.items()} for name, group in self.masks.items()}
-        return replace(self, crops=crops, params=params, indices=move(self.indices), masks=masks)
+        indices, normalise = move(self.indices), move(self.normalise)
+        return replace(self, crops=crops, params=params, indices=indices, normalise=normalise, masks=masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
         # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
         # Tensors go by shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
         masks = {name: {key: one.numpy() for key, one in group.items()} for name, group in self.masks.items()}
-        rest = pickle.dumps((self.params, self.indices.numpy(), self.epoch, self.names, self.bad, masks))
+        indices, normalise = self.indices.numpy(), self.normalise.numpy()
+        rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalise, masks))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    params, indices, epoch, names, bad, arrays = pickle.loads(rest.numpy().tobytes())
+    params, indices, epoch, names, bad, normalise, arrays = pickle.loads(rest.numpy().tobytes())
     masks = {name: {key: torch.from_numpy(one) for key, one in group.items()} for name, group in arrays.items()}
-    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad, masks)
+    there = torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalise)
+    return LoaderBatch(crops, params, *there, masks)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
@@ -162,13 +167,15 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             sampled.append(how)
             names.append(name)
             bad += failures
+        normalise = self._multicrop.normalisation.offset_and_factor()
         params = None if self._by_pillow else self._params(crops, sampled)
         if params and self._options.augment == "worker":
-            crops = {name: _augment_group(group, params[name]) for name, group in crops.items()}
+            crops = {name: _augment_group(group, params[name], normalise) for name, group in crops.items()}
             params = None
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
         masks = draw_masks(self._multicrop.groups, self._multicrop.masks, seeds)
-        return LoaderBatch(crops, params, torch.tensor([index for _, index in keys]), keys[0][0], names, bad, masks)
+        indices = torch.tensor([index for _, index in keys])
+        return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalise, masks)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Room for the crops of a group; in a loader process, in memory that it shares with the training process."""
@@ -246,13 +253,13 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
     """The crops (b, c, h, w) float32 of a batch by group, on its device."""
     crops = batch.crops
     if batch.params is not None:
-        crops = {name: _augment_group(group, batch.params[name]) for name, group in crops.items()}
+        crops = {name: _augment_group(group, batch.params[name], batch.normalise) for name, group in crops.items()}
     return {name: list(group) for name, group in crops.items()}
 
 
-def _augment_group(group: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
+def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
-    return augment(group.flatten(0, 1), params).unflatten(0, group.shape[:2])
+    return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
 
 
 def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dino_ds.config.crops import CropGroup, Masks, crop_sizes
 from dino_ds.data.masks import MaskOptions, with_hidden_patches
+from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
 from dino_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]
 """left, top, right, bottom in pixels"""
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
 _ASPECT = (3 / 4, 4 / 3)
 _PROBE_SCALE = (0.08, 1.0)
 _BLUR_RADIUS = (0.1, 2.0)
@@ -77,14 +76,19 @@ class CropParameters:
 
 
 class MultiCrop:
-    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them.
+    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them by
+    `normalisation`.
 
     masks: by name of the masked groups, which of their patches are hidden from the student.
     Raises ConfigError where `augment` is not a name of AUGMENTATIONS, or says nothing about an augmented group.
     """
 
     def __init__(
-        self, groups: Sequence[CropGroup], augment: str, masks: Mapping[str, MaskOptions] = MappingProxyType({})
+        self,
+        groups: Sequence[CropGroup],
+        augment: str,
+        masks: Mapping[str, MaskOptions] = MappingProxyType({}),
+        normalisation: Normalisation = IMAGENET,
     ) -> None:
         if augment not in AUGMENTATIONS:
             raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
@@ -93,17 +97,19 @@ class MultiCrop:
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
-        self.masks = dict(masks)
+        self.masks, self.normalisation = dict(masks), normalisation
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
         """The crops of a recipe."""
-        return MultiCrop(recipe.crops.groups, recipe.crops.augment, MaskOptions.of(recipe))
+        crops = recipe.crops
+        return MultiCrop(crops.groups, crops.augment, MaskOptions.of(recipe), Normalisation.of(recipe))
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
         sampled = self.sample(image.width, image.height, seed)
-        return [to_tensor(apply_crop(image, crop, size)) for crop, size in zip(sampled, self.sizes, strict=True)]
+        crops = [apply_crop(image, crop, size) for crop, size in zip(sampled, self.sizes, strict=True)]
+        return [to_tensor(crop, self.normalisation) for crop in crops]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
@@ -134,11 +140,10 @@ class MultiCrop:
         cell = max(crop.shape[-1] for crop in crops) + 2
         rows = len(crops[0])
         sheet = torch.ones(3, rows * cell, len(crops) * cell)
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(crops[0].shape[1]))
         for column, crop in enumerate(crops):
             for row in range(rows):
                 height, width = crop.shape[-2:]
-                pixels = (crop[row].detach().float().cpu() * std + mean).clamp(0, 1)
+                pixels = self.normalisation.undone(crop[row].detach().float().cpu()).clamp(0, 1)
                 if len(pixels) != 3:
                     pixels = pixels.mean(0, keepdim=True)
                 sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
@@ -153,12 +158,12 @@ class EvalCrop:
     3, 7, 11, ... pixels it cuts one more there.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, normalisation: Normalisation) -> None:
+        self.size, self._normalisation = size, normalisation
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
-        return _normalised(image, self._cut)
+        return _normalised(image, self._cut, self._normalisation)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of what is left of an image, in its own pixels."""
@@ -182,31 +187,32 @@ class EvalCrop:
 class RandomCrop:
     """What DINO's linear probe trains on: a crop of 8 to 100 % of the area, bilinear, flipped every second time."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, normalisation: Normalisation) -> None:
+        self.size, self._normalisation = size, normalisation
 
     def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""
         rng = random.Random(seed)
         width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
         box, flip = _sample_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
-        return _normalised(image, lambda plane: self._cut(plane, box, flip))
+        return _normalised(image, lambda plane: self._cut(plane, box, flip), self._normalisation)
 
     def _cut(self, image: Image.Image, box: Box, flip: bool) -> Image.Image:
         crop = image.crop(box).resize((self.size, self.size), Image.Resampling.BILINEAR)
         return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
 
 
-def _normalised(image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image]) -> Tensor:
+def _normalised(
+    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalisation: Normalisation
+) -> Tensor:
     """What `cut` makes of an RGB image, or of each channel of (h, w, c), as (c, height, width) float32."""
     if isinstance(image, Image.Image):
-        return to_tensor(cut(image))
+        return to_tensor(cut(image), normalisation)
     planes = torch.from_numpy(
         np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
     )
     pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(planes)))
-    return (pixels - mean) / std
+    return normalisation(pixels)
 
 
 def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
@@ -225,20 +231,13 @@ def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.
     return crop
 
 
-def to_tensor(image: Image.Image) -> Tensor:
-    """RGB image -> (3, h, w) float32 with ImageNet's mean and standard deviation removed."""
-    pixels = np.asarray(image)
+def to_tensor(image: Image.Image, normalisation: Normalisation) -> Tensor:
+    """RGB image -> (3, h, w) float32, normalised."""
+    pixels, levels = np.asarray(image), normalised_levels(normalisation)
     out = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
     for channel in range(3):
-        np.take(_NORMALISED[channel], pixels[:, :, channel], out=out[channel], mode="clip")
+        np.take(levels[channel], pixels[:, :, channel], out=out[channel], mode="clip")
     return torch.from_numpy(out)
-
-
-def channel_statistics(channels: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Mean and standard deviation that are removed: ImageNet's; their averages where the channels are not RGB."""
-    if channels == 3:
-        return MEAN, STD
-    return [sum(MEAN) / 3] * channels, [sum(STD) / 3] * channels
 
 
 def _kind(group: CropGroup, number: int) -> int | None:
@@ -291,8 +290,3 @@ _JITTER: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "saturation": lambda image, factor: ImageEnhance.Color(image).enhance(factor),
     "hue": _shift_hue,
 }
-
-_NORMALISED = (
-    (torch.arange(256, dtype=torch.uint8).float() / 255 - torch.tensor(MEAN).view(3, 1)) / torch.tensor(STD).view(3, 1)
-).numpy()
-"""(3, 256): the normalised value of each channel's 256 levels."""

@@ -26,7 +26,7 @@ from dino_ds.data.augmentation_params import (
     SOLARIZE,
     AugmentationParams,
 )
-from dino_ds.data.multicrop import CropParameters, channel_statistics
+from dino_ds.data.multicrop import CropParameters
 
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
@@ -34,7 +34,7 @@ _CACHED_PIXELS = 4 * 224**2
 """Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
 _KERNEL_TOLERANCE = 1e-4
 
-Kernels = Callable[[Tensor, Tensor, float, Tensor], None]
+Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
 
 
 def crops_per_params(size: int, device: torch.device) -> int | None:
@@ -42,10 +42,11 @@ def crops_per_params(size: int, device: torch.device) -> int | None:
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
-def augment(crops: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
+def augment(crops: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and params.
 
-    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops.
+    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops. normalise
+    (2, c), on the device too: what is added at the end, and what is multiplied by before.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
@@ -53,9 +54,9 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams]) -> Tensor:
     kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
     for some, one, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
         if kernels:
-            kernels(some, one.there, _scale(some), part)
+            kernels(some, one.there, _scale(some), normalise, part)
         else:
-            _augment(some, one, _scale(some), part)
+            _augment(some, one, _scale(some), normalise, part)
     return out
 
 
@@ -93,9 +94,10 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     levels = torch.rand(len(sampled), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
     params, expected = AugmentationParams.build(sampled, c), torch.empty(len(sampled), c, h, w)
-    _augment(crops, params, _scale(crops), expected)
+    normalise = torch.stack([torch.linspace(-2, 0, c), torch.linspace(2, 5, c)])
+    _augment(crops, params, _scale(crops), normalise, expected)
     found = torch.empty_like(expected, device=device)
-    kernels(crops.to(device), params.table.to(device), _scale(crops), found)
+    kernels(crops.to(device), params.table.to(device), _scale(crops), normalise.to(device), found)
     return (expected - found.cpu()).abs().max().item()
 
 
@@ -104,7 +106,7 @@ def _scale(crops: Tensor) -> float:
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
-def _augment(crops: Tensor, params: AugmentationParams, scale: float, x: Tensor) -> None:
+def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalise: Tensor, x: Tensor) -> None:
     (n, _, _, c), table, there = crops.shape, params.table.numpy(), params.there
     which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
     counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()
@@ -126,16 +128,8 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, x: Tensor)
     replace(GRAY, lambda some: grey(some).expand_as(some))
     replace(SIGMA, gaussian_blur, there[:, SIGMA])
     replace(SOLARIZE, solarize)
-    normalise = torch.from_numpy(_normalisation(c)).to(x.device, non_blocking=True)
     offset, factor = normalise.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)
-
-
-@cache
-def _normalisation(channels: int) -> np.ndarray:
-    """(2, channels): what is added, and what is multiplied by before."""
-    mean, std = (np.asarray(values, dtype=np.float64) for values in channel_statistics(channels))
-    return np.stack([-mean / std, 1 / std]).astype(np.float32)
 
 
 def grey(x: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dino_ds.data.augmentation_params import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
-from dino_ds.data.multicrop import channel_statistics
 
 _COLUMNS, _SLOTS = tl.constexpr(COLUMNS), tl.constexpr(SLOTS)
 _FLIP, _GRAY, _SIGMA, _SOLARIZE = (tl.constexpr(column) for column in (FLIP, GRAY, SIGMA, SOLARIZE))
@@ -24,22 +23,22 @@ _BLOCK = 1024
 """Pixels of one crop that one program works on."""
 
 
-def augment(crops: Tensor, table: Tensor, scale: float, out: Tensor) -> None:
-    """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w)."""
+def augment(crops: Tensor, table: Tensor, scale: float, normalise: Tensor, out: Tensor) -> None:
+    """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w).
+
+    normalise (2, c): what is added at the end, and what is multiplied by before.
+    """
     n, height, width, channels = crops.shape
     pixels = height * width
     chunks = triton.cdiv(pixels, _BLOCK)
-    mean, std = channel_statistics(channels)
-    # Other channels than RGB all have the same statistics.
-    normalise = [1 / std[i % channels] for i in range(3)] + [-mean[i % channels] / std[i % channels] for i in range(3)]
     sums, between = torch.empty(n, chunks, device=crops.device), torch.empty_like(out)
     constants = {"CHANNELS": channels, "BLOCK": _BLOCK}
     launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
     constants["CHUNKS"] = triton.next_power_of_2(chunks)
-    launch(colour, (n, chunks), crops, table, sums, out, height, width, chunks, scale, *normalise, **constants)
+    launch(colour, (n, chunks), crops, table, sums, out, height, width, chunks, scale, normalise, **constants)
     planes = (n, chunks, channels)
-    launch(blur, planes, table, out, between, height, width, *normalise, DOWN=False, BLOCK=_BLOCK)
-    launch(blur, planes, table, between, out, height, width, *normalise, DOWN=True, BLOCK=_BLOCK)
+    launch(blur, planes, table, out, between, height, width, normalise, DOWN=False, BLOCK=_BLOCK)
+    launch(blur, planes, table, between, out, height, width, normalise, DOWN=True, BLOCK=_BLOCK)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -75,7 +74,7 @@ def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, 
 
 @triton.jit
 def colour(  # type: ignore[no-untyped-def]
-    crops, table, sums, out, height, width, chunks, scale, s0, s1, s2, o0, o1, o2,
+    crops, table, sums, out, height, width, chunks, scale, normalise,
     CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All but the blur; what will be blurred is not yet solarized and normalised."""
@@ -97,7 +96,11 @@ def colour(  # type: ignore[no-untyped-def]
             grey = _grey(r, g, b)
             r, g, b = grey, grey, grey
         if tl.load(row + _SIGMA) == 0:
-            r, g, b = _finish(r, row, s0, o0), _finish(g, row, s1, o1), _finish(b, row, s2, o2)
+            r, g, b = (
+                _finish(r, row, normalise, 0, 3),
+                _finish(g, row, normalise, 1, 3),
+                _finish(b, row, normalise, 2, 3),
+            )
         tl.store(target, r, mask=inside)
         tl.store(target + pixels, g, mask=inside)
         tl.store(target + 2 * pixels, b, mask=inside)
@@ -106,13 +109,13 @@ def colour(  # type: ignore[no-untyped-def]
             value = tl.load(source + channel, mask=inside, other=0).to(tl.float32) * scale
             value = _jitter_plane(value, row, mean, False)
             if tl.load(row + _SIGMA) == 0:
-                value = _finish(value, row, s0, o0)
+                value = _finish(value, row, normalise, channel, CHANNELS)
             tl.store(target + channel * pixels, value, mask=inside)
 
 
 @triton.jit
 def blur(  # type: ignore[no-untyped-def]
-    table, source, target, height, width, s0, s1, s2, o0, o1, o2, DOWN: tl.constexpr, BLOCK: tl.constexpr
+    table, source, target, height, width, normalise, DOWN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One pass of the Gaussian, across or down, over the crops that have one; after the second one all is done."""
     crop, chunk, channel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -140,9 +143,7 @@ def blur(  # type: ignore[no-untyped-def]
             weights += weight
         value = value / weights
         if DOWN:
-            scale = tl.where(channel == 0, s0, tl.where(channel == 1, s1, s2))
-            shift = tl.where(channel == 0, o0, tl.where(channel == 1, o1, o2))
-            value = _finish(value, row, scale, shift)
+            value = _finish(value, row, normalise, channel, tl.num_programs(2))
         tl.store(target + first + place, value, mask=inside)
 
 
@@ -198,9 +199,9 @@ def _shift_hue(r, g, b, turns):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(x, row, scale, offset):  # type: ignore[no-untyped-def]
+def _finish(x, row, normalise, channel, channels):  # type: ignore[no-untyped-def]
     x = tl.where(tl.load(row + _SOLARIZE) != 0, tl.minimum(x, 1 - x), x)
-    return x * scale + offset
+    return x * tl.load(normalise + channels + channel) + tl.load(normalise + channel)
 
 
 @triton.jit

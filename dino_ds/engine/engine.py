@@ -17,11 +17,12 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
+from dino_ds.engine.lars import Lars, check_lars
 from dino_ds.engine.masters import Masters
-from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, parameter_groups
+from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.optimizers import masters_of
 from dino_ds.engine.saved_state import EngineState, SavedState
-from dino_ds.engine.state import Flat, export_state, import_state, partitions_of
+from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops, Masks
 from dino_ds.models.batch_norm import unsynced_statistics
@@ -44,27 +45,22 @@ class Progress(enum.Enum):
 class Engine:
     """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
 
-    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; AdamW's betas and eps;
-    `options` of learning rates by layer and of clipping. Learning rates and weight decays come with each step through
+    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; `options` of the optimizer,
+    of learning rates by layer and of clipping. Learning rates and weight decays come with each step through
     `set_groups`. Raises ConfigError if DeepSpeed refuses the config, or it and the options don't go together.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        config: DsConfig,
-        betas: tuple[float, float],
-        eps: float,
-        options: OptimizerOptions = ONE_RATE,
-    ) -> None:
+    def __init__(self, network: Network, config: DsConfig, options: OptimizerOptions = ONE_RATE) -> None:
         import deepspeed
 
-        self.config = config
+        self.config, self._kind = config, options.kind
         if config.performance.attention == "varlen" and not torch.cuda.is_available():
             raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
         by_part = options.clip_by != WHOLE
         if by_part:
             check_clip_by_part(config)
+        if options.kind == "lars":
+            check_lars(config)
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
@@ -75,11 +71,11 @@ class Engine:
         modules = dict(network.named_modules())
         owners = {name: modules[name.rpartition(".")[0]] for name in buffers}
         self._buffers = [(name, owners[name], name.rpartition(".")[2], name in saved) for name in buffers]
-        # Fused AdamW of torch: DeepSpeed's own is compiled at run time.
-        groups = parameter_groups(network, options)
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        # torch's own: DeepSpeed's are compiled at run time.
+        optimizer = build_optimizer(network, options)
         # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
         raw = config.raw | {"timers": {"throughput": {"enabled": False}}}
+        raw["zero_allow_untested_optimizer"] = True  # by DeepSpeed; we have tested SGD and LARS
         # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
         if config.stage == 0 or by_part:
             raw["gradient_clipping"] = 0.0
@@ -92,6 +88,8 @@ class Engine:
         for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
             setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
         self._unsynced = unsynced_statistics(network)
+        if isinstance(optimizer, Lars) and config.stage:
+            lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
         norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         _read_finiteness_once(self._optimizer)
         if config.dynamic_loss_scale:
@@ -163,7 +161,7 @@ class Engine:
         return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
 
     def _stage0_clip(self) -> bool:
-        """Whether the gradient is finite; it is then clipped, else removed: AdamW would write NaN into the weights.
+        """Whether the gradient is finite; it is then clipped, else removed: NaN would get into the weights.
 
         DeepSpeed sums gradients over ranks before this at stage 0, and checks them itself from stage 1 on.
         """
@@ -192,10 +190,10 @@ class Engine:
         return float(self._optimizer.loss_scale)
 
     def reset_optimizer_state(self, name: str) -> None:
-        """Give the groups `name` a fresh Adam state: zero moments, step count 0."""
+        """Give the groups `name` a fresh state of the optimizer: zero moments, step count 0."""
         for flat in self._flats():
             if flat.group == name:
-                flat.reset_adam()
+                flat.reset()
 
     def masters(self) -> list[Masters]:
         """Where the FP32 master weights of this engine are; see `dino_ds.engine.masters`."""
@@ -212,15 +210,16 @@ class Engine:
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
         assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
-        return export_state(self._flats(), self._shapes, self.config.stage > 0, self._dynamic_state())
+        common = {"optimizer": self._kind, **self._dynamic_state()}
+        return export_state(self._flats(), self._shapes, self.config.stage > 0, common)
 
     def load_state(self, saved: SavedState) -> None:
         """Put back what the `state` of all ranks gave, under this engine's stage, ranks, precision and offload.
 
         In place: who follows the masters need not know. With the settings that saved, training goes on to the bit. All
-        ranks must call it. Raises CheckpointError, on all ranks, for a state of another network.
+        ranks must call it. Raises CheckpointError, on all ranks, for a state of another network or kind of optimizer.
         """
-        parameters = import_state(saved, self._flats(), self._shapes, self._optimizer)
+        parameters = import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
         self._set_dynamic_state(parameters.counters, parameters.loss_scaler)
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 

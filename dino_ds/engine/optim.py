@@ -1,4 +1,4 @@
-"""Which parameters share a learning rate and a weight decay.
+"""The optimizer, and which parameters share a learning rate and a weight decay.
 
 Source: facebookresearch/dino `get_params_groups`: biases and one-dimensional weights are not decayed; tokens and
 position embeddings are. The prototypes have a group of their own: lr 0 is the only exact freeze at every ZeRO stage.
@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from dino_ds.config.sections import OptimizerSection
+from dino_ds.engine.lars import Lars
+from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
 
@@ -28,26 +31,54 @@ PATCH_EMBED = "patch_embed"
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """As the recipe's section `optimizer`. By default all of a network has one learning rate and one norm (DINO)."""
+    """As the recipe's section `optimizer`. By default all of a network has one learning rate and one norm (DINO).
+
+    kind: adamw, which `betas` and `eps` are of; sgd, with `momentum`; lars, with `trust` too.
+    """
 
     layer_decay: float = 1.0
     patch_embed_lr: float = 1.0
     clip_by: str = WHOLE
+    kind: str = "adamw"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    trust: float = 0.001
 
     @staticmethod
     def of(section: OptimizerSection) -> OptimizerOptions:
         """Those of a recipe."""
-        return OptimizerOptions(section.layer_decay, section.patch_embed_lr, section.clip_by)
+        return OptimizerOptions(
+            section.layer_decay,
+            section.patch_embed_lr,
+            section.clip_by,
+            section.kind,
+            (section.beta1, section.beta2),
+            section.eps,
+            section.momentum,
+            section.trust,
+        )
 
 
 ONE_RATE = OptimizerOptions()
 
 
+def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
+    """Of all of `network`'s parameters, at learning rate 0; `fused`: torch's AdamW and SGD in one kernel."""
+    groups = parameter_groups(network, options)
+    if options.kind == "lars":
+        return Lars(groups, options.momentum, options.trust)
+    if options.kind == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=fused, foreach=False)
+    return torch.optim.AdamW(groups, lr=0.0, betas=options.betas, eps=options.eps, fused=fused, foreach=False)
+
+
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
-    """AdamW's parameter groups; empty ones are left out, as DeepSpeed would drop them.
+    """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them.
 
     Each has a "name", by which `group_settings` has its lr and weight decay; an "lr_multiplier" of that lr; and the
-    "part" of the network that its gradient is clipped with. Groups of one name differ in the other two.
+    "part" of the network that its gradient is clipped with. Groups of one name differ in the other two. Raises
+    ConfigError for a learning rate of a patch embedding that is not there.
     """
     groups: dict[tuple[str, str, float], list[nn.Parameter]] = {}
     multipliers = _backbone_multipliers(network, options)
@@ -66,6 +97,11 @@ def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[s
     layers = network.backbone.layers()
     top = len(network.backbone.segments()) + 1
     patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
+    if options.patch_embed_lr != 1.0 and not patches:
+        raise ConfigError(
+            f"optimizer.patch_embed_lr {options.patch_embed_lr:g} multiplies the learning rate of a backbone's module "
+            f"{PATCH_EMBED}, and this one has none: leave it out"
+        )
     return {
         f"backbone.{name}": options.layer_decay ** (top - layer) * patches.get(name, 1.0)
         for name, layer in layers.items()

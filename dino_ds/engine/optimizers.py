@@ -24,7 +24,7 @@ def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters
 
 
 def master_shards(optimizer: Any) -> list[Tensor]:
-    """This rank's shards of the masters, as the inner AdamW sees them; for stages 1 to 3."""
+    """This rank's shards of the masters, as the inner optimizer sees them; for stages 1 to 3."""
     for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, attribute):
             shards: list[Tensor] = getattr(optimizer, attribute)

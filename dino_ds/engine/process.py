@@ -87,4 +87,5 @@ def _quiet_deepspeed() -> None:
     logger.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     # To stderr, by logging's last resort: standard output is for results, such as a bench's JSON.
     logger.handlers.clear()
+    logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())  # SGD and LARS: by DeepSpeed
     logger.propagate = True

@@ -1,10 +1,11 @@
 """A training state at rest: flat FP32 tensors of every rank, and layouts that say whose elements lie where.
 
 A layout is plain JSON. Every rank's has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
-offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensors "NAME.master",
-"NAME.exp_avg" and "NAME.exp_avg_sq"; with step 0 there are no moments yet. Rank 0's has besides what all share: the
-"shapes" of all parameters, "loss_scaler" and "counters". Nothing depends on how many ranks saved or how they shared
-the work: whoever loads takes the elements it needs from wherever they lie.
+offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensors "NAME.master" and those
+of the moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0's has besides what all share: the
+"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (absent: adamw, once the only one).
+Nothing depends on how many ranks saved or how they shared the work: whoever loads takes the elements it needs from
+wherever they lie.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from dino_ds.errors import CheckpointError
 
-MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+MASTER, STEP = "master", "step"
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lars": ("momentum_buffer",)}
+"""What each kind of optimizer keeps of every weight."""
 # Elements read at a time: bounds the extra memory of loading to 64 MiB.
 _READ_ELEMENTS = 16 * 2**20
 
@@ -79,6 +82,8 @@ class SavedParameters:
             shared = self.shared = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shared["shapes"].items()}
             self.counters: dict[str, int] = {name: int(count) for name, count in shared["counters"].items()}
+            self.optimizer: str = shared.get("optimizer", "adamw")
+            self.moments = MOMENTS[self.optimizer]
             self.loss_scaler: dict[str, float] = dict(shared["loss_scaler"] or {})
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:
@@ -86,7 +91,7 @@ class SavedParameters:
                         place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
                         self._places.setdefault(name, []).append(place)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:
-                            raise CheckpointError(f"the checkpoint has two Adam step counts for {name}: it is damaged")
+                            raise CheckpointError(f"the checkpoint has two step counts for {name}: it is damaged")
             self._check_whole()
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint has a layout that can't be used ({error!r})") from None
@@ -115,18 +120,20 @@ class SavedParameters:
             )
 
     def step_of(self, parameters: Iterable[str]) -> int:
-        """How many steps Adam's moments of these parameters have seen; 0: they have none.
+        """How many steps the moments of these parameters have seen, 1 where nobody counts; 0: they have none.
 
-        Raises CheckpointError where they differ: one flat tensor of AdamW has one count.
+        Raises CheckpointError where they differ: one flat tensor of the optimizer has one count.
         """
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:
             (a, first), (b, second) = list(steps.items())[:2]
-            raise CheckpointError(f"Adam has seen {a} steps of {first} and {b} of {second}, which now share a group")
+            raise CheckpointError(
+                f"the moments of {first} have seen {a} steps and those of {second} {b}, and they now share a group"
+            )
         return next(iter(steps), 0)
 
     def read(self, kind: str, parameter: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Elements [start, stop) of a parameter's MASTER or one of MOMENTS, as (first element, values) in order."""
+        """Elements [start, stop) of a parameter's MASTER or one of its moments, as (first element, values) in order."""
         for place in self._places[parameter]:
             first, last = max(start, place.start), min(stop, place.stop)
             for begin in range(first, last, _READ_ELEMENTS):

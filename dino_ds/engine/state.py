@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds import distributed
+from dino_ds.engine.lars import Lars, Layer, Shard
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.optimizers import Names, master_shards, refresh_weights, shard_groups, sharded_masters_of
 from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
+    STEP,
     EngineState,
     Piece,
     SavedParameters,
@@ -29,11 +31,12 @@ from dino_ds.engine.saved_state import (
     even_shares,
     layout_of,
 )
+from dino_ds.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A tensor of the inner AdamW: FP32 masters of this rank with `adam`, their state, empty before the first step.
+    """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
 
     group: the name of its parameter group; pieces: the elements in it, in order; what they leave out is padding.
     """
@@ -41,12 +44,12 @@ class Flat:
     name: str
     group: str
     master: Tensor
-    adam: dict[str, Any]
+    state: dict[str, Any]
     pieces: list[Piece]
 
-    def reset_adam(self) -> None:
+    def reset(self) -> None:
         """Zero moments, step count 0."""
-        for tensor in self.adam.values():
+        for tensor in self.state.values():
             tensor.zero_()
 
 
@@ -86,11 +89,25 @@ def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes) -> Iterat
             yield Piece(name, first - offset, last - offset, first - left)
 
 
+def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> None:
+    """Tell `lars`, under stages 1 to 3, which elements of this rank's shards belong to which parameter."""
+    for masters, shard in zip(sharded_masters_of(optimizer, names), master_shards(optimizer), strict=True):
+        adapted = [entry[0] for entry in masters.layout if len(shapes[entry[0]]) != 1]
+        place = {name: i for i, name in enumerate(adapted)}
+        own = [
+            Layer(place[name], offset, stop - start)
+            for name, start, stop, offset in _pieces(masters, shapes)
+            if name in place
+        ]
+        lars.lay_out(shard, Shard(own, len(adapted), masters.process_group))
+
+
 def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
     """This rank's part. Without sharding every rank holds everything, and each takes an equal share of it.
 
-    `common`: what all ranks share besides the `shapes`.
+    `common`: what all ranks share besides the `shapes`, the kind of "optimizer" among it.
     """
+    moments = MOMENTS[common["optimizer"]]
     steps = dict(zip((flat.name for flat in flats), _steps(flats), strict=True))
     if not sharded:
         by_name = {flat.name: flat for flat in flats}
@@ -100,17 +117,17 @@ def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[
     for flat in flats:
         tensors[f"{flat.name}.{MASTER}"] = flat.master.detach().view(-1)
         if steps[flat.name]:
-            tensors.update({f"{flat.name}.{key}": flat.adam[key].view(-1) for key in MOMENTS})
+            tensors.update({f"{flat.name}.{key}": flat.state[key].view(-1) for key in moments})
     shared = {"shapes": {name: list(shape) for name, shape in shapes.items()}, **common}
     listed = [(flat.name, steps[flat.name], flat.pieces) for flat in flats]
     return EngineState(tensors, layout_of(listed, shared if distributed.rank() == 0 else None))
 
 
 def _steps(flats: list[Flat]) -> list[int]:
-    """Adam's step counts, with one look at the device."""
-    counts = [flat.adam["step"] for flat in flats if flat.adam]
+    """How many steps their moments have seen, with one look at the device; where nobody counts them 1, if any."""
+    counts = [flat.state[STEP] for flat in flats if STEP in flat.state]
     known = iter(torch.stack(counts).tolist() if counts else [])
-    return [int(next(known)) if flat.adam else 0 for flat in flats]
+    return [int(next(known)) if STEP in flat.state else int(bool(flat.state)) for flat in flats]
 
 
 def _part(flat: Flat, piece: Piece) -> Flat:
@@ -119,36 +136,40 @@ def _part(flat: Flat, piece: Piece) -> Flat:
     def cut(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1)[piece.start : piece.stop]
 
-    adam = {key: cut(value) if key in MOMENTS else value for key, value in flat.adam.items()}
-    return Flat(flat.name, flat.group, cut(flat.master), adam, [piece])
+    state = {key: value if key == STEP else cut(value) for key, value in flat.state.items()}
+    return Flat(flat.name, flat.group, cut(flat.master), state, [piece])
 
 
-def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any) -> SavedParameters:
+def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
     """Into `flats`, in place, then into the weights; all ranks must call it. Each reads only the elements it holds.
 
-    Raises CheckpointError, on all ranks, where the saved state is of another network.
+    Raises CheckpointError, on all ranks, where the saved state is of another network or not of this `kind`.
     """
     with distributed.raise_on_all_ranks(), torch.no_grad():
         parameters = SavedParameters(saved)
+        if parameters.optimizer != kind:
+            raise CheckpointError(f"the checkpoint has the moments of {parameters.optimizer}, optimizer.kind is {kind}")
         parameters.check_fits(shapes)
         for flat in flats:
             _fill(flat.master, MASTER, flat.pieces, parameters)
-            _fill_adam(flat, parameters)
+            _fill_moments(flat, parameters)
     refresh_weights(optimizer)
     return parameters
 
 
-def _fill_adam(flat: Flat, parameters: SavedParameters) -> None:
+def _fill_moments(flat: Flat, parameters: SavedParameters) -> None:
     step = parameters.step_of(piece.parameter for piece in flat.pieces)
-    if step and not flat.adam:  # as the fused AdamW makes it in its first step
-        flat.adam["step"] = torch.zeros((), device=flat.master.device)
-        flat.adam.update({key: torch.zeros_like(flat.master) for key in MOMENTS})
+    if step and not flat.state:  # as the optimizer makes it in its first step
+        if parameters.optimizer == "adamw":
+            flat.state[STEP] = torch.zeros((), device=flat.master.device)
+        flat.state.update({key: torch.zeros_like(flat.master) for key in parameters.moments})
     if not step:
-        flat.reset_adam()
+        flat.reset()
         return
-    flat.adam["step"].fill_(step)
-    for key in MOMENTS:
-        _fill(flat.adam[key], key, flat.pieces, parameters)
+    if STEP in flat.state:
+        flat.state[STEP].fill_(step)
+    for key in parameters.moments:
+        _fill(flat.state[key], key, flat.pieces, parameters)
 
 
 def _fill(tensor: Tensor, kind: str, pieces: list[Piece], parameters: SavedParameters) -> None:

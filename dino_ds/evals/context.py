@@ -17,6 +17,7 @@ from dino_ds import distributed
 from dino_ds.data.base import Source
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, Reading, extract_features
 
@@ -30,6 +31,7 @@ class Model(Protocol):
     stride: int
     side_multiple: int
     width: int
+    normalisation: Normalisation
     is_vit: bool
     """Whether it has attention and tokens of its last blocks."""
 
@@ -109,6 +111,11 @@ class EvalContext:
     def size(self) -> int:
         """Pixels of a side of what the model sees."""
         return self.settings.size or self.backbone.image_size
+
+    @property
+    def crop(self) -> EvalCrop:
+        """What the model sees of an image."""
+        return EvalCrop(self.size, self.backbone.normalisation)
 
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
@@ -210,7 +217,7 @@ class EvalContext:
 
     def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
         """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
-        return self.compute(self.backbone.features, source, indices, EvalCrop(self.size))
+        return self.compute(self.backbone.features, source, indices, self.crop)
 
     def compute(
         self,

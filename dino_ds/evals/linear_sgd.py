@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from dino_ds import distributed
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.multicrop import EvalCrop, RandomCrop
+from dino_ds.data.multicrop import RandomCrop
 from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, loaded
 from dino_ds.hashing import crop_seed
@@ -146,7 +146,7 @@ def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     """
     settings, source, indices = context.settings, context.train_source, context.train_indices
     sampler = _Batches(len(indices), settings.epochs, settings.batch, settings.seed)
-    images = _Augmented(source, indices, RandomCrop(context.size), settings)
+    images = _Augmented(source, indices, RandomCrop(context.size, context.backbone.normalisation), settings)
     progress = "linear-sgd" if context.progress else None
     unreadable = set[str]()
     with closing(loaded(images, source, settings.workers, progress, batch_sampler=sampler)) as batches:
@@ -166,7 +166,7 @@ def _describe(context: EvalContext) -> Callable[[Tensor], Tensor]:
 
 
 def _test_inputs(context: EvalContext) -> Labelled:
-    found = context.compute(_describe(context), context.test_source, context.test_indices, EvalCrop(context.size))
+    found = context.compute(_describe(context), context.test_source, context.test_indices, context.crop)
     return Labelled(found.features, context.train_labels_of(found.labels), len(context.train_source.classes or []))
 
 

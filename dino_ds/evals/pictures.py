@@ -12,7 +12,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.multicrop import EvalCrop, channel_statistics
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept
@@ -34,15 +35,23 @@ class PeriodicPictures(AtStep):
     for never, into RUN/pictures/step_00001500/.
     """
 
-    def __init__(self, source: Source, every: int, image_size: int, value_range: ValueRange | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        every: int,
+        image_size: int,
+        normalisation: Normalisation,
+        value_range: ValueRange | None = None,
+    ) -> None:
         self._source, self._every, self._image_size = source, every, image_size
+        self._normalisation = normalisation
         self._range = value_range
         self._images: Tensor | None = None
 
     @classmethod
     def build(cls, recipe: Recipe, source: Source, epoch_steps: int) -> PeriodicPictures:
         every = recipe.eval.pictures_every.in_steps(recipe.data.global_batch, epoch_steps)
-        return cls(source, every, recipe.crops.global_size, recipe.data.known_range)
+        return cls(source, every, recipe.crops.global_size, Normalisation.of(recipe), recipe.data.known_range)
 
     def due(self, step: int, last: bool) -> bool:
         return self._every > 0 and (last or step % self._every == 0)
@@ -63,7 +72,7 @@ class PeriodicPictures(AtStep):
         pictures, device = moment.run_dir / "pictures", moment.device
         folder = pictures / f"step_{moment.step:08d}"
         with generators_kept(device):
-            model = LiveTeacher(moment.teacher, self._image_size)
+            model = LiveTeacher(moment.teacher, self._image_size, self._normalisation)
             figures = draw_patches(model, *self._read(model, device)) if model.has_patches else {}
             for name, figure in figures.items():
                 moment.log.picture(name, figure_tensor(figure, _DPI), moment.step)
@@ -74,7 +83,7 @@ class PeriodicPictures(AtStep):
     def _read(self, model: LiveTeacher, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
-            crop, rows = EvalCrop(self._side(model)), list[Tensor]()
+            crop, rows = EvalCrop(self._side(model), self._normalisation), list[Tensor]()
             for index in evenly_spaced_indices(len(self._source), _IMAGES):
                 try:
                     rows.append(crop(load_image(self._source, index, self._range)))
@@ -83,7 +92,7 @@ class PeriodicPictures(AtStep):
             if not rows:
                 raise DataError("none of the chosen images can be read")
             self._images = torch.stack(rows)
-        return self._images.to(device), *channel_statistics(self._images.shape[1])
+        return self._images.to(device), self._normalisation.mean, self._normalisation.std
 
     def _side(self, model: LiveTeacher) -> int:
         """Pixels: so many that there are patches to see, but for a network that takes no other size than its own."""

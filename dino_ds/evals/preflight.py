@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dino_ds import distributed
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
 from dino_ds.evals.suite import EVALUATIONS
 
@@ -31,7 +32,7 @@ class _NoModel:
     """Stands for a model; none of its methods may be called."""
 
     image_size = stride = side_multiple = width = 1
-    is_vit = False
+    is_vit, normalisation = False, IMAGENET
 
     def features(self, *_: Any) -> torch.Tensor:
         raise AssertionError("an evaluation calls EvalContext.begin before it uses the model")

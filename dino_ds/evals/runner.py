@@ -14,6 +14,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
@@ -43,8 +44,10 @@ class EvalRunner(AtStep):
         sources: tuple[Source, Source | None],
         settings: Settings,
         image_size: int,
+        normalisation: Normalisation,
     ) -> None:
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
+        self._normalisation = normalisation
         self._sources = sources
         self.chance = 0.0
         self._compared: list[float] = []
@@ -82,7 +85,7 @@ class EvalRunner(AtStep):
             value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
-        return cls(names, every, (train, test), how, recipe.crops.global_size)
+        return cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
 
     def _check(self, name: str) -> None:
         """Raises ConfigError or DataError where evaluation `name` lacks something; notes what k-NN is compared by."""
@@ -122,7 +125,8 @@ class EvalRunner(AtStep):
         device = moment.device
         with generators_kept(device):
             try:
-                return self._evaluate(LiveTeacher(moment.teacher, self._size), moment, device)
+                model = LiveTeacher(moment.teacher, self._size, self._normalisation)
+                return self._evaluate(model, moment, device)
             except GaveUp:
                 return None
 
@@ -140,7 +144,7 @@ class EvalRunner(AtStep):
             try:
                 found = evaluate(name, context)
                 if name == "knn" and raw is None:
-                    (raw,) = evaluate(name, context_of(_RawPixels(self._size))).values()
+                    (raw,) = evaluate(name, context_of(_RawPixels(self._size, self._normalisation))).values()
             except (ConfigError, DataError) as error:
                 if moment.step == 0:
                     raise _with_recipe_keys(name, error) from None
@@ -216,8 +220,8 @@ class LiveTeacher:
     `image_size` is the native side in pixels. Nothing is copied: it is always the newest teacher.
     """
 
-    def __init__(self, teacher: Teacher, image_size: int) -> None:
-        self._teacher = teacher
+    def __init__(self, teacher: Teacher, image_size: int, normalisation: Normalisation) -> None:
+        self._teacher, self.normalisation = teacher, normalisation
         self._backbone = Backbone(teacher.backbone, image_size, "the teacher", {})
         model = self._backbone
         self.image_size, self.stride, self.width, self.is_vit = image_size, model.stride, model.width, model.is_vit
@@ -245,8 +249,8 @@ class LiveTeacher:
 class _RawPixels:
     """The baseline that any learning must beat, as a `Model` for k-NN."""
 
-    def __init__(self, image_size: int) -> None:
-        self.image_size = image_size
+    def __init__(self, image_size: int, normalisation: Normalisation) -> None:
+        self.image_size, self.normalisation = image_size, normalisation
 
     def features(self, images: Tensor) -> Tensor:
         return raw_pixels(images)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.data.multicrop import RandomCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.evals.knn import nearest
 from dino_ds.hashing import crop_seed
 
@@ -76,8 +77,8 @@ def label_purity(features: Tensor, labels: Tensor, k: int) -> float:
 class TwoCrops:
     """Image -> two random crops of it, stacked (2, c, size, size); they follow from its pixels and the seed."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._crop, self._seed = RandomCrop(size), seed
+    def __init__(self, size: int, normalisation: Normalisation, seed: int) -> None:
+        self._crop, self._seed = RandomCrop(size, normalisation), seed
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         content = zlib.crc32(np.ascontiguousarray(image).tobytes())

@@ -108,7 +108,7 @@ def statistics(context: EvalContext) -> dict[str, float]:
         lambda pairs: context.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
         source,
         evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, context.test_limit or len(source))),
-        TwoCrops(context.size, settings.seed),
+        TwoCrops(context.size, context.backbone.normalisation, settings.seed),
     ).features
     images = context.any_images
     found = feature_statistics(images.features, settings.seed)

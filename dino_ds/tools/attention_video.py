@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.options.model import AttentionVideoOptions
@@ -61,7 +62,10 @@ def run(options: AttentionVideoOptions) -> None:
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.stride)
     paint = _painter(
-        backbone, torch.stack([_cut(frame, height, width) for frame in sample]), options.show, options.head
+        backbone,
+        torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample]),
+        options.show,
+        options.head,
     )
     zoom = max(1, -(-_SHORT // min(height, width)))
     began = time.monotonic()
@@ -71,7 +75,8 @@ def run(options: AttentionVideoOptions) -> None:
             stream = frames.frames()
             while batch := list(itertools.islice(stream, MAPS_AT_ONCE)):
                 shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
-                for picture in paint(torch.stack([_cut(frame, height, width) for frame in batch]), shown):
+                images = [_cut(frame, height, width, backbone.normalisation) for frame in batch]
+                for picture in paint(torch.stack(images), shown):
                     writer.add((255 * picture).round().astype(np.uint8))
                 bar.update(len(batch))
     except OSError as error:
@@ -123,8 +128,8 @@ def _resized(frame: np.ndarray, height: int, width: int) -> Image.Image:
     return Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _cut(frame: np.ndarray, height: int, width: int) -> Tensor:
-    return to_tensor(_resized(frame, height, width))
+def _cut(frame: np.ndarray, height: int, width: int, normalisation: Normalisation) -> Tensor:
+    return to_tensor(_resized(frame, height, width), normalisation)
 
 
 def _shown(frame: np.ndarray, height: int, width: int) -> Tensor:

@@ -21,7 +21,7 @@ from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_man
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, replacing_folder
-from dino_ds.engine.saved_state import MASTER, MOMENTS, Piece, SavedParameters, even_shares, layout_of
+from dino_ds.engine.saved_state import MASTER, Piece, SavedParameters, even_shares, layout_of
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
 from dino_ds.options.run import ConvertOptions
 
@@ -142,7 +142,7 @@ def _write_rank(
     """One piece a parameter, so the flat tensors have the parameters' names."""
     tensors = {}
     for name, step, [piece] in flats:
-        for kind in (MASTER, *(MOMENTS if step else ())):
+        for kind in (MASTER, *(parameters.moments if step else ())):
             tensors[f"{name}.{kind}"] = (kind, piece)
     kinds = {name: (torch.float32, [piece.stop - piece.start]) for name, (_, piece) in tensors.items()}
     return write_parts(path, kinds, lambda name: _parts(parameters, *tensors[name], bar), about)

@@ -51,6 +51,9 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "formats", _shares(found["formats"])
     yield "modes", _shares(found["modes"])
     yield from _value_lines(found)
+    if found["channels"]:
+        mean, std = (",".join(f"{value:g}" for value in found["channels"][name]) for name in ("mean", "std"))
+        yield "channels", f"--data.mean {mean} --data.std {std}"
     if found["file_bytes"] is not None:
         kilobytes = {name: value / 1000 for name, value in found["file_bytes"].items()}
         yield "file size", f"{_spread(kilobytes)} kB"

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_image
-from dino_ds.data.images import FORMATS, extremes
+from dino_ds.data.images import FORMATS, ValueRange, extremes
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
 
 MAX_DISTANCE = 3
@@ -29,6 +30,8 @@ ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, 
 """Edges of the histogram, width / height."""
 _SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
+_ROWS = 256
+"""Of an image, at least, whose values are averaged."""
 _NO_FORMAT = "none"
 """Of images that do not come from files."""
 
@@ -37,8 +40,8 @@ _NO_FORMAT = "none"
 class Facts:
     """One image: upright size in pixels, mode and format of its file, bytes of the file (None: there is no file).
 
-    type, low, high: of the values as they are stored, and the extremes of those deeper than 8 bits. `problem` is why it
-    can't be read; then the rest means nothing.
+    type, low, high: of the values as they are stored, and the extremes of those deeper than 8 bits. mean, square: of
+    each channel, of its values and of their squares. `problem` is why it can't be read; then the rest means nothing.
     """
 
     index: int
@@ -51,6 +54,8 @@ class Facts:
     type: str = "uint8"
     low: float = 0
     high: float = 0
+    mean: tuple[float, ...] = ()
+    square: tuple[float, ...] = ()
     problem: str | None = None
 
 
@@ -91,15 +96,43 @@ class _FactsOf(Dataset[Facts]):
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
-    """Hash, type and extremes. The hash of deeper values is of what they are between their own extremes."""
-    about: dict[str, Any] = {}
+    """Hash, moments, type and extremes. The hash of deeper values is of what they are between their own extremes."""
+    about: dict[str, Any] = _moments(values)
     if values.dtype != np.uint8:
         low, high = extremes(values, "")
-        about = {"type": values.dtype.name, "low": low, "high": high}
+        about |= {"type": values.dtype.name, "low": low, "high": high}
         values = ((values - np.float64(low)) * (255 / max(high - low, 1e-30))).astype(np.uint8)
     if values.ndim == 3 and values.shape[2] != 3:
         values = values.mean(2).astype(np.uint8)
     return {"hash": difference_hash(Image.fromarray(values)), **about}
+
+
+def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
+    """Of (h, w) or (h, w, c), by channel; of large images of some rows."""
+    some = values[:: max(1, len(values) // _ROWS)]
+    planes = some.reshape(-1, some.shape[2] if some.ndim == 3 else 1).astype(np.float64)
+    return {"mean": tuple(planes.mean(0).tolist()), "square": tuple(np.square(planes).mean(0).tolist())}
+
+
+def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRange | None) -> Normalisation | None:
+    """Mean and standard deviation as a recipe takes them: every readable image counts the same; 4 digits.
+
+    Grey images have their values in all `channels`; others of another number are left out. None: there are none.
+    """
+    moments = []
+    for fact in facts:
+        if fact.problem is not None or len(fact.mean) not in (1, channels):
+            continue
+        black, white = (0.0, 255.0) if fact.type == "uint8" else value_range or (fact.low, fact.high)
+        mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
+        scale = max(white - black, 1e-30)
+        moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))
+    if not moments:
+        return None
+    mean, square = (np.mean(part, axis=0) for part in zip(*moments, strict=True))
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    rounded = (tuple(np.round(np.clip(values, least, 1), 4).tolist()) for values, least in ((mean, 0), (std, 1e-4)))
+    return Normalisation(*rounded)
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:

@@ -24,14 +24,15 @@ from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.masks import with_hidden_patches
-from dino_ds.data.multicrop import MultiCrop, channel_statistics
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
 from dino_ds.options.data import LookDataOptions
 from dino_ds.tools.data_report import report
-from dino_ds.tools.data_statistics import Facts, look_at, summarise
+from dino_ds.tools.data_statistics import Facts, look_at, measure_channels, summarise
 from dino_ds.tools.sheet import Seen, draw_sheet
 from dino_ds.tools.sheet_page import build_page
 
@@ -113,10 +114,12 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
             f"none of the {len(facts)} images looked at can be read; the first is {source.name(first.index)} "
             f"({first.problem}): look at these files and data.root"
         )
+    measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
     return {
         "source": recipe.data.source,
         "root": recipe.data.root,
         **summarise(facts, source),
+        "channels": measured and {"mean": measured.mean, "std": measured.std},
         "enlarged_crops": _enlarged(facts, recipe),
     }
 
@@ -156,14 +159,13 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
-        crops = [_picture(_levels(crop[0]).numpy()) for crop in shown]
+        crops = [_picture(_levels(crop[0], multicrop.normalisation).numpy()) for crop in shown]
         yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
-def _levels(crop: torch.Tensor) -> torch.Tensor:
+def _levels(crop: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
     """A normalised crop (c, h, w) -> (h, w, c) uint8, as before it was normalised."""
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in channel_statistics(len(crop)))
-    return ((crop * std + mean) * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+    return (normalisation.undone(crop) * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
 
 
 def _picture(array: np.ndarray) -> Image.Image:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.multicrop import EvalCrop, channel_statistics
+from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
@@ -139,13 +140,13 @@ def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions
 def _patch_figures(
     backbone: Backbone, picked: Sequence[Picked], kinds: Sequence[str], options: PicturesOptions
 ) -> Iterator[tuple[str, Figure]]:
-    crop = EvalCrop(side_of(backbone, options.size))
+    crop = EvalCrop(side_of(backbone, options.size), backbone.normalisation)
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
     grid, _ = backbone.network.patch_grid(crop.size, crop.size)
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
-    pictures = _pictures(pixels)
+    pictures = _pictures(pixels, backbone.normalisation)
     attention = in_parts(backbone.attention, pixels) if backbone.is_vit else None
     if "attention" in kinds and attention is not None:
         yield "attention", draw.draw_attention(pictures, attention)
@@ -168,10 +169,11 @@ class _Described:
 
 def _describe(backbone: Backbone, picked: Sequence[Picked], option: str) -> list[_Described]:
     found = []
-    cuts = read_cuts(picked, EvalCrop(backbone.image_size), option, backbone.value_range)
+    cuts = read_cuts(picked, EvalCrop(backbone.image_size, backbone.normalisation), option, backbone.value_range)
     while batch := list(itertools.islice(cuts, _FEATURES_AT_ONCE)):
         pixels = torch.stack([cut.pixels for cut in batch])
-        features, small = in_parts(backbone.features, pixels, len(pixels)), _thumbnails(pixels)
+        features = in_parts(backbone.features, pixels, len(pixels))
+        small = _thumbnails(pixels, backbone.normalisation)
         for cut, row, thumbnail in zip(batch, features, small, strict=True):
             found.append(_Described(cut.picked.name, cut.picked.group, row, thumbnail))
     return found
@@ -223,16 +225,16 @@ def _read_metrics(path: Path) -> Metrics:
     return metrics
 
 
-def _pictures(pixels: Tensor) -> Tensor:
+def _pictures(pixels: Tensor, normalisation: Normalisation) -> Tensor:
     """Normalised images (b, c, h, w) -> pictures (b, h, w, 3)."""
-    return draw.picture_of(pixels, *channel_statistics(pixels.shape[1]))
+    return draw.picture_of(pixels, normalisation.mean, normalisation.std)
 
 
-def _thumbnails(pixels: Tensor) -> np.ndarray:
+def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> np.ndarray:
     """Normalised images (b, c, h, w) -> uint8 (b, h, w, 3)."""
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
-    return (255 * _pictures(pixels)).round().byte().numpy()
+    return (255 * _pictures(pixels, normalisation)).round().byte().numpy()
 
 
 class PictureFiles:

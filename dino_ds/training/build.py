@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
@@ -17,9 +17,10 @@ from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
+from dino_ds.engine.device import DTYPES, device, set_convolutions, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
@@ -43,16 +44,16 @@ from dino_ds.weights.start import InitialWeights, find_start
 
 def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
-    optimizer = recipe.optimizer
     if config.performance.deterministic:
         use_deterministic_kernels()
+    if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
+        set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     objective = build_objective(recipe, device())
     network = build_network(recipe, config.performance, Placement(config), objective)
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    options = OptimizerOptions.of(optimizer)
-    engine = Engine(network, config, (optimizer.beta1, optimizer.beta2), optimizer.eps, options)
+    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
 
@@ -75,7 +76,7 @@ def build_network(
     model = recipe.model
     _check_batch_norm(recipe, network)
     if model.init_from is not None:
-        weights = find_start(model, recipe.data.known_range)
+        weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
         place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)

@@ -18,6 +18,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
@@ -54,6 +55,7 @@ _FILES = (
 )
 _FOLDERS = ("checkpoints", "tensorboard", "pictures")
 _SECONDS_TO_SEE = 40.0
+_OPTIMIZER = "optimizer.kind"
 
 
 class RunFolder:
@@ -166,7 +168,13 @@ class RunFolder:
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
-        refused = {key: how for key, how in self._changed(saved).items() if key not in self._allowed}
+        changed = self._changed(saved)
+        if _OPTIMIZER in changed:
+            raise CheckpointError(
+                f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
+                "it back, or start a new run from these weights with --model.init_from"
+            )
+        refused = {key: how for key, how in changed.items() if key not in self._allowed}
         if refused:
             raise CheckpointError(
                 f"settings changed since step {saved.step}: {', '.join(refused.values())}; "
@@ -192,9 +200,11 @@ class RunFolder:
 
     def about_teacher(self, arch: BackboneSpec, step: int) -> dict[str, Any]:
         """How teacher.safetensors was made and how timm builds the model for it, if timm knows it."""
-        known = self.recipe.data.known_range
+        known, normalisation = self.recipe.data.known_range, Normalisation.of(self.recipe)
         return {
             **({"value_range": list(known)} if known else {}),
+            "mean": list(normalisation.mean),
+            "std": list(normalisation.std),
             **self._timm(arch),
             "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
             "step": step,

@@ -10,7 +10,6 @@ import yaml
 from dino_ds import __version__
 from dino_ds.backbones import BACKBONES, backbone_name
 from dino_ds.data.images import range_text
-from dino_ds.data.multicrop import channel_statistics
 from dino_ds.weights.load import Backbone
 
 _USE = {
@@ -32,7 +31,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     """
     spec, about = model.network.spec, model.about
     output = "last_hidden_state[:, 0]" if model.is_vit else "pooler_output"
-    mean, std = (list(values) for values in channel_statistics(spec.in_chans))
+    mean, std = list(model.normalisation.mean), list(model.normalisation.std)
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return "\n".join(
         [

@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dino_ds.backbones import backbone_name
-from dino_ds.data.multicrop import channel_statistics
 from dino_ds.durable import replace_file, replacing, replacing_folder
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
@@ -76,7 +75,7 @@ def export_hf(model: Backbone, out: Path) -> str:
         return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     arch, size = model.vit.arch, model.image_size
     config = hf_config(arch, size, model.mask_token is not None)
-    mean, std = channel_statistics(arch.in_chans)
+    mean, std = model.normalisation.mean, model.normalisation.std
     processor = {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,

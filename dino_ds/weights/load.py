@@ -28,6 +28,7 @@ from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors, take_weights
+from dino_ds.weights.normalisation import normalisation_of
 from dino_ds.weights.read import Weights, range_of
 
 
@@ -38,7 +39,8 @@ class Backbone(nn.Module):
     `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
     projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) what stood
     for hidden patches in training, None: not known; `notes` what of the source was not taken or not stated;
-    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none.
+    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none;
+    `normalisation` the mean and standard deviation of each channel that `preprocess` removes.
     """
 
     mask_token: Tensor | None = None
@@ -58,7 +60,8 @@ class Backbone(nn.Module):
         self.side_multiple, self.is_vit = network.spec.side_multiple, isinstance(network, VisionTransformer)
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
-        self._crop = EvalCrop(image_size)
+        self.normalisation = normalisation_of(about, network.spec.in_chans)
+        self._crop = EvalCrop(image_size, self.normalisation)
 
     def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
         """An image, or (h, w, c) of other channels than RGB -> (c, image_size, image_size).

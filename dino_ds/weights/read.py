@@ -22,6 +22,7 @@ from dino_ds.errors import CheckpointError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface
+from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
 _BACKBONE = re.compile(
@@ -123,7 +124,8 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
         heads = VITS[name].heads
     if not isinstance(heads, int | None):
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
-    return {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
+    about = {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
+    return about | timm_statistics(config.get("pretrained_cfg"))
 
 
 def _read_folder(folder: Path) -> Content:

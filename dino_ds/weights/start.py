@@ -13,12 +13,14 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import ModelSection
 from dino_ds.data.images import ValueRange, range_text
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
+from dino_ds.weights.normalisation import normalisation_of
 from dino_ds.weights.read import Weights, range_of
 
 _NUMBERS = {
@@ -32,17 +34,20 @@ _FLAGS = (*_NUMBERS, "registers")
 _MASK_TOKEN = "backbone.mask_token"
 
 
-def find_start(model: ModelSection, value_range: ValueRange | None = None) -> Weights:
+def find_start(
+    model: ModelSection, value_range: ValueRange | None = None, normalisation: Normalisation | None = None
+) -> Weights:
     """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
 
-    value_range: of this run's images deeper than 8 bits. Raises CheckpointError, with the flags that would fit, if the
-    weights are of another architecture than `model`.
+    value_range: of this run's images deeper than 8 bits; normalisation: of all its images, None: the usual. Raises
+    CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`.
     """
     assert model.init_from is not None
     wanted = model.spec()
     weights = find_weights(model.init_from, wanted if isinstance(wanted, ForeignSpec) else None)
     if not isinstance(wanted, ViTSpec) or weights.spec is not None:
-        return replace(weights, notes=[*weights.notes, *_notes_on_other(weights, model, value_range)])
+        notes = [*weights.notes, *_notes_on_other(weights, model, value_range)]
+        return replace(weights, notes=notes + _notes_on_normalisation(weights, wanted.in_chans, normalisation))
     ours = wanted
     try:
         found, theirs = describe(weights, ours.heads), range_of(weights.about)
@@ -56,7 +61,7 @@ def find_start(model: ModelSection, value_range: ValueRange | None = None) -> We
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
     notes = [*weights.notes, *_notes(found, model, ours), *_notes_on_range(weights, theirs, value_range)]
-    return replace(weights, notes=notes)
+    return replace(weights, notes=notes + _notes_on_normalisation(weights, ours.in_chans, normalisation))
 
 
 def _notes_on_other(weights: Weights, model: ModelSection, value_range: ValueRange | None) -> list[str]:
@@ -84,6 +89,13 @@ def _notes_on_range(weights: Weights, theirs: ValueRange | None, ours: ValueRang
         return []
     old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
     return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
+
+
+def _notes_on_normalisation(weights: Weights, channels: int, ours: Normalisation | None) -> list[str]:
+    theirs, ours = normalisation_of(weights.about, channels), ours or Normalisation.usual(channels)
+    if weights.kind != "dino_ds" or theirs == ours:
+        return []
+    return [f"its images had {theirs} removed, this run's have {ours} (--data.mean, --data.std)"]
 
 
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:

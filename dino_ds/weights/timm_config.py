@@ -8,7 +8,6 @@ from typing import Any, TypeGuard
 import torch
 
 from dino_ds.backbones import backbone_name
-from dino_ds.data.multicrop import channel_statistics
 from dino_ds.errors import ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, create, timm_arguments
 from dino_ds.weights.load import Backbone
@@ -33,7 +32,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
             "--format safetensors, onnx or torchscript"
         )
     name, arguments = known
-    mean, std = channel_statistics(spec.in_chans)
+    mean, std = model.normalisation.mean, model.normalisation.std
     layers: dict[str, Any] = {"first_conv": "patch_embed.proj", "classifier": "head"}
     if isinstance(spec, ForeignSpec):
         with torch.device("meta"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -222,11 +223,41 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
             "objective.center_momentum 0.99 has no effect with objective.centering sinkhorn",
         ),
         ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
+        ({"optimizer.momentum": "0.5"}, "momentum 0.5 is of sgd and lars and has no effect with optimizer.kind adamw"),
+        ({"optimizer.trust": "0.5"}, "optimizer.trust 0.5 is of lars and has no effect with optimizer.kind adamw"),
+        ({"optimizer.kind": "sgd", "optimizer.trust": "0.5"}, "has no effect with optimizer.kind sgd: leave it out"),
+        ({"optimizer.kind": "sgd", "optimizer.beta1": "0.5"}, "beta1 0.5 is of adamw and has no effect with"),
+        ({"optimizer.kind": "lars", "optimizer.eps": "1e-6"}, "optimizer.eps 1e-06 is of adamw and has no effect with"),
     ],
 )
 def test_terms_that_can_not_work_are_refused_in_one_line(changes, text):
     (problem,) = _problems(**{key.replace(".", "__"): value for key, value in changes.items()})
     assert text in problem, problem
+
+
+@pytest.mark.parametrize(
+    ("mean", "std", "says"),
+    [
+        ("0.5,0.5,0.5", "none", "data.mean is given without data.std: give both, or neither for ImageNet's"),
+        ("0.5,0.5", "0.2,0.2,0.2", "data.mean 0.5,0.5 has 2 values, and model.in_chans is 3: give one a channel"),
+        ("0.5,0.5,0.5", "0.2,0.2,0", "data.std 0.2,0.2,0 must be 0.0001 to 1, in values whose black is 0 and whose"),
+        ("123.675,116.28,103.53", "0.2,0.2,0.2", "must be 0 to 1, .*: divide those of 8 bits by 255"),
+        ("a", "0.2,0.2,0.2", "--data.mean: 'a' is not a number"),
+        ("", "0.2,0.2,0.2", "--data.mean: '' is not a number"),
+    ],
+)
+def test_unusable_statistics_of_channels(mean, std, says):
+    [problem] = _problems(data__mean=mean, data__std=std)
+    assert re.search(says, problem)
+
+
+def test_statistics_of_channels_are_numbers_or_none(write):
+    given = {"model.in_chans": "2", "data.mean": "0.1,0.2", "data.std": "[0.3, 0.4]"}
+    recipe = load_recipe(None, given)
+    assert recipe.data.mean == (0.1, 0.2) and recipe.data.std == (0.3, 0.4)
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    assert change_recipe(recipe, {"data.mean": "none", "data.std": "none"}).data.mean is None
+    assert {option.name: option.type for option in recipe_options()}["data.mean"] == "numbers or none"
 
 
 def test_masks_need_a_backbone_that_hides_patches(monkeypatch):

@@ -12,6 +12,7 @@ from dino_ds.data import photometric
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.batches import LoaderBatch
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.photometric import augment
 from dino_ds.data.prefetcher import to_device
 from tests.fake_cuda import CUDA, Counter, fake_cuda
@@ -26,7 +27,7 @@ def batch() -> LoaderBatch:
     for name, side, group in (("global", 224, range(2)), ("local", 96, range(2, 10))):
         plans[name] = [AugmentationParams.build([view[crop] for crop in group for view in views], 3)]
         groups[name] = torch.empty(len(group), IMAGES, side, side, 3, dtype=torch.uint8)
-    return LoaderBatch(groups, plans, torch.arange(IMAGES), 0, [], [])
+    return LoaderBatch(groups, plans, torch.arange(IMAGES), 0, [], [], IMAGENET.offset_and_factor())
 
 
 def test_the_fused_augmentation(monkeypatch):
@@ -48,7 +49,7 @@ def test_the_fused_augmentation(monkeypatch):
             views = all_crops(to_device(batch(), CUDA).crops)
     assert [tuple(view.shape) for view in views] == [(IMAGES, 3, 224, 224)] * 2 + [(IMAGES, 3, 96, 96)] * 8
     copies = [problem for problem in gpu.problems if "_to_copy between host and device at prefetcher.py" in problem]
-    gpu.check({"augmentation": (13, 0.78)}, known=tuple(copies))
+    gpu.check({"augmentation": (14, 0.78)}, known=tuple(copies))
 
 
 def test_the_augmentation_by_single_operators():
@@ -57,6 +58,6 @@ def test_the_augmentation_by_single_operators():
     with Counter("meta") as gpu, gpu.part("augmentation"):
         for group, plans in zip(here.crops.values(), here.params.values(), strict=True):
             there = torch.empty(group.flatten(0, 1).shape, dtype=torch.uint8, device="meta")
-            augment(there, [plan.moved(lambda table: table.to("meta")) for plan in plans])
+            augment(there, [plan.moved(lambda table: table.to("meta")) for plan in plans], here.normalise.to("meta"))
     copies = [problem for problem in gpu.problems if "_to_copy between host and device" in problem]
     gpu.check({"augmentation": (506, 13.4)}, known=tuple(copies))

@@ -15,6 +15,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop, to_tensor
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
@@ -63,7 +64,7 @@ def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
         batch = next(DevicePrefetcher(loader, torch.device("cpu")))
     [found], whole = batch.crops["gram"], 0
     for index, crop in zip(batch.indices.tolist(), found, strict=True):
-        image = to_tensor(source.load(index))
+        image = to_tensor(source.load(index), IMAGENET)
         whole += any(torch.allclose(crop, some, atol=1e-5) for some in (image, image.flip(2)))
     drawn = [crops.sample(12, 12, seed)[0] for seed in range(100)]
     assert whole > 0 and {crop.flip for crop in drawn} == {True, False}

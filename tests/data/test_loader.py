@@ -24,6 +24,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.loader import DataTimeout, Loader, Position, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.hashing import crop_seed
@@ -80,10 +81,11 @@ def batches(
     seed=0,
     augment="worker",
     channels=3,
+    crops=CROPS,
 ) -> list[LoaderBatch]:
     loader = Loader(
         source or Noise(),
-        CROPS,
+        crops,
         LoaderOptions(
             seed=seed,
             global_batch=GLOBAL,
@@ -299,8 +301,9 @@ class Channels(Noise):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_sources_of_other_channels_are_augmented_alike_in_both_modes(workers):
+    crops = MultiCrop(CROPS.groups, "low_res", normalisation=Normalisation.usual(5))
     worker, device = (
-        batches(1, source=Channels(), channels=5, augment=augment, workers=workers)[0]
+        batches(1, source=Channels(), crops=crops, channels=5, augment=augment, workers=workers)[0]
         for augment in ("worker", "device")
     )
     assert worker.params is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)

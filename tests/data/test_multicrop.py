@@ -14,7 +14,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 
 from dino_ds.config.crops import dino_groups
-from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, EvalCrop, MultiCrop, apply_crop, to_tensor
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, EvalCrop, MultiCrop, RandomCrop, apply_crop, to_tensor
+from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
 from dino_ds.errors import ConfigError
 from dino_ds.hashing import crop_seed
 
@@ -177,7 +179,7 @@ JITTER = (("hue", -0.07), ("brightness", 1.3), ("saturation", 0.85), ("contrast"
     ],
 )
 def test_pixels_equal_torchvisions_for_given_parameters(view):
-    ours = to_tensor(apply_crop(photo(), view, 24))
+    ours = to_tensor(apply_crop(photo(), view, 24), IMAGENET)
     torch.testing.assert_close(ours, reference_view(photo(), view, 24), rtol=0, atol=ROUNDING)
 
 
@@ -223,21 +225,21 @@ def test_eval_crop_equals_torchvisions(width, height, size):
     resized = Resize(int(size * 256 / 224), InterpolationMode.BICUBIC)(image)
     up, left = (int((side - size) % 4 == 3) for side in (resized.height, resized.width))
     reference = CenterCrop(size)(resized.transform(resized.size, Image.Transform.AFFINE, (1, 0, -left, 0, 1, -up)))
-    torch.testing.assert_close(EvalCrop(size)(image), to_tensor(reference), rtol=0, atol=0)
+    torch.testing.assert_close(EvalCrop(size, IMAGENET)(image), to_tensor(reference, IMAGENET), rtol=0, atol=0)
 
 
 def test_small_images_lose_no_border_in_evaluation():
     image = photo(32, 32)
-    torch.testing.assert_close(EvalCrop(32)(image), to_tensor(image), rtol=0, atol=0)
-    assert EvalCrop(32)(photo(20, 30)).shape == (3, 32, 32)
+    torch.testing.assert_close(EvalCrop(32, IMAGENET)(image), to_tensor(image, IMAGENET), rtol=0, atol=0)
+    assert EvalCrop(32, IMAGENET)(photo(20, 30)).shape == (3, 32, 32)
     reference = photo(20, 20).resize((32, 32), Image.Resampling.BICUBIC)
-    torch.testing.assert_close(EvalCrop(32)(photo(20, 20)), to_tensor(reference), rtol=0, atol=0)
+    torch.testing.assert_close(EvalCrop(32, IMAGENET)(photo(20, 20)), to_tensor(reference, IMAGENET), rtol=0, atol=0)
 
 
 def test_other_channels_are_cut_alike_in_evaluation():
     image = photo(61, 50)
-    out = EvalCrop(32)(np.asarray(image)[:, :, [0, 1, 2, 2]])
-    rgb = EvalCrop(32)(image) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    out = EvalCrop(32, Normalisation.usual(4))(np.asarray(image)[:, :, [0, 1, 2, 2]])
+    rgb = IMAGENET.undone(EvalCrop(32, IMAGENET)(image))
     torch.testing.assert_close(out[:3] * (sum(STD) / 3) + sum(MEAN) / 3, rgb, rtol=0, atol=1e-6)
     assert torch.equal(out[2], out[3])
 
@@ -246,7 +248,7 @@ def test_extreme_images_give_crops():
     for width, height in ((1, 1), (2, 1), (1, 300), (3000, 2)):
         assert len(multicrop("dino")(photo(width, height), 3)) == 5
     for shape in ((1, 1), (1, 300), (3000, 2)):
-        assert EvalCrop(16)(photo(*shape)).shape == (3, 16, 16)
+        assert EvalCrop(16, IMAGENET)(photo(*shape)).shape == (3, 16, 16)
 
 
 def test_picture_shows_the_crops():
@@ -259,3 +261,38 @@ def test_picture_shows_the_crops():
     view = crops.sample(60, 45, 0)[0]
     shown = np.asarray(apply_crop(photo(), view, 32)).transpose(2, 0, 1) / 255
     np.testing.assert_allclose(picture[:, :32, :32], shown, atol=1e-5)
+
+
+OWN = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
+
+
+def test_another_mean_and_deviation_change_crops_as_the_formula_says():
+    """Of training's crops, evaluation's and the linear probe's, and in the pictures of them; FP32's rounding."""
+    groups = dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2)
+    own, usual = MultiCrop(groups, "dino", normalisation=OWN), MultiCrop(groups, "dino")
+    image = photo()
+    pairs = list(zip(own(image, 3), usual(image, 3), strict=True))
+    pairs.append((EvalCrop(32, OWN)(image), EvalCrop(32, IMAGENET)(image)))
+    pairs.append((EvalCrop(32, OWN)(np.asarray(image)), EvalCrop(32, IMAGENET)(np.asarray(image))))
+    pairs.append((RandomCrop(32, OWN)(image, 5), RandomCrop(32, IMAGENET)(image, 5)))
+    for ours, theirs in pairs:
+        levels = 255 * IMAGENET.undone(theirs)
+        torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-3)
+        torch.testing.assert_close(ours, OWN(levels / 255), rtol=0, atol=1e-4)
+    batches = [{"global": [crop[None]]} for crop in (own(image, 3)[0], usual(image, 3)[0])]
+    pictures = [crops.picture(batch) for crops, batch in zip((own, usual), batches, strict=True)]
+    torch.testing.assert_close(*pictures, rtol=0, atol=1e-5)
+
+
+def test_images_of_other_channels_are_refused():
+    for channels in (1, 4):
+        with pytest.raises(ConfigError, match=f"an image has {channels} channels, and the model takes 3"):
+            EvalCrop(32, OWN)(np.zeros((40, 50, channels), np.uint8))
+
+
+def test_the_recipe_s_mean_and_deviation_and_the_usual_ones():
+    recipe = load_recipe(None, {"data.mean": "0.1,0.5,0.9", "data.std": "0.5,0.25,0.125"})
+    assert Normalisation.of(recipe) == MultiCrop.of(recipe).normalisation == OWN
+    assert Normalisation.of(load_recipe(None, {})) == IMAGENET == Normalisation(MEAN, STD)
+    five = Normalisation.of(load_recipe(None, {"model.in_chans": "5"}))
+    assert five.mean == (sum(MEAN) / 3,) * 5 and five.std == (sum(STD) / 3,) * 5

@@ -14,13 +14,15 @@ from PIL import Image
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
 from dino_ds.data.augmentation_params import FLIP, GRAY, SIGMA, SLOTS, SOLARIZE, AugmentationParams
-from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, CropParameters, MultiCrop, apply_crop, to_tensor
+from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, apply_crop, to_tensor
+from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
 from dino_ds.data.photometric import augment, blend, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.test_multicrop import JITTER, assert_rate, photo
 
 pytestmark = pytest.mark.numerical
 
 LEVEL = 1 / 255
+NORMALISE = IMAGENET.offset_and_factor()
 NOTHING = CropParameters((0, 0, 1, 1), False, (), False, None, False)
 
 
@@ -60,7 +62,9 @@ def reference(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
 
 
 def augmented(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
-    return augment(some, [AugmentationParams.build(views, some.shape[-1])])
+    channels = some.shape[-1]
+    normalise = Normalisation.usual(channels).offset_and_factor()
+    return augment(some, [AugmentationParams.build(views, channels)], normalise)
 
 
 ALONE = {
@@ -123,7 +127,7 @@ def test_pieces_give_what_the_whole_gives():
     views = [view for seed in range(4) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))
     pieces = [AugmentationParams.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
-    torch.testing.assert_close(augment(some, pieces), augmented(some, views), rtol=0, atol=1e-5)
+    torch.testing.assert_close(augment(some, pieces, NORMALISE), augmented(some, views), rtol=0, atol=1e-5)
 
 
 def test_crops_are_not_written_to():
@@ -146,7 +150,7 @@ def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
     views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").sample(100, 80, 0)
     plan = AugmentationParams.build(views, 3).moved(lambda tensor: tensor.to("meta"))
-    out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan])
+    out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan], NORMALISE.to("meta"))
     assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
 
 
@@ -161,10 +165,10 @@ def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch
         monkeypatch.setattr(photometric, "find_kernels", lambda *_: (None, ""))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = augment(there, [moved])
+        out = augment(there, [moved], NORMALISE.to(there.device))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(pixels(out.cpu()), pixels(augment(some, [plan])), rtol=0, atol=LEVEL)
+    torch.testing.assert_close(pixels(out.cpu()), pixels(augment(some, [plan], NORMALISE)), rtol=0, atol=LEVEL)
 
 
 @pytest.mark.parametrize("channels", [1, 5])
@@ -222,7 +226,7 @@ def test_the_worker_sees_nearly_the_same():
     views = [replace(view, box=(0, 0, 32, 32)) for seed in range(20) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))
     worker = torch.stack(
-        [to_tensor(apply_crop(Image.fromarray(x.numpy()), view, 32)) for x, view in zip(some, views, strict=True)]
+        [to_tensor(apply_crop(Image.fromarray(x.numpy()), v, 32), IMAGENET) for x, v in zip(some, views, strict=True)]
     )
     difference = (pixels(augmented(some, views)) - pixels(worker)).abs()
     assert difference.mean() < 1.5 * LEVEL

@@ -38,17 +38,18 @@ def interpreted():
     return augment
 
 
-def fused(kernels, some, views):
+def fused(kernels, some, views, normalise):
     n, height, width, channels = some.shape
     out = torch.empty(n, channels, height, width)
     scale = 1 / 255 if some.dtype == torch.uint8 else 1.0
-    kernels(some, AugmentationParams.build(views, channels).table, scale, out)
+    kernels(some, AugmentationParams.build(views, channels).table, scale, normalise, out)
     return out
 
 
 def assert_same(kernels, some, views):
-    expected = augment(some, [AugmentationParams.build(views, some.shape[3])])
-    torch.testing.assert_close(fused(kernels, some, views), expected, rtol=0, atol=1e-5)
+    normalise = torch.stack([torch.linspace(-2, 0, some.shape[3]), torch.linspace(2, 5, some.shape[3])])
+    expected = augment(some, [AugmentationParams.build(views, some.shape[3])], normalise)
+    torch.testing.assert_close(fused(kernels, some, views, normalise), expected, rtol=0, atol=1e-5)
 
 
 def drawn(count, seed):
@@ -93,7 +94,7 @@ def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(inte
     arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
     assert photometric._difference(interpreted, *arguments) < 1e-5
 
-    assert photometric._difference(lambda some, table, scale, out: out.fill_(1), *arguments) > 0.1
+    assert photometric._difference(lambda some, table, scale, normalise, out: out.fill_(1), *arguments) > 0.1
     from dino_ds.data import photometric_triton
 
     for found, reason in ((0.5, "results differ by 5.0e-01"), (float("nan"), "results differ by nan")):
@@ -129,9 +130,9 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
     from dino_ds.data import photometric_triton as kernels
 
     target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
-    types = {"crops": "*u8", **dict.fromkeys(("table", "sums", "out", "source", "target"), "*fp32")}
+    types = {"crops": "*u8", **dict.fromkeys(("table", "sums", "out", "source", "target", "normalise"), "*fp32")}
     types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
-    types |= dict.fromkeys(("scale", "s0", "s1", "s2", "o0", "o1", "o2"), "fp32")
+    types |= {"scale": "fp32"}
     constants = {"CHANNELS": 3, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": True}
     for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
         names = kernel.arg_names

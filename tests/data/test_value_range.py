@@ -20,7 +20,8 @@ from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.find_range import Sample, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
-from dino_ds.data.multicrop import AUGMENTATIONS, MEAN, STD, Augmentation, EvalCrop, MultiCrop, RandomCrop
+from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, EvalCrop, MultiCrop, RandomCrop
+from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.errors import ConfigError
 from tests.data.deep import png16, ppm, tiff
 from tests.data.test_multicrop import photo
@@ -183,11 +184,11 @@ def test_evaluations_crop_deep_images_as_those_of_8_bits():
     """8-bit resizing rounds to levels."""
     image = photo(120, 90)
     deep = np.asarray(image).astype(np.float32) / 255
-    for crop in (EvalCrop(32), partial(RandomCrop(32), seed=3)):
+    for crop in (EvalCrop(32, IMAGENET), partial(RandomCrop(32, IMAGENET), seed=3)):
         levels = (crop(deep) - crop(image)) * torch.tensor(STD).view(3, 1, 1) * 255
         assert levels.abs().max() <= 1 and levels.abs().mean() <= 0.3
     stripes = (np.arange(64)[:, None, None] % 9 > 3) * np.ones((64, 64, 3), np.float32)
-    unit = EvalCrop(32)(stripes.astype(np.float32)) * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+    unit = IMAGENET.undone(EvalCrop(32, IMAGENET)(stripes.astype(np.float32)))
     assert unit.min() >= -1e-6 and unit.max() <= 1 + 1e-6
 
 
@@ -264,9 +265,26 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
 
 
 def test_both_modes_augment_deep_images_alike():
-    source = Files(png16(RGB.repeat(8, 0).repeat(8, 1)))
-    for ours, theirs in zip(crops_of(source, FULL), crops_of(source, FULL, "worker"), strict=True):
-        assert torch.equal(ours, theirs)
+    """With a mean and a deviation of their own too."""
+    source, groups = Files(png16(RGB.repeat(8, 0).repeat(8, 1))), dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3)
+    own = MultiCrop(groups, "dino", normalisation=Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125)))
+    for crops in (MultiCrop(groups, "dino"), own):
+        for ours, theirs in zip(
+            crops_of(source, FULL, "device", crops), crops_of(source, FULL, "worker", crops), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+def test_both_modes_remove_the_same_mean_and_deviation_from_8_bits(monkeypatch):
+    """Without colours; resized by Pillow or torch, which round to levels one or two apart."""
+    monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), jitter=0, gray=0))
+    own = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "none", normalisation=own)
+    source = Files(encoded(photo(120, 90), "PNG"))
+    for ours, theirs in zip(
+        crops_of(source, None, "device", crops), crops_of(source, None, "worker", crops), strict=True
+    ):
+        assert (255 * (own.undone(ours) - own.undone(theirs))).abs().max() <= 2.01
 
 
 def test_a_file_beyond_the_range_is_named():

@@ -92,7 +92,7 @@ def main() -> None:
 
         network = build_network(recipe, config.performance, place)
         network_bytes = live.peak
-        Engine(network, config, (0.9, 0.999), 1e-8)
+        Engine(network, config)
     found = {
         "weights": sum(p.ds_numel for p in network.parameters()),
         "largest_module_bytes": largest,

@@ -27,6 +27,11 @@ from dino_ds.training.step import Inputs, TrainingStep
 from tests.reference import centered, copied, dino_network
 
 PROTOTYPES = 40
+OPTIMIZERS = {
+    "adamw": ONE_RATE,
+    "sgd": OptimizerOptions(kind="sgd"),
+    "lars": OptimizerOptions(kind="lars", trust=0.5),  # so much that the few steps of a test move weights
+}
 GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2)
 
 
@@ -85,16 +90,15 @@ def build_step(
     config: DsConfig,
     network: Network | None = None,
     schedules: Schedules | None = None,
-    eps: float = 1e-8,
     options: OptimizerOptions = ONE_RATE,
 ) -> TrainingStep:
     """As `Run` does it; levers of the network itself are the network's."""
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
-    engine = Engine(network, config, (0.9, 0.999), eps, options)
-    options = TeacherOptions(DTYPES[config.precision], config.keeps_teacher_copy(on_gpu=False, weights=0))
-    teacher = EmaTeacher(copied, engine.masters(), options)
+    engine = Engine(network, config, options)
+    teacher_options = TeacherOptions(DTYPES[config.precision], config.keeps_teacher_copy(on_gpu=False, weights=0))
+    teacher = EmaTeacher(copied, engine.masters(), teacher_options)
     objective = Objective({"dino": centered(prototypes, student_temp=0.1, center_momentum=0.9)})
     teachers = Teachers({"ema": teacher}, GROUPS)
     return TrainingStep(engine, teachers, objective, schedules or tiny_schedules(), GROUPS)

@@ -73,7 +73,7 @@ def _by_engine(stage, precision, clip_by, accumulation=1, **sections):
     """Weights at the start, after each step, and the norm that the engine tells in the first."""
     sections = {"gradient_clipping": LIMIT, **sections}
     config = ds_config(stage, precision, BATCH, accumulation, **sections)
-    engine = Engine(_network(), config, (0.9, 0.999), EPS, OptimizerOptions(clip_by=clip_by))
+    engine = Engine(_network(), config, OptimizerOptions(clip_by=clip_by, eps=EPS))
     engine.set_groups(GROUPS)
     weights, norms = [fp32_student(engine, _network())], []
     for i in range(STEPS):
@@ -127,7 +127,7 @@ def test_low_precision_clips_each_part_to_the_limit(stage, precision, sections):
 
 def _refused(sections):
     with pytest.raises(ConfigError) as caught:
-        Engine(_network(), ds_config(1, "bf16", BATCH, **sections), (0.9, 0.999), EPS, OptimizerOptions(clip_by="part"))
+        Engine(_network(), ds_config(1, "bf16", BATCH, **sections), OptimizerOptions(clip_by="part"))
     return str(caught.value)
 
 

@@ -11,9 +11,11 @@ import torch
 from dino_ds import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Progress
+from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.training.step import Inputs
 from tests.engine.harness import (
+    OPTIMIZERS,
     build_step,
     crops,
     ds_config,
@@ -31,10 +33,15 @@ WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
 
 
-def _train(stage, precision, accumulation=1, **sections):
+SHARDED = [(stage, kind) for kind in ("sgd", "lars") for stage in (0, 1, 2, 3)]
+# So large an epsilon that Adam doesn't magnify roundings.
+OPTIONS = OPTIMIZERS | {"adamw": OptimizerOptions(eps=1e-2)}
+
+
+def _train(stage, precision, accumulation=1, kind="adamw", **sections):
     """Losses, teacher, its difference from a hand-made EMA of the masters, gradient norms of a run of six windows."""
     config = ds_config(stage, precision, BATCH, accumulation, **sections)
-    step = build_step(config, schedules=tiny_schedules(2), eps=1e-2)  # so large that Adam doesn't magnify roundings
+    step = build_step(config, schedules=tiny_schedules(2, lr=2e-3 if kind == "adamw" else 0.02), options=OPTIONS[kind])
     ema = fp32_student(step.engine, tiny_network())
     assert max_difference(ema, copied(step.teachers["ema"].state())) == 0.0
     losses, norms = [], []
@@ -74,6 +81,22 @@ def test_two_ranks_equal_one_process(stage, precision, references):
     first, second = results
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1]), "bit-identical on all ranks"
     assert torch.equal(first[4], second[4])
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return {kind: run_on_ranks(_train, 0, "fp32", 1, kind, world=1)[0] for kind in ("sgd", "lars")}
+
+
+@pytest.mark.parametrize(("stage", "kind"), sampled(SHARDED))
+def test_sgd_and_lars_on_two_ranks_equal_one_process(stage, kind, one_process):
+    """LARS sums the norms of layers that are cut among ranks. FP32 sums in another order: 1e-5."""
+    losses, teacher, _, _, _ = one_process[kind]
+    assert max_difference(teacher, tiny_network().state_dict()) > 1e-3, "the teacher has moved"
+    for rank_losses, rank_teacher, ema_error, _, _ in run_on_ranks(_train, stage, "fp32", 1, kind):
+        assert rank_losses == pytest.approx(losses, rel=1e-5)
+        assert max_difference(rank_teacher, teacher) < 1e-5
+        assert ema_error < 1e-7
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.optim import PROTOTYPES, OptimizerOptions, apply_settings, group_settings, parameter_groups
+from dino_ds.errors import ConfigError
+from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_step as build_recipe
-from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
+from tests.engine.harness import (
+    OPTIMIZERS,
+    build_step,
+    ds_config,
+    fp32_student,
+    run_windows,
+    tiny_network,
+    tiny_schedules,
+)
 from tests.engine.test_partition import TWIN
 from tests.engine.test_state import Memory
 from tests.ranks import run_on_ranks
+from tests.reference import dino_network
 from tests.reference_v2 import golden_v2_meta, our_name
 
 BATCH = 8
@@ -79,6 +93,44 @@ def test_a_recipe_s_options_reach_the_groups():
     assert run_on_ranks(_groups_of_a_recipe, world=1)[0] == expected
 
 
+def test_a_backbone_without_a_patch_embedding_has_no_learning_rate_for_it():
+    backbone = ForeignBackbone(ForeignSpec("tests.narrow_resnet:NarrowResNet"), 32, BackboneOptions())
+    network = dino_network(backbone, DinoHead(48, 64, 32, 96, 3))
+    with pytest.raises(ConfigError, match=r"^optimizer.patch_embed_lr 0.2 .* this one has none: leave it out$"):
+        parameter_groups(network, OptimizerOptions(patch_embed_lr=0.2))
+    multipliers = {group["lr_multiplier"] for group in parameter_groups(network, OptimizerOptions(layer_decay=0.5))}
+    assert len(multipliers) == 7  # two parts of the stem, four stages, and the head
+
+
+def _lars_offloaded():
+    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    with pytest.raises(ConfigError, match=r"^optimizer.kind lars does not go with .*offload_optimizer: .*kind sgd$"):
+        build_step(ds_config(2, "fp32", BATCH, zero=zero), options=OPTIMIZERS["lars"])
+
+
+def test_lars_on_the_host_is_refused():
+    run_on_ranks(_lars_offloaded, world=1)
+
+
+def _short_steps(stage, **changes):
+    """How far the weights of a layer and a bias go in three steps."""
+    options = replace(OPTIMIZERS[changes.pop("kind")], **changes)
+    step = build_step(ds_config(stage, "fp32", BATCH), schedules=tiny_schedules(lr=0.02), options=options)
+    run_windows(step, 0, 3, BATCH)
+    after, before = fp32_student(step.engine, tiny_network()), tiny_network().state_dict()
+    return [float((after[f"head.mlp.0.{name}"] - before[f"head.mlp.0.{name}"]).norm()) for name in ("weight", "bias")]
+
+
+def test_momentum_and_trust_act():
+    """Ten times the trust: ten times as far, but for the biases, which have none. No momentum: not so far."""
+    plain = run_on_ranks(_short_steps, 2, kind="lars", trust=1e-3, world=1)[0]
+    far = run_on_ranks(_short_steps, 2, kind="lars", trust=1e-2, world=1)[0]
+    assert far == pytest.approx([10 * plain[0], plain[1]], rel=0.1)
+    for kind in ("sgd", "lars"):
+        moves = [run_on_ranks(_short_steps, 0, kind=kind, momentum=m, world=1)[0] for m in (0.0, 0.9)]
+        assert moves[0][0] < 0.9 * moves[1][0]
+
+
 def _trained(stage, options, precision="fp32", windows=3, **sections):
     step = build_step(ds_config(stage, precision, BATCH, **sections), schedules=tiny_schedules(), options=options)
     losses = run_windows(step, 0, windows, BATCH)
@@ -124,7 +176,7 @@ def _loaded(stage, options, saved):
     config = ds_config(stage, "fp32", BATCH, gradient_clipping=1.0)
     step = build_step(config, schedules=tiny_schedules(), options=options)
     step.engine.load_state(saved)
-    steps = {int(flat.adam["step"]) for flat in step.engine._flats() if flat.pieces}
+    steps = {int(flat.state["step"]) for flat in step.engine._flats() if flat.pieces}
     return fp32_student(step.engine, tiny_network()), steps
 
 
@@ -137,8 +189,8 @@ def _frozen(stage, mode):
         norms.append(step.engine.grad_norm)
         moved = fp32_student(step.engine, tiny_network())["head.prototypes.weight"] - start.detach()
         flats = [flat for flat in step.engine._flats() if flat.group == PROTOTYPES]
-        moments = sum(float(flat.adam["exp_avg"].abs().sum()) for flat in flats)
-        found.append((float(moved.abs().max()), moments, {int(flat.adam["step"]) for flat in flats}))
+        moments = sum(float(flat.state["exp_avg"].abs().sum()) for flat in flats)
+        found.append((float(moved.abs().max()), moments, {int(flat.state["step"]) for flat in flats}))
     return found[1], found[2], norms
 
 

@@ -137,7 +137,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
 
     def build_all() -> None:
         network = build_network(recipe, config.performance, Placement(config))
-        kept.append(Engine(network, config, (0.9, 0.999), 1e-8))
+        kept.append(Engine(network, config))
 
     sizes, ranks = recipe_sizes(recipe), distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from dino_ds import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.training.step import Inputs
-from tests.engine.harness import build_step, crops, ds_config, fp32_student, max_difference, run_windows, tiny_network
+from tests.engine.harness import (
+    OPTIMIZERS,
+    build_step,
+    crops,
+    ds_config,
+    fp32_student,
+    max_difference,
+    run_windows,
+    tiny_network,
+)
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
@@ -20,6 +31,7 @@ def _state(step):
     student = fp32_student(step.engine, tiny_network())
     state = {f"student.{name}": tensor for name, tensor in student.items()}
     state.update({f"teacher.{name}": tensor for name, tensor in copied(step.teachers["ema"].state()).items()})
+    state.update({name: tensor.clone() for name, tensor in step.engine.state().tensors.items()})  # moments too
     state["center"] = step.objective.statistics["center"].value.clone()
     return state
 
@@ -42,7 +54,8 @@ def _fp16_run(stage, initial_scale_power):
         scales.append(step.engine.loss_scale)
         window += 1
     losses = run_windows(step, window, 4, BATCH)
-    return skipped, scales, losses, step.applied_steps, max_difference(before, _state(step))
+    after = {name: tensor for name, tensor in _state(step).items() if name in before}  # without moments, as yet
+    return skipped, scales, losses, step.applied_steps, max_difference(before, after)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -71,8 +84,9 @@ def test_fp16_trains_as_fp32_does(stage):
         assert fp16 == pytest.approx(fp32, rel=5e-3)
 
 
-def _nan_on_rank_one(stage, precision, **sections):
-    step = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections))
+def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
+    options = OPTIMIZERS[kind]
+    step = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections), options=options)
     run_windows(step, 0, 2, BATCH)
     before, schedule = _state(step), step.schedule
     for m in range(2):
@@ -84,7 +98,7 @@ def _nan_on_rank_one(stage, precision, **sections):
     unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 2
     after = run_windows(step, 2, 3, BATCH)
     # The same run without the bad window in between.
-    clean = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections))
+    clean = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections), options=options)
     straight = run_windows(clean, 0, 5, BATCH)[2:]
     return skipped, unmoved, after, straight
 
@@ -96,6 +110,13 @@ NAN_CELLS = sampled([(0, "fp32"), *((s, p) for s in (1, 2, 3) for p in ("fp32", 
 def test_nan_on_one_rank_skips_on_all_and_leaves_no_trace(stage, precision):
     """The run after the bad window equals a run that never met it, bit for bit."""
     for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, precision):
+        assert skipped and unmoved
+        assert after == straight
+
+
+@pytest.mark.parametrize(("stage", "kind"), sampled(itertools.product((0, 2, 3), ("sgd", "lars"))))
+def test_nan_leaves_the_momentum(stage, kind):
+    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, "bf16" if stage else "fp32", kind):
         assert skipped and unmoved
         assert after == straight
 

@@ -6,15 +6,23 @@ import copy
 import functools
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
-from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
+from dino_ds.engine.saved_state import MASTER, SavedParameters, even_shares
 from dino_ds.errors import CheckpointError
-from tests.engine.harness import build_step, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
+from tests.engine.harness import (
+    OPTIMIZERS,
+    build_step,
+    ds_config,
+    fp32_student,
+    run_windows,
+    tiny_network,
+    tiny_schedules,
+)
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.sample import sampled
@@ -39,9 +47,11 @@ class Setup:
     accumulation: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, Any] = field(default_factory=dict)
+    kind: str = "adamw"
 
     def __str__(self):
-        extra = [*self.zero, *self.sections] + ([f"accumulate{self.accumulation}"] if self.accumulation > 1 else [])
+        extra = [*self.zero, *self.sections] + ([self.kind] if self.kind != "adamw" else [])
+        extra += [f"accumulate{self.accumulation}"] if self.accumulation > 1 else []
         return "-".join([f"zero{self.stage}", self.precision, f"{self.world}ranks", *extra])
 
     def __hash__(self):
@@ -49,7 +59,7 @@ class Setup:
 
     def features(self) -> tuple[Any, ...]:
         """What a sample of setups must show of each."""
-        return self.stage, self.precision, self.world, self.accumulation, [*self.zero, *self.sections]
+        return self.stage, self.precision, self.world, self.accumulation, [*self.zero, *self.sections], self.kind
 
 
 BF16_OPTIMIZER = Setup(1, "bf16", sections={"data_types": {"grad_accum_dtype": "fp32"}})
@@ -76,7 +86,7 @@ def _build(setup):
     config = ds_config(
         setup.stage, setup.precision, BATCH, setup.accumulation, zero=dict(setup.zero), **sections, **setup.sections
     )
-    return build_step(config, schedules=tiny_schedules(RELEASED_AT, steps=40))
+    return build_step(config, schedules=tiny_schedules(RELEASED_AT, steps=40), options=OPTIMIZERS[setup.kind])
 
 
 def _take(step):
@@ -146,7 +156,7 @@ def by_parameter(saved):
     values = {
         (kind, name): torch.cat([part for _, part in parameters.read(kind, name, 0, numel[name])])
         for name in numel
-        for kind in (MASTER, *(MOMENTS if parameters.step_of([name]) else ()))
+        for kind in (MASTER, *(parameters.moments if parameters.step_of([name]) else ()))
     }
     return values, {name: parameters.step_of([name]) for name in numel}
 
@@ -160,6 +170,8 @@ def assert_same(one, other):
 
 UNCHANGED = [Setup(0), *(Setup(stage, precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16"))]
 UNCHANGED += [Setup(2, "bf16", zero=OFFLOAD), Setup(3, zero=OFFLOAD), BF16_OPTIMIZER]
+UNCHANGED += [Setup(0, kind="sgd"), Setup(2, "fp16", kind="lars"), Setup(3, "bf16", zero=SUB_GROUPS, kind="lars")]
+UNCHANGED += [Setup(2, "bf16", zero=OFFLOAD, kind="sgd"), replace(BF16_OPTIMIZER, kind="lars")]
 
 
 @pytest.mark.parametrize("setup", sampled(UNCHANGED, Setup.features), ids=str)
@@ -214,6 +226,10 @@ EXACT = [
     (Setup(2, zero=ROUND_ROBIN), Setup(0, world=1)),
     (Setup(0, world=1), Setup(1, zero=ROUND_ROBIN | ALIGNED)),
     (Setup(1, zero=ROUND_ROBIN | ALIGNED), Setup(3, world=1)),
+    (Setup(2, kind="lars"), Setup(0, world=1, kind="lars")),
+    (Setup(0, world=1, kind="lars"), Setup(3, zero=SUB_GROUPS, kind="lars")),
+    (Setup(1, zero=ROUND_ROBIN | ALIGNED, kind="lars"), Setup(1, world=4, kind="lars")),
+    (Setup(3, kind="sgd"), Setup(2, world=1, kind="sgd")),
 ]
 
 
@@ -301,7 +317,7 @@ def test_the_state_is_that_of_torch():
     values, steps = by_parameter(_gathered([taken]))
     for name, (weight, adam) in found.items():
         assert torch.equal(values[MASTER, name], weight.view(-1))
-        assert all(torch.equal(values[key, name], adam[key].view(-1)) for key in MOMENTS)
+        assert all(torch.equal(values[key, name], adam[key].view(-1)) for key in ("exp_avg", "exp_avg_sq"))
         assert steps[name] == int(adam["step"])
 
 
@@ -315,7 +331,7 @@ def test_ranks_share_the_state(setup):
 
 
 def _refused(setup, saved, network):
-    step = build_step(ds_config(setup.stage, "fp32", BATCH), network=network)
+    step = build_step(ds_config(setup.stage, "fp32", BATCH), network=network, options=OPTIMIZERS[setup.kind])
     before = fp32_student(step.engine, tiny_network(prototypes=network.head.prototypes.weight.shape[0]))
     try:
         step.engine.load_state(saved)
@@ -333,6 +349,23 @@ def test_another_network_is_refused(stage):
             "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
         )
         assert untouched
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_moments_of_another_optimizer_are_refused(stage):
+    saved, _, _ = straight(Setup(2))
+    message = "the checkpoint has the moments of adamw, optimizer.kind is lars"
+    for found, untouched in run_on_ranks(_refused, Setup(stage, kind="lars"), saved, tiny_network()):
+        assert found == message and untouched
+
+
+def test_a_state_from_before_there_were_other_optimizers_is_adamw_s():
+    saved, _, _ = straight(Setup(2))
+    old = copy.deepcopy(saved)
+    assert old.layouts[0].pop("optimizer") == "adamw"
+    assert_same(saved, old)
+    (loaded, _, _, _, _), _ = run_on_ranks(_resume, Setup(2), old, 0)
+    assert loaded[0]["counters"] == saved.layouts[0]["counters"]
 
 
 def test_what_differs_is_named():
@@ -361,7 +394,7 @@ def test_damaged_layouts_are_refused():
     cases = [
         (lambda layouts: layouts[1]["flats"][0]["pieces"].pop(), "does not hold every element of"),
         (lambda layouts: layouts[0]["flats"].append(layouts[0]["flats"][0]), "does not hold every element of"),
-        (lambda layouts: layouts[1]["flats"][0].update(step=9), "two Adam step counts for"),
+        (lambda layouts: layouts[1]["flats"][0].update(step=9), "two step counts for"),
         (lambda layouts: layouts[0]["shapes"].pop("head.prototypes.weight"), "KeyError.'head.prototypes.weight'"),
         (lambda layouts: layouts[1].pop("flats"), "KeyError.'flats'"),
         (lambda layouts: layouts.clear(), "layout that can't be used"),

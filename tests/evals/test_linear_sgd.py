@@ -13,7 +13,8 @@ from torch import nn
 
 import dino_ds.evals.linear_sgd as module
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.multicrop import STD, RandomCrop, to_tensor
+from dino_ds.data.multicrop import RandomCrop, to_tensor
+from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
@@ -169,11 +170,11 @@ def test_a_best_rate_at_the_end_of_the_grid_is_said():
 def test_random_crops_follow_from_the_seed():
     """The whole image where the scale asks for it; both ways round; grey planes as the channels of a colour image."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))
-    crop = RandomCrop(16)
+    crop = RandomCrop(16, IMAGENET)
     assert torch.equal(crop(image, 3), crop(image, 3)) and not torch.equal(crop(image, 3), crop(image, 4))
     flat = Image.fromarray(np.full((40, 60, 3), 7, dtype=np.uint8))
-    torch.testing.assert_close(crop(flat, 5), to_tensor(flat.resize((16, 16))))
-    assert crop(np.asarray(image)[:, :, :2], 3).shape == (2, 16, 16)
+    torch.testing.assert_close(crop(flat, 5), to_tensor(flat.resize((16, 16)), IMAGENET))
+    assert RandomCrop(16, Normalisation.usual(2))(np.asarray(image)[:, :, :2], 3).shape == (2, 16, 16)
     assert crop._cut(image, (0, 0, 60, 40), False) == image.resize((16, 16), Image.Resampling.BILINEAR)
     gradient = Image.fromarray(np.tile(np.arange(60, dtype=np.uint8)[None, :, None], (40, 1, 3)))
     rising = [bool((crop(gradient, seed)[0, 8].diff() >= 0).all()) for seed in range(60)]

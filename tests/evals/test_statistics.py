@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.evals.knn import average_precision, class_retrieval, rank_database
 from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 from tests.ranks import run_on_ranks
@@ -85,10 +86,10 @@ def test_label_purity_of_equal_features():
 def test_an_image_gives_two_random_crops():
     pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
     images = [Image.fromarray(image) for image in pixels]
-    crops = TwoCrops(16, seed=1)
+    crops = TwoCrops(16, IMAGENET, seed=1)
     first = crops(images[0])
     assert first.shape == (2, 3, 16, 16) and not torch.equal(first[0], first[1])
-    assert torch.equal(first, crops(images[0])) and not torch.equal(first, TwoCrops(16, seed=2)(images[0]))
+    assert torch.equal(first, crops(images[0])) and not torch.equal(first, TwoCrops(16, IMAGENET, seed=2)(images[0]))
     crops._crop = lambda image, seed: torch.tensor([seed % 2**32])
     assert len({int(seed) for image in images for seed in crops(image)}) == 4  # each image has crops of its own
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from dino_ds.config import fields
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import pictures as pictures_module
@@ -34,6 +35,7 @@ class _Live:
     """In the place of LiveTeacher: a few pixels are the features."""
 
     image_size, stride, side_multiple, width, is_vit, has_patches = 32, 8, 8, 6, True, True
+    normalisation = IMAGENET
 
     def __init__(self, *_):
         pass
@@ -66,7 +68,7 @@ def sources(tmp_path_factory):
 
 def _watch(sources, names=("knn", "linear"), k=K, limit=None, **changes):
     settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
-    return EvalRunner(names, 2, sources, Settings(**settings), 32)
+    return EvalRunner(names, 2, sources, Settings(**settings), 32, IMAGENET)
 
 
 def _evaluate(watch, step, give_up=lambda: False):
@@ -178,7 +180,7 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
     train, test = sources
     for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
-            EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32)
+            EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32, IMAGENET)
 
 
 def test_the_papers_probe_is_rehearsed_too(sources):
@@ -190,7 +192,7 @@ def test_the_papers_probe_is_rehearsed_too(sources):
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
-    watch = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32)
+    watch = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32, IMAGENET)
     assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
@@ -207,7 +209,7 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)
     (root / "005.png").write_bytes(b"")
-    album, shown = PeriodicPictures(source, 2, 32), []
+    album, shown = PeriodicPictures(source, 2, 32, IMAGENET), []
     log = SimpleNamespace(picture=lambda name, image, step: shown.append((name, step, image)))
     for step in (0, 2):
         assert album.run(_moment(step, run_dir=tmp_path, log=log))
@@ -226,12 +228,12 @@ def test_a_picture_that_can_not_be_drawn_costs_a_line(sources, tmp_path):
     (tmp_path / "pictures").write_text("")
     lines = []
     log = SimpleNamespace(picture=lambda *_: None, info=lines.append)
-    assert PeriodicPictures(sources[0], 2, 32).run(_moment(2, run_dir=tmp_path, log=log))
+    assert PeriodicPictures(sources[0], 2, 32, IMAGENET).run(_moment(2, run_dir=tmp_path, log=log))
     (line,) = lines
     assert line.startswith("warning  no pictures of step 2: ") and line.endswith("training continues")
 
 
 def test_when_pictures_are_due(sources):
-    album, never = (PeriodicPictures(sources[0], every, 32) for every in (2, 0))
+    album, never = (PeriodicPictures(sources[0], every, 32, IMAGENET) for every in (2, 0))
     assert [step for step in range(5) if album.due(step, last=False)] == [0, 2, 4] and album.due(3, last=True)
     assert not never.due(0, last=False) and not never.due(3, last=True)

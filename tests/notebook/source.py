@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from IPython.display import Image
 
 import dino_ds
-from dino_ds.data.multicrop import MEAN, STD, EvalCrop
+from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.sources import build_source
 from dino_ds.pictures.canvas import figure_png
 from dino_ds.pictures.draw import draw_neighbours, draw_patches
@@ -45,12 +45,12 @@ print("attention    ", tuple(model.attention(batch).shape), "(b, heads, rows, co
 # together have 60 % of it.
 
 # %%
-crop = EvalCrop(16 * model.patch_size)
+crop = EvalCrop(16 * model.patch_size, model.normalisation)
 names = ("astronaut", "cat", "coffee")
 photos = build_source("folder", str(Path(dino_ds.__file__).parent / "data/photos"), "train", False)
 chosen = [i for i in range(len(photos)) if Path(photos.name(i)).stem in names]
 images = torch.stack([crop(photos.load(i)) for i in chosen])
-figures = draw_patches(model, images.to(batch.device), MEAN, STD)
+figures = draw_patches(model, images.to(batch.device), model.normalisation.mean, model.normalisation.std)
 Image(figure_png(figures["attention"], dpi=75, palette=True))
 
 # %% [markdown]

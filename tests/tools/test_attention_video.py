@@ -14,6 +14,7 @@ from PIL import Image
 
 from dino_ds.backbones import BackboneOptions
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.commands import find_command
@@ -127,14 +128,15 @@ def test_each_frame_is_painted(place, tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert (said["frames"], said["height"], said["width"], said["fps"]) == (6, 256, 320, 25)
     frames = [Image.fromarray(frame) for frame in _frames(6)]
-    maps = load(place).attention(torch.stack([to_tensor(frame.resize((40, 32), 3)) for frame in frames])).mean(dim=1)
+    images = torch.stack([to_tensor(frame.resize((40, 32), 3), IMAGENET) for frame in frames])
+    maps = load(place).attention(images).mean(dim=1)
     found = _read(tmp_path / "out")
     for frame, map_, picture in zip(frames, maps, found, strict=True):
         shown = torch.from_numpy(np.asarray(frame.resize((320, 256), 3)) / np.float32(255))
         expected = 255 * heat(shown, map_, float(maps.quantile(0.995)))
         assert np.abs(picture - expected).max() <= 1
     _run(place, tmp_path / "heads", format="png", show="heads")
-    maps = load(place).attention(to_tensor(frames[0].resize((40, 32), 3))[None])[0]
+    maps = load(place).attention(to_tensor(frames[0].resize((40, 32), 3), IMAGENET)[None])[0]
     expected = 255 * overlay(_shown(np.asarray(frames[0]), 256, 320), maps * mass_mask(maps, MASS), head_colours(2))
     assert np.abs(_read(tmp_path / "heads")[0] - expected).max() <= 1
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.cli import main
 from dino_ds.config.loading import load_recipe
-from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters
+from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import StorageError
 from dino_ds.options.run import ConvertOptions
 from dino_ds.tools.convert import run as convert
@@ -41,7 +41,7 @@ def _values(folder):
     values = {
         (kind, name): torch.cat([v for _, v in parameters.read(kind, name, 0, torch.Size(shape).numel())])
         for name, shape in parameters.shapes.items()
-        for kind in (MASTER, *MOMENTS)
+        for kind in (MASTER, *parameters.moments)
     }
     return saved, parameters, values
 

@@ -16,6 +16,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
@@ -155,7 +156,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
         assert len(row.crops) == len(row.sampled) == 5
         for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
             # A batch of 7 may be summed in another order than one of 1.
-            seen = look_data._levels(crop[place]).int() - torch.from_numpy(np.array(shown)).int()
+            seen = look_data._levels(crop[place], IMAGENET).int() - torch.from_numpy(np.array(shown)).int()
             assert seen.abs().max() <= 1
 
 
@@ -296,6 +297,25 @@ def test_deep_images_are_shown_with_their_values(tmp_path, capsys, kind, text):
     assert f"values        {name} in 1: 0 to 3998\n" in said and text in said
     found = look(tmp_path / "images", tmp_path, capsys, images=2)
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
+
+
+def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path, capsys):
+    """As the flags that a run takes; a slow reference over all pixels, to the 4 digits that are shown."""
+    (tmp_path / "images").mkdir()
+    shades = (np.random.default_rng(0).random((3, 40, 50, 3)) * (250, 120, 60)).astype(np.uint8)
+    for i, shade in enumerate(shades):
+        Image.fromarray(shade).save(tmp_path / f"images/{i}.png")
+    deep = np.linspace(0, 4095, 2000).astype(np.uint16).reshape(40, 50)
+    (tmp_path / "images/deep.tif").write_bytes(tiff(deep))
+    found = look(tmp_path / "images", tmp_path, capsys, images=2)["channels"]
+    unit = np.concatenate([shades / 255, np.repeat(deep[None, :, :, None], 3, axis=3) / 4095])
+    np.testing.assert_allclose(found["mean"], unit.mean((0, 1, 2)), atol=6e-5)
+    np.testing.assert_allclose(found["std"], unit.std((0, 1, 2)), atol=6e-5)
+    said = look(tmp_path / "images", tmp_path, capsys, images=2, json_too=False)
+    (flags,) = re.findall(r"channels +(--data.mean \S+ --data.std \S+)\n", said)
+    words = flags.split()
+    recipe = load_recipe(None, {words[0][2:]: words[1], words[2][2:]: words[3]})
+    assert list(recipe.data.mean) == found["mean"] and list(recipe.data.std) == found["std"]
 
 
 def test_hidden_patches_are_grey(folder):

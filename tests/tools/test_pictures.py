@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
 from dino_ds.pictures import draw
@@ -100,7 +101,7 @@ def test_chosen_images_are_those_that_are_shown(place, tmp_path, shown):
     out = str(tmp_path)
     _run(place, out=out, only="attention,pca", images=f"4,{place}/images/class2/005.png", foreground=True, size=64)
     files = NamedFiles([f"{place}/images/class1/001.png", f"{place}/images/class2/005.png"])
-    cuts = [EvalCrop(64)(files.load(i)) for i in range(2)]
+    cuts = [EvalCrop(64, IMAGENET)(files.load(i)) for i in range(2)]
     expected = draw.picture_of(torch.stack(cuts), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     torch.testing.assert_close(shown["draw_attention"][0], expected)
     assert shown["draw_pca"][2] is shown["draw_attention"][1] and set(shown) == {"draw_attention", "draw_pca"}
@@ -129,7 +130,7 @@ def test_a_patch_is_the_one_under_the_pixel(place, tmp_path, shown):
     picture = np.zeros((120, 200, 3), dtype=np.uint8)
     picture[y - 1 : y + 2, x - 1 : x + 2] = 255
     Image.fromarray(picture).save(tmp_path / "dot.png")
-    crop = EvalCrop(64)
+    crop = EvalCrop(64, IMAGENET)
     cuts = list(read_cuts(choose(str(tmp_path / "dot.png"), "images", lambda: None), crop, "images", None))
     (image, row, column) = find_patches(f"{x},{y}", cuts, crop, 8)[0]
     brightest = int(cuts[0].pixels.sum(dim=0).argmax())

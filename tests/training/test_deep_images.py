@@ -15,6 +15,7 @@ import dino_ds
 from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EvalOptions, PicturesOptions
@@ -70,7 +71,7 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
     for path in (run, tmp_path / "copy.safetensors"):
         model = dino_ds.load(path)
         for image in (Image.fromarray(deep), np.repeat(deep[:, :, None], 3, axis=2)):
-            torch.testing.assert_close(model.preprocess(image), EvalCrop(32)(unit), rtol=0, atol=1e-6)
+            torch.testing.assert_close(model.preprocess(image), EvalCrop(32, IMAGENET)(unit), rtol=0, atol=1e-6)
         assert model.preprocess(Image.new("L", (40, 50))).shape == (3, 32, 32)
         with pytest.raises(ConfigError, match=r"this image \(uint16 values, 0 to 8\d+: beyond data.value_range 0,4095"):
             model.preprocess(deep * 2)

@@ -161,6 +161,16 @@ class TestRefusals:
             assert "nothing to resume" in message
         assert not (tmp_path / "other").exists()
 
+    def test_another_optimizer(self, run):
+        """Its moments are other numbers: nothing to be accepted."""
+        for allow in (None, "optimizer.kind"):
+            args = {"resume": True, "changes": {"optimizer.kind": "sgd"}, "allow_change": allow, "world": 1}
+            message = run_on_ranks(train_tiny, run.parent / "images", run, max_steps=3, **args)[0]
+            assert message == (
+                "optimizer.kind adamw -> sgd since step 1, whose moments are of no use to another optimizer: set it "
+                "back, or start a new run from these weights with --model.init_from"
+            )
+
     def test_other_settings(self, run):
         """Each is named; what does not change what is learned is not, nor are stage, precision and ranks."""
         root = run.parent / "images"

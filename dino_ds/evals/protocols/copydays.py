@@ -16,6 +16,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.knn import average_precision, rank_database
@@ -80,9 +81,9 @@ class Whitening:
         return ((features.double() - self._mean) @ self._axes).to(features.dtype)
 
 
-def squeezed(image: Image.Image, side: int) -> Tensor:
+def squeezed(image: Image.Image, side: int, normalisation: Normalisation) -> Tensor:
     """Image -> (3, side, side), normalised."""
-    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC))
+    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC), normalisation)
 
 
 def pooled(cls: Tensor, patches: Tensor) -> Tensor:
@@ -123,7 +124,8 @@ def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
         rows = images.shape[-1] // backbone.stride
         return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
 
-    return describe_files(context, Files(paths), partial(squeezed, side=side), describe, _BATCH, f"copydays: {what}")
+    prepare = partial(squeezed, side=side, normalisation=backbone.normalisation)
+    return describe_files(context, Files(paths), prepare, describe, _BATCH, f"copydays: {what}")
 
 
 def _copies(folder: Path) -> list[str]:

@@ -201,7 +201,7 @@ def _carry(context: EvalContext, clip: Clip, first: Image.Image, mask: np.ndarra
     def patches(image: Image.Image) -> Tensor:
         if image.size != first.size:
             raise DataError(f"{clip.frames[0].parent} has frames of {image.size} and {first.size} pixels")
-        scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
+        scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR), model.normalisation)
         return model.patch_tokens(scaled[None].to(device))[0].float()
 
     tokens = patches(first)

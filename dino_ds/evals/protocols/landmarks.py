@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.knn import average_precision, rank_database
@@ -98,11 +99,11 @@ def landmark_scores(
     return scores
 
 
-def thumbnail(image: Image.Image, size: int) -> Tensor:
+def thumbnail(image: Image.Image, size: int, normalisation: Normalisation) -> Tensor:
     """Image -> (3, h, w), normalised: shrunken so that its longer side is at most `size` pixels."""
     small = image.copy()
     small.thumbnail((size, size), Image.Resampling.LANCZOS)
-    return to_tensor(small)
+    return to_tensor(small, normalisation)
 
 
 def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
@@ -144,7 +145,7 @@ def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: 
         queries = [folder / "jpg" / f"{name}.jpg" for name in truth.queries]
         benchmark.check([*images, *queries])
     context.begin()
-    prepare = partial(thumbnail, size=context.settings.size or size)
+    prepare = partial(thumbnail, size=context.settings.size or size, normalisation=context.backbone.normalisation)
     describe = describe_at_scales(context, scales)
 
     def features(files: Files, what: str) -> Tensor:

@@ -187,5 +187,5 @@ def _patches(context: EvalContext, image: Image.Image) -> Tensor:
     patch = context.backbone.stride
     scale = (context.settings.size or _SIZE) / min(image.size)
     width, height = (max(round(side * scale / patch), 1) * patch for side in image.size)
-    scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR))
+    scaled = to_tensor(image.resize((width, height), Image.Resampling.BILINEAR), context.backbone.normalisation)
     return context.backbone.patch_tokens(scaled[None].to(context.device))[0].float()

@@ -1,0 +1,105 @@
+"""LARS: SGD with momentum whose step in each layer is scaled to a part of the length of the layer's weights.
+
+Source: You et al. 2017 (arXiv 1708.03888) as facebookresearch/dino `utils.LARS`: one-dimensional tensors have neither
+weight decay nor a trust ratio, and the learning rate multiplies the momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.errors import ConfigError
+
+
+class Layer(NamedTuple):
+    """Elements [offset, offset + numel) of a shard belong to layer `place` of those that have a trust ratio."""
+
+    place: int
+    offset: int
+    numel: int
+
+
+class Shard(NamedTuple):
+    """What lies in a flat tensor of this rank; `total`: layers with a trust ratio in those of all ranks together."""
+
+    layers: list[Layer]
+    total: int
+    process_group: Any
+
+
+def check_lars(config: DsConfig) -> None:
+    """Raises ConfigError where LARS can't act under this ds config."""
+    if offloads_optimizer(config.raw["zero_optimization"]):
+        raise ConfigError(
+            "optimizer.kind lars does not go with zero_optimization.offload_optimizer: the norm of a layer is summed "
+            "over ranks in the middle of a step that runs on the host; remove the one, or set optimizer.kind sgd"
+        )
+
+
+class Lars(torch.optim.Optimizer):
+    """`momentum` and `trust` of all groups; lr and weight_decay come with each step.
+
+    A tensor is a whole parameter, unless `lay_out` has said what lies in it. Uses up the gradients.
+    """
+
+    def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
+        self._shards: dict[Tensor, tuple[Shard, Tensor]] = {}
+
+    def lay_out(self, tensor: Tensor, shard: Shard) -> None:
+        """Parameters are cut among ranks, and `tensor` holds this rank's part of those of one group.
+
+        From now on all ranks must call `step` together, with equal groups.
+        """
+        places = torch.tensor([layer.place for layer in shard.layers], dtype=torch.long, device=tensor.device)
+        self._shards[tensor] = shard, places
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """No look at the device; one all-reduce for each tensor that was laid out."""
+        assert closure is None
+        for group in self.param_groups:
+            tensors = [p for p in group["params"] if p.grad is not None]
+            if not tensors:
+                continue
+            gradients = [p.grad for p in tensors]
+            self._adapt(tensors, gradients, group)
+            for p in tensors:
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum_buffer"] for p in tensors]
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, gradients)
+            torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
+
+    def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        """Weight decay and the trust ratio, into the gradients of the layers that have them."""
+        found = self._shards.get(tensors[0])
+        if found is None:
+            weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
+        else:
+            assert len(tensors) == 1
+            weights, steps = ([t.narrow(0, at, n) for _, at, n in found[0].layers] for t in (*tensors, *gradients))
+        if weights:
+            torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
+            norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
+            squares = norms.double().square().view(2, -1)  # in FP32 those of small gradients would vanish
+        else:
+            squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
+        if found is not None and found[0].total:
+            shard, places = found
+            every = squares.new_zeros(2, shard.total).index_copy_(1, places, squares)
+            dist.all_reduce(every, group=shard.process_group)
+            squares = every.index_select(1, places)
+        if weights:
+            weight, step = squares.sqrt()
+            ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
+            # By tensors: the ratios are on the device and must stay there.
+            torch._foreach_mul_(steps, list(ratios.unbind()))

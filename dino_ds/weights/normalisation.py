@@ -1,0 +1,40 @@
+"""What the files beside weights say of the mean and standard deviation that were removed of training images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.errors import CheckpointError
+
+
+def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
+    """What was removed of training images of so many channels; the usual where nothing says it.
+
+    Raises CheckpointError for anything but a number a channel, and deviations of 0 and below.
+    """
+    stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
+    if not stated:
+        return Normalisation.usual(channels)
+    try:
+        mean, std = (tuple(float(value) for value in stated[name]) for name in ("mean", "std"))
+        if not len(mean) == len(std) == channels or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
+            f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
+        ) from None
+    return Normalisation(mean, std)
+
+
+def timm_statistics(config: Any) -> dict[str, Any]:
+    """Those of a timm folder's pretrained_cfg, if there are as many as the channels of its input."""
+    if not isinstance(config, dict):
+        return {}
+    mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))
+    if not (isinstance(mean, list) and isinstance(std, list) and isinstance(size, list) and size):
+        return {}
+    return {"mean": mean, "std": std} if len(mean) == len(std) == size[0] else {}
