@@ -16,6 +16,8 @@ class BackboneSpec(Protocol):
 
     builder: ClassVar[str]
 
+    def __hash__(self) -> int: ...
+
     @property
     def stride(self) -> int: ...
 

@@ -42,6 +42,10 @@ class ConfigError(UserError):
     """A recipe, a ds config or a flag is wrong (exit code 2)."""
 
 
+class NotEstimated(ConfigError):
+    """What a backbone costs is not known: there is no formula for it, and it can't be measured either."""
+
+
 class DataError(UserError):
     """Images are missing, unreadable or too few (exit code 2)."""
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import ffn_weights, vit_of
+from dino_ds.costs.flops import ffn_weights
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
@@ -45,7 +46,8 @@ class Case:
     """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe they train.
 
     On several nodes the weights are sharded, with a second copy of the shards in each node (ZeRO++'s hpZ), so that the
-    backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers.
+    backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers. `local`: crops of
+    the recipe, and `images`: the micro-batch, where they are given and not the recipe's and the planner's.
     """
 
     tier: str
@@ -53,6 +55,11 @@ class Case:
     gpus: int = 1
     nodes: int = 1
     quantized: bool = False
+    local: int | None = None
+    images: int | None = None
+
+    def load(self) -> Recipe:
+        return load_recipe(self.recipe, {} if self.local is None else {"crops.num_local": str(self.local)})
 
     @property
     def card(self) -> Gpu:
@@ -64,6 +71,11 @@ class Case:
 
 
 CASES = [
+    Case("8gb", "resnet18", local=4, images=16),
+    Case("12gb", "resnet18", local=6, images=32),
+    Case("16gb", "resnet50", local=6, images=32),
+    Case("24gb", "resnet50", images=64),
+    Case("24gb", "resnet50", 8, images=64),
     *(Case("8gb", recipe) for recipe in ("vitti16", "vits16", "vitb16", "vitl16")),
     *(Case("12gb", recipe) for recipe in ("vits16", "vitb16", "vitl16")),
     *(Case("16gb", recipe) for recipe in ("vits16", "vitb16", "vitl16", "vith14")),
@@ -101,9 +113,12 @@ def plan_all() -> Planned:
 
 def plan_case(case: Case) -> TierConfig | None:
     """The fastest config of a case by the planner's estimate; None where nothing fits."""
-    recipe, card = load_recipe(case.recipe, {}), case.card
+    recipe, card = case.load(), case.card
     cluster, limit = Cluster(card, case.gpus, case.nodes, card.network), FILLED * card.memory_gib
-    if case.nodes == 1:
+    if case.images is not None:
+        whole = case.images * case.ranks == recipe.data.global_batch
+        shapes = [Shape(1 if whole else 2, "", checkpointing) for checkpointing in (False, True)]
+    elif case.nodes == 1:
         try:
             shapes = [recommend(recipe, cluster, limit).shape]
         except ConfigError:
@@ -115,7 +130,8 @@ def plan_case(case: Case) -> TierConfig | None:
         ds, name = _ds_json(case, recipe, shape), _name(case, shape)
         sizes = micro_batches(recipe.data.global_batch, case.ranks)
         # Stage 1 would accumulate in low precision.
-        for size in sizes[:1] if shape.stage == 1 else sizes:
+        wanted = [size for size in sizes if case.images in (None, size)]
+        for size in wanted[:1] if shape.stage == 1 else wanted:
             fit = fit_with(recipe, ds, name, case.ranks, limit, size)
             if fit.fits:
                 seconds = estimate_step(recipe, fit.config, cluster).seconds
@@ -149,7 +165,9 @@ def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
 
 
 def _block_weights(recipe: Recipe) -> int:
-    arch = vit_of(recipe)
+    arch = recipe.model.spec()
+    if not isinstance(arch, ViTSpec):
+        return count_parameters(recipe) // arch.depth
     return 4 * arch.width**2 + ffn_weights(arch)
 
 
@@ -170,7 +188,7 @@ def table(planned: Planned) -> str:
 
 
 def _cells(case: Case, found: TierConfig | None) -> list[str]:
-    recipe, memory = load_recipe(case.recipe, {}), f"{case.card.memory_gib:g}"
+    recipe, memory = case.load(), f"{case.card.memory_gib:g}"
     gpus = f"{case.gpus} x {case.nodes} nodes" if case.nodes > 1 else str(case.gpus)
     start = [case.tier.replace("_", " "), gpus, case.recipe, str(recipe.crops.num_local)]
     if found is None:

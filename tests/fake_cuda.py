@@ -164,11 +164,13 @@ class FakeCuda(Counter):
     """A `Counter` of what runs on the fake GPU; made by `fake_cuda`."""
 
     def module(self, meta: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """A module on the meta device -> the same one, its parameters of `dtype` on the fake GPU."""
+        """A module on the meta device -> the same one, on the fake GPU: parameters of `dtype`, buffers of their own."""
         for part in meta.modules():
-            for name, parameter in part.named_parameters(recurse=False):
+            for name, parameter in list(part.named_parameters(recurse=False)):
                 fake = torch.empty(parameter.shape, device=CUDA, dtype=dtype)
                 setattr(part, name, nn.Parameter(fake, requires_grad=parameter.requires_grad))
+            for name, buffer in list(part.named_buffers(recurse=False)):
+                setattr(part, name, torch.empty(buffer.shape, device=CUDA, dtype=buffer.dtype))
         return meta
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dino_ds.backbones import ViTSpec
 from dino_ds.bench.naive import LoopTeacher, PlainEngine, normalise_prototypes, plain_objective
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import PerformanceOptions
@@ -25,13 +26,15 @@ from dino_ds.measure.trial import (
     synthetic_inputs,
 )
 from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.build import build_network, build_objective, build_schedules
 from dino_ds.training.step import TrainingStep
 
 CLIPPING = 3.0
 STAGES = (0, 1, 3)
-_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
+_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
+_OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
+_OF_OTHERS = ("channels-last images",)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ def all_steps() -> list[LadderStep]:
     add("SDPA", performance=with_option(attention="sdpa"))
     add("packed crops", performance=with_option(packed=True))
     add("CLS-only last block", performance=with_option(cls_only_last_block=True))
+    add("channels-last images", performance=with_option(channels_last=True))
     add("prototypes and loss in tiles", tiled_loss=True)
     add("fused AdamW", fused_adamw=True)
     add("one-pass EMA", one_pass_ema=True)
@@ -113,7 +117,10 @@ SELECTIONS = {"all": all_steps, "engine": engine_steps, "memory": memory_steps}
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
     """Why this step can't be measured here; None if it can."""
-    cuda = torch.cuda.is_available()
+    cuda, is_vit = torch.cuda.is_available(), isinstance(recipe.model.spec(), ViTSpec)
+    if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
+        kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
+        return f"{recipe.model.backbone} is {kind}"
     if step.data_workers:
         return "the crops are synthetic and nothing waits for data: dino-ds bench step --data takes real images"
     if step.name == "bf16" and not cuda and not _cpu_has_bf16():
@@ -159,7 +166,8 @@ def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
         normalise_prototypes(network)
     copied = copy.deepcopy(network).to(device())
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
-    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters())
+    options = TeacherOptions(batch_norm=recipe.teacher.batch_norm)
+    teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters(), options, engine.buffers)
     teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 

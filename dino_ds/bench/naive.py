@@ -5,7 +5,7 @@ They fit into `TrainingStep` in place of ours, so that the step around them is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IbotTerm
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
-from dino_ds.teachers.ema import EmaTeacher
+from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.build import build_objective
 
 
@@ -163,13 +163,19 @@ def normalise_prototypes(network: Network) -> None:
 class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
-    def __init__(self, network: Network, masters: Sequence[WholeMasters]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        masters: Sequence[WholeMasters],
+        options: TeacherOptions,
+        buffers: Callable[[], Mapping[str, Tensor]],
+    ) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
-        super().__init__(network, masters)
+        super().__init__(network, masters, options, buffers)
 
     @torch.no_grad()
-    def move(self, momentum: float) -> None:
+    def _move_weights(self, momentum: float) -> None:
         for teacher, student in self._pairs:
             teacher.mul_(momentum).add_((1 - momentum) * student.detach())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import crop_sizes, student_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
@@ -20,33 +22,35 @@ _KEPT = (160 * 2**20, 0)
 _PROTOTYPE_BLOCK = (16384, 65536)
 
 
+class BackwardMoment(NamedTuple):
+    """Bytes of activations while the backbone's gradients are made, `done`: the part of them that is finished."""
+
+    name: str
+    activations: int
+    done: float
+
+
 class MicroBatch:
     """Bytes of one micro-batch.
 
-    `saved`: by autograd, in the backbone (`in_backbone`) and the heads; `first_block` and `last_block`: what the
-    backward pass adds at either end of the blocks; `making_targets`: by Sinkhorn-Knopp, before the student's forward
+    `saved`: by autograd, in the backbone (`in_backbone`) and the heads; `backward`: the fullest moments of the
+    backbone's backward pass; `making_targets`: by Sinkhorn-Knopp, before the student's forward
     pass; `head_and_loss`: at the fullest moment of the loss, beyond what is saved; `one_batch`: the images themselves.
     `crops` and `targets`, the teacher's rows: of all micro-batches that are prepared together.
     """
 
     def __init__(self, recipe: Recipe, config: DsConfig, on_gpu: bool = False) -> None:
-        arch, images = vit_of(recipe), config.micro_batch
-        self._images, self._width, self._element = images, arch.width, element_bytes(config)
-        crops, objective, element = recipe.crops.groups, ObjectiveCosts.of(recipe), element_bytes(config)
-        sides = student_sizes(crops)
-        sizes = list(dict.fromkeys(sides))
-        groups = [(sides.count(side) * images, tokens_of(arch, side)) for side in sizes]
-        last_tokens = objective.last_tokens(crops, sizes, arch.patch_size)
-        kept = [last_tokens[side] for side in sizes]
-        given = sum(s * q for (s, _), q in zip(groups, kept, strict=True))
-        self._blocks(recipe, config, groups, kept)
-        pixels = images * sum(arch.in_chans * side**2 for side in crop_sizes(crops))
-        # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
-        features = element * given * arch.width
+        spec, images = recipe.model.spec(), config.micro_batch
+        self._images, self._width, self._element = images, spec.width, element_bytes(config)
+        objective, sides = ObjectiveCosts.of(recipe), crop_sizes(recipe.crops.groups)
+        pixels = images * sum(spec.in_chans * side**2 for side in sides)
         self._heads = [self._head_bytes(one) for one in objective.cross_entropies]
-        self.in_backbone = self.blocks + element * pixels + features
+        if isinstance(spec, ViTSpec):
+            features = self._vit(recipe, config, objective, pixels)
+        else:
+            features = 0
+            self._measured(recipe, config)
         self.saved = self.in_backbone + sum(self._heads)
-        self.first_block += element * pixels
         window = config.accumulation if objective.sinkhorn and objective.cross_entropies else 1
         self.one_batch = _FP32 * pixels
         self.crops = self.one_batch * window
@@ -58,7 +62,41 @@ class MicroBatch:
         passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
         self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
 
-    def _blocks(self, recipe: Recipe, config: DsConfig, groups: list[tuple[int, int]], kept: list[int]) -> None:
+    def _measured(self, recipe: Recipe, config: DsConfig) -> None:
+        from dino_ds.costs.measured import measure_student
+
+        segments = recomputed_blocks(recipe, config)
+        found = measure_student(recipe, config.precision, segments)
+        on_host = self._images * found.inputs * segments / recipe.model.spec().depth if config.checkpoint_on_cpu else 0
+        self.in_backbone = round(found.saved.of(self._images) - on_host)
+        self.backward = [
+            BackwardMoment(f"the backward pass ({i})", round(one.of(self._images) - on_host * (1 - one.done)), one.done)
+            for i, one in enumerate(found.backward)
+        ]
+
+    def _vit(self, recipe: Recipe, config: DsConfig, objective: ObjectiveCosts, pixels: int) -> int:
+        """By arithmetic; gives the bytes of the features."""
+        arch, element, crops = vit_of(recipe), self._element, recipe.crops.groups
+        sides = student_sizes(crops)
+        sizes = list(dict.fromkeys(sides))
+        groups = [(sides.count(side) * self._images, tokens_of(arch, side)) for side in sizes]
+        last_tokens = objective.last_tokens(crops, sizes, arch.patch_size)
+        kept = [last_tokens[side] for side in sizes]
+        given = sum(s * q for (s, _), q in zip(groups, kept, strict=True))
+        blocks, last_block, first_block = self._blocks(recipe, config, groups, kept)
+        # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
+        features = element * given * arch.width
+        self.in_backbone = blocks + element * pixels + features
+        self.backward = [
+            BackwardMoment("the first blocks of the backward pass", self.in_backbone + last_block, 0.0),
+            BackwardMoment("the end of the backward pass", first_block + element * pixels, 1.0),
+        ]
+        return features
+
+    def _blocks(
+        self, recipe: Recipe, config: DsConfig, groups: list[tuple[int, int]], kept: list[int]
+    ) -> tuple[int, int, int]:
+        """What all blocks save, and what the backward pass adds at the last one and holds at the first one."""
         arch, element, performance = vit_of(recipe), self._element, config.performance
         tokens = sum(s * n for s, n in groups)
         whole = block_bytes(arch, groups, element, performance)
@@ -68,7 +106,6 @@ class MicroBatch:
         stream = 0 if config.checkpoint_on_cpu else element * tokens * arch.width
         each = _saved_by_blocks(recipe, whole, last, element * tokens)
         found = [stream] * recomputed_ones + each[recomputed_ones:]
-        self.blocks = sum(found)
         # In the MLP: the gradients of both sides of its activation and of the stream. A block that was recomputed
         # for this moment keeps its saved tensors meanwhile.
         packed, hidden = mlp_widths(arch)
@@ -77,13 +114,14 @@ class MicroBatch:
         ends = sum(s * q for (s, _), q in zip(groups, kept, strict=True)) if reduced else tokens
         in_last = element * ends * (packed + hidden + arch.width)
         before_it = (recomputed if recomputed_ones == arch.depth else remembered) - found[-1]
-        self.last_block = max(in_last, before_it)
-        self.first_block = recomputed + stream if recomputed_ones else remembered + whole
+        first_block = recomputed + stream if recomputed_ones else remembered + whole
+        return sum(found), max(in_last, before_it), first_block
 
     def _head_bytes(self, one: CrossEntropy) -> int:
-        """Inputs of the head's linear layers and GELUs, its output in FP32 and the gradient of its unit rows."""
+        """Inputs of the head's layers, BatchNorms and GELUs, its output in FP32 and the gradient of its unit rows."""
         head = one.sizes
-        row = self._element * (self._width + 2 * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck
+        kept = 3 if head.batch_norm else 2
+        row = self._element * (self._width + kept * (head.layers - 1) * head.hidden) + _FP32 * 2 * head.bottleneck
         return round(one.student_rows * self._images * row)
 
     def _fullest_loss(self, objective: ObjectiveCosts, tile: int) -> int:
@@ -179,7 +217,7 @@ def block_bytes(
 
 def recomputed_blocks(recipe: Recipe, config: DsConfig) -> int:
     """Blocks that activation checkpointing computes again in the backward pass."""
-    depth = vit_of(recipe).depth
+    depth = recipe.model.spec().depth
     return depth if config.checkpoint_blocks == "all" else min(int(config.checkpoint_blocks), depth)
 
 

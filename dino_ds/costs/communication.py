@@ -14,7 +14,6 @@ from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes
-from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import persistent_below
 from dino_ds.costs.objective import SINKHORN_ITERATIONS, ObjectiveCosts
 from dino_ds.costs.parameters import group_sizes, recipe_sizes
@@ -55,7 +54,7 @@ class Traffic:
 
 def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Traffic]:
     """Of each rank in one optimizer step of a recipe. [] on one rank. Raises NotEstimated."""
-    objective, width = ObjectiveCosts.of(recipe), vit_of(recipe).width
+    objective, width = ObjectiveCosts.of(recipe), recipe.model.spec().width
     parts = 1 + len(objective.heads) if recipe.optimizer.clip_by == "part" else 1
     groups = len(group_sizes(recipe))
     return [

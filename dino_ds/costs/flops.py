@@ -5,7 +5,7 @@ computed twice (activation checkpointing, flash attention's backward pass), but 
 teacher's logits, which are part of the method: a CPU keeps some of its tiles from pass to pass instead. The backward
 pass is twice the forward pass, but for the patch embedding, whose images need no gradient: once. Left out: KoLeo's
 products of the images' features with each other, and the sum of the teacher's logits that moves the center, together
-less than a thousandth.
+less than a thousandth. Of backbones other than ViTs the operators are counted (`dino_ds.costs.measured`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import HeadSizes, ObjectiveCosts
-from dino_ds.errors import ConfigError
-
-
-class NotEstimated(ConfigError):
-    """There is no formula for this backbone."""
+from dino_ds.errors import NotEstimated
 
 
 def vit_of(recipe: Recipe) -> ViTSpec:
-    """The backbone that the formulas of this room are for. Raises NotEstimated for another kind."""
+    """The backbone that formulas are for. Raises NotEstimated for another kind."""
     spec = recipe.model.spec()
     if not isinstance(spec, ViTSpec):
-        raise NotEstimated(
-            f"memory and time are not estimated for model.backbone {recipe.model.backbone}: only for ViTs"
-        )
+        raise NotEstimated(f"model.backbone {recipe.model.backbone} is not one of our ViTs, which this is for")
     return spec
 
 
-def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool) -> dict[str, int]:
-    """`step_flops` of a recipe. Raises NotEstimated for a backbone that is not a ViT."""
-    return step_flops(vit_of(recipe), ObjectiveCosts.of(recipe), recipe.crops.groups, cls_only_last_block)
+def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool, precision: str = "fp32") -> dict[str, int]:
+    """`step_flops` of a recipe; of a backbone that is not ours as one part of student and of teacher, counted in
+    this precision, which changes nothing but what else is measured with it. Raises NotEstimated."""
+    spec, objective = recipe.model.spec(), ObjectiveCosts.of(recipe)
+    if isinstance(spec, ViTSpec):
+        return step_flops(spec, objective, recipe.crops.groups, cls_only_last_block)
+    from dino_ds.costs.measured import measure_student, measure_teacher
+
+    found: dict[str, int] = {}
+    counted = {"student": measure_student(recipe, precision), "teacher": measure_teacher(recipe, precision)}
+    for who, one in counted.items():
+        found |= {f"{who}_backbone": one.flops, **_head_flops(who, spec.width, objective)}
+    return found
 
 
 def step_flops(
@@ -54,12 +58,19 @@ def step_flops(
         found[f"{who}_patch"] = min(times, 2) * sum(patch)
         found[f"{who}_linear"] = times * sum(linear)
         found[f"{who}_attention"] = times * sum(attention)
-        passes = times if who == "student" else objective.teacher_passes
-        rows = [(getattr(one, f"{who}_rows"), one.sizes) for one in objective.cross_entropies]
-        found[f"{who}_head"] = round(times * sum(n * mlp_flops(arch.width, head) for n, head in rows))
-        products = sum(n * 2 * head.bottleneck * head.prototypes for n, head in rows)
-        found[f"{who}_prototypes"] = round(passes * products)
+        found |= _head_flops(who, arch.width, objective)
     return found
+
+
+def _head_flops(who: str, width: int, objective: ObjectiveCosts) -> dict[str, int]:
+    """Of the heads of the student, with their backward pass, or of the teacher."""
+    times, passes = (3, 3) if who == "student" else (1, objective.teacher_passes)
+    rows = [(getattr(one, f"{who}_rows"), one.sizes) for one in objective.cross_entropies]
+    products = sum(n * 2 * head.bottleneck * head.prototypes for n, head in rows)
+    return {
+        f"{who}_head": round(times * sum(n * mlp_flops(width, head) for n, head in rows)),
+        f"{who}_prototypes": round(passes * products),
+    }
 
 
 def mlp_flops(width: int, head: HeadSizes) -> int:

@@ -6,14 +6,14 @@ top. Tested against the tensors that a DeepSpeed engine holds and those that aut
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import MicroBatch, element_bytes
-from dino_ds.costs.parameters import group_sizes, prototype_sizes, recipe_sizes
+from dino_ds.costs.parameters import copied_names, group_sizes, prototype_sizes, recipe_sizes, vit_copied_names
 
 GIB = 2**30
 _FP32 = 4
@@ -53,7 +53,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     anything.
     """
     sizes = recipe_sizes(recipe)
-    state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind)
+    state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, copied_names(recipe))
     step = MicroBatch(recipe, config, on_gpu)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
     buckets = bucket_bytes(config)
@@ -72,15 +72,13 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
             "gradients": held,
             "buckets": buckets if config.stage == 3 else 0,
         },
-        "the first blocks of the backward pass": {
-            "activations": step.in_backbone + step.last_block,
-            "gradients": max(held, round(share * whole)),
-            "buckets": 0 if late and not on_gpu else buckets,
-        },
-        "the end of the backward pass": {
-            "activations": step.first_block,
-            "gradients": whole,
-            "buckets": buckets,
+        **{
+            one.name: {
+                "activations": one.activations,
+                "gradients": max(held, round((share + (1 - share) * one.done) * whole)),
+                "buckets": 0 if late and not on_gpu and one.done < 1 else buckets,
+            }
+            for one in step.backward
         },
         "the optimizer": {
             "gradients": gradients + _optimizer_scratch(group_sizes(recipe), config, world_size, on_gpu),
@@ -91,13 +89,20 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     crops = step.crops + (step.one_batch if on_gpu else 0)
     common = last_state | {"crops": crops, "targets": step.targets, "libraries": 0 if on_gpu else libraries}
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
-    return Memory(peak, {name: n for name, n in (common | moments[peak]).items() if n})
+    return Memory(peak.partition(" (")[0], {name: n for name, n in (common | moments[peak]).items() if n})
 
 
 def state_bytes(
-    sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool, optimizer: str = "adamw"
+    sizes: Mapping[str, int],
+    config: DsConfig,
+    world_size: int,
+    on_gpu: bool,
+    optimizer: str = "adamw",
+    copied: Collection[str] | None = None,
 ) -> dict[str, int]:
     """What stays on a device from step to step: weights, FP32 masters and the optimizer's moments, and the teacher.
+
+    copied: names of the weights of which a teacher keeps a low-precision copy, None: those of a ViT's.
 
     ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place.
     """
@@ -111,7 +116,7 @@ def state_bytes(
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
     copies = config.keeps_teacher_copy(on_gpu, total)
-    copied = sum(n for name, n in sizes.items() if _in_teacher_copy(name)) if copies else 0
+    copied = vit_copied_names(sizes) if copied is None else copied
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
@@ -119,7 +124,7 @@ def state_bytes(
         "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
         "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * total) // shards,
         "teacher": _FP32 * total,
-        "teacher copy": 2 * copied,
+        "teacher copy": 2 * sum(sizes[name] for name in copied) if copies else 0,
     }
 
 
@@ -173,8 +178,3 @@ def persistent_below(config: DsConfig) -> int:
     """ZeRO 3: parameters of this many elements or fewer stay whole."""
     zero = config.raw["zero_optimization"]
     return int(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
-
-
-def _in_teacher_copy(name: str) -> bool:
-    """Whether it belongs to a linear layer or the patch embedding."""
-    return any(part in name for part in (".attn.", ".mlp.", ".patch_embed."))

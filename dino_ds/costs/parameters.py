@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from dino_ds.backbones import ViTSpec
+from dino_ds.backbones import BackboneSpec, ViTSpec
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import vit_of
 from dino_ds.costs.objective import HEAD, IBOT_HEAD, HeadSizes, ObjectiveCosts
 
 _Shape = tuple[int, ...]
@@ -18,7 +17,7 @@ _Shape = tuple[int, ...]
 
 @functools.cache
 def parameter_sizes(
-    arch: ViTSpec,
+    arch: BackboneSpec,
     image_size: int,
     head: HeadSizes | None = None,
     ibot_head: HeadSizes | None = None,
@@ -39,42 +38,79 @@ def prototype_sizes(sizes: Mapping[str, int]) -> list[int]:
     return [n for name, n in sizes.items() if name.endswith("prototypes.weight")]
 
 
+def copied_names(recipe: Recipe) -> frozenset[str]:
+    """The parameters of which a low-precision teacher keeps a copy: those of linear layers and convolutions."""
+    spec, sizes = recipe.model.spec(), recipe_sizes(recipe)
+    if isinstance(spec, ViTSpec):
+        return vit_copied_names(sizes)
+    from dino_ds.costs.measured import parameters_of
+
+    heads = frozenset(name for name in sizes if not name.startswith("backbone.") and ".mlp." in name)
+    return heads.union(f"backbone.{name}" for name in parameters_of(spec, recipe.crops.global_size).cast)
+
+
+def vit_copied_names(names: Iterable[str]) -> frozenset[str]:
+    """Those of linear layers and the patch embedding."""
+    return frozenset(n for n in names if any(part in n for part in (".attn.", ".mlp.", ".patch_embed.")))
+
+
 def group_sizes(recipe: Recipe) -> list[int]:
     """Elements of each of the optimizer's parameter groups, as `dino_ds.engine.optim` forms them."""
     groups: dict[tuple[str, ...], int] = {}
-    arch = vit_of(recipe)
+    layers, top = _layers(recipe)
     for name, shape in _shapes(*_network_of(recipe)).items():
-        key = _group_of(name, shape, arch.depth, recipe)
+        key = _group_of(name, shape, layers.get(name, top + 1), top, recipe)
         groups[key] = groups.get(key, 0) + math.prod(shape)
     return list(groups.values())
 
 
-def _group_of(name: str, shape: _Shape, depth: int, recipe: Recipe) -> tuple[str, ...]:
+def _group_of(name: str, shape: _Shape, layer: int, top: int, recipe: Recipe) -> tuple[str, ...]:
     optimizer, (part, _, rest) = recipe.optimizer, name.partition(".")
     if ".prototypes." in name:
         kind = "prototypes"
     else:
         kind = "no decay" if name.endswith(".bias") or len(shape) == 1 else "decay"
     own = part == "backbone" and bool(recipe.model.freeze_backbone.value)
-    layer, patches = "", ""
+    number, patches = "", ""
     if part == "backbone":
-        words = rest.split(".")
-        number = int(words[1]) + 1 if words[0] == "blocks" else depth + 1 if words[0] == "norm" else 0
-        layer = str(number) if optimizer.layer_decay != 1 and number <= depth else ""
-        patches = "patches" if optimizer.patch_embed_lr != 1 and words[0] == "patch_embed" else ""
-    return part if optimizer.clip_by == "part" else "", kind, str(own), layer, patches
+        number = str(layer) if optimizer.layer_decay != 1 and layer <= top else ""
+        patches = "patches" if optimizer.patch_embed_lr != 1 and rest.startswith("patch_embed.") else ""
+    return part if optimizer.clip_by == "part" else "", kind, str(own), number, patches
 
 
-def _network_of(recipe: Recipe) -> tuple[ViTSpec, int, HeadSizes | None, HeadSizes | None, bool]:
+def _layers(recipe: Recipe) -> tuple[dict[str, int], int]:
+    """The layers of the backbone's parameters as of `dino_ds.models.base.Backbone.layers`, and the number of blocks."""
+    spec = recipe.model.spec()
+    if not isinstance(spec, ViTSpec):
+        from dino_ds.costs.measured import parameters_of
+
+        found = parameters_of(spec, recipe.crops.global_size)
+        return {f"backbone.{name}": layer for name, layer in found.layers.items()}, found.top
+    layers = {}
+    for name in recipe_sizes(recipe):
+        words = name.split(".")
+        if words[0] == "backbone":
+            last = spec.depth + 1 if words[1] == "norm" else 0
+            layers[name] = int(words[2]) + 1 if words[1] == "blocks" else last
+    return layers, spec.depth
+
+
+def _network_of(recipe: Recipe) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool]:
     heads = ObjectiveCosts.of(recipe).heads
     crops = recipe.crops
-    return vit_of(recipe), crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD), crops.mask != "none"
+    return recipe.model.spec(), crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD), crops.mask != "none"
 
 
 def _shapes(
-    arch: ViTSpec, image_size: int, head: HeadSizes | None, ibot_head: HeadSizes | None, mask_token: bool
+    arch: BackboneSpec, image_size: int, head: HeadSizes | None, ibot_head: HeadSizes | None, mask_token: bool
 ) -> dict[str, _Shape]:
-    shapes = {f"backbone.{name}": shape for name, shape in _backbone(arch, image_size, mask_token)}
+    if isinstance(arch, ViTSpec):
+        backbone = dict(_backbone(arch, image_size, mask_token))
+    else:
+        from dino_ds.costs.measured import parameters_of
+
+        backbone = dict(parameters_of(arch, image_size).shapes)
+    shapes = {f"backbone.{name}": shape for name, shape in backbone.items()}
     for part, sizes in ((HEAD, head), (IBOT_HEAD, ibot_head)):
         if sizes is not None:
             shapes |= {f"{part}.{name}": shape for name, shape in _head(arch.width, sizes)}
@@ -125,9 +161,15 @@ def mlp_widths(arch: ViTSpec) -> tuple[int, int]:
 
 def _head(width: int, head: HeadSizes) -> Iterator[tuple[str, _Shape]]:
     sizes = [width, *[head.hidden] * (head.layers - 1), head.bottleneck]
+    place = 0
     for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes)):
-        yield f"mlp.{2 * i}.weight", (n_out, n_in)  # a GELU lies between two layers
-        yield f"mlp.{2 * i}.bias", (n_out,)
+        yield f"mlp.{place}.weight", (n_out, n_in)
+        yield f"mlp.{place}.bias", (n_out,)
+        if head.batch_norm and i < head.layers - 1:
+            place += 1
+            yield f"mlp.{place}.weight", (n_out,)
+            yield f"mlp.{place}.bias", (n_out,)
+        place += 2  # a GELU lies between
     yield "prototypes.weight", (head.prototypes, head.bottleneck)
     if head.learned_lengths:
         yield "prototypes.lengths", (head.prototypes, 1)

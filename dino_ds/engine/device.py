@@ -42,6 +42,12 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def set_convolutions(fastest: bool, tf32: bool) -> None:
+    """From now on: whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether
+    it may compute FP32 ones in TF32, which is torch's default."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
+
+
 def memory_gib() -> float:
     """Peak memory of this process: of the device where there is one, else the peak resident set."""
     if torch.cuda.is_available():

@@ -37,6 +37,13 @@ def cls_of(group: str) -> str:
     return f"cls/{group}"
 
 
+def is_cast(module: nn.Module) -> bool:
+    """Whether autocast casts all weights that a module owns, so that a low-precision copy of them gives the same."""
+    # timm's convolutions that standardise their weights do so in FP32.
+    plain = type(module).forward in (nn.Linear.forward, nn.Conv2d.forward)
+    return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
+
+
 class Backbone(nn.Module, ABC):
     """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
 

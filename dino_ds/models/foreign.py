@@ -133,7 +133,7 @@ class ForeignBackbone(Backbone):
         for i, drop in enumerate(self._drops):
             drop.draws = None if draws is None else draws[i]
         weight = next(self.parameters())
-        if not torch.is_autocast_enabled(images.device.type):
+        if images.is_meta or not torch.is_autocast_enabled(images.device.type):
             images = images.to(weight.dtype)
         if self.options.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)

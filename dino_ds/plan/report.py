@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import describe_crops
 from dino_ds.costs.activations import saved_bytes
 from dino_ds.costs.communication import recipe_traffic
@@ -15,6 +16,10 @@ from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
 from dino_ds.plan.speed import ASSUMPTIONS, StepTime
 
+_NO_FIGURES = (
+    "no GPU figures were measured for this backbone: its FLOPs and bytes are those of its operators, which are taken "
+    "to be as fast as matrix products and memory; cuDNN's workspaces are not counted"
+)
 _TOGGLE = "activation_checkpointing"
 
 
@@ -30,6 +35,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "backbone": recipe.model.backbone,
+        "by_formula": isinstance(recipe.model.spec(), ViTSpec),
         "weights": count_parameters(recipe),
         "crops": describe_crops(recipe.crops.groups),
         "gpu": cluster.gpu.name,
@@ -148,4 +154,5 @@ def _speed_lines(result: Mapping[str, Any]) -> list[str]:
         f"assumed, not measured: matrix products reach {100 * result['assumptions']['matmul_share']:.0f} % of the "
         f"card's peak, links {100 * ASSUMPTIONS['link_share']:.0f} % of theirs, collectives hide behind "
         f"{100 * ASSUMPTIONS['overlap']:.0f} % of the computation (docs/scaling.md)",
+        *([] if result["by_formula"] else [_NO_FIGURES]),
     ]

@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import NotEstimated
 from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.plan.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.plan.gpus import similar_gpu
 from dino_ds.plan.host import needed_bytes
@@ -125,19 +123,16 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> 
 
 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
-    batch, parameters = recipe.data.global_batch, count_parameters(recipe) if _is_estimated(recipe) else None
-    return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, parameters)
-
-
-def _is_estimated(recipe: Recipe) -> bool:
-    return isinstance(recipe.model.spec(), ViTSpec)
+    batch = recipe.data.global_batch
+    return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
     """Of each rank, without the planner's margins: what is measured while it runs. None: not estimated."""
-    if not _is_estimated(recipe):
+    try:
+        return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
+    except NotEstimated:
         return None
-    return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
 
 
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:

@@ -50,10 +50,9 @@ def trained(run: RunFiles) -> str:
         return "a network whose recipe can't be read"
     model = run.recipe.model
     arch = model.spec()
-    if not isinstance(arch, ViTSpec):
-        return f"{model.backbone}, width {arch.width}, depth {arch.depth}"
-    weights = count_parameters(run.recipe) / 1e6
-    sizes = f"patch {arch.patch_size}, width {arch.width}, depth {arch.depth}, {arch.heads} heads"
+    weights, sizes = count_parameters(run.recipe) / 1e6, f"width {arch.width}, depth {arch.depth}"
+    if isinstance(arch, ViTSpec):
+        sizes = f"patch {arch.patch_size}, {sizes}, {arch.heads} heads"
     return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
@@ -151,12 +152,8 @@ def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, 
     running = copy.deepcopy(network, shared)
     copies, originals = [], []
     for mine in running.modules():
-        # timm's convolutions that standardise their weights do so in FP32.
-        cast = type(mine).forward in (nn.Linear.forward, nn.Conv2d.forward) or (
-            isinstance(mine, (nn.Linear, nn.Conv2d)) and type(mine).__module__.startswith("dino_ds.")
-        )
         for name, parameter in list(mine.named_parameters(recurse=False)):
-            if cast:
+            if is_cast(mine):
                 copies.append(torch.empty_like(parameter.data, dtype=dtype))
                 originals.append(parameter.data)
                 setattr(mine, name, nn.Parameter(copies[-1], requires_grad=False))

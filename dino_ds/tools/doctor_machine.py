@@ -16,9 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of, vit_of
+from dino_ds.costs.flops import tokens_of
 from dino_ds.data.listing import cache_folder
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.distributed import usable_cores
@@ -121,17 +122,14 @@ def _peers(count: int) -> Iterator[Finding]:
 
 
 def _precision(config: DsConfig, recipe: Recipe, device: torch.device) -> Iterator[Finding]:
-    """FP32, bf16, fp16 and the attention kernel of each, for global crops."""
-    arch = vit_of(recipe)
-    tokens = tokens_of(arch, recipe.crops.global_size)
+    """FP32, bf16, fp16 and the attention kernel of each, for global crops of one of our ViTs."""
     on_gpu = device.type == "cuda"
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else True
     fp16 = True if on_gpu else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     good = {"fp32": True, "bf16": bf16, "fp16": fp16}
     parts = []
     for name, able in good.items():
-        kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[name], device) if able else ""
-        parts.append(f"{name} ({kernel} attention)" if able else f"no {name}")
+        parts.append(f"{name}{_kernel(recipe, DTYPES[name], device)}" if able else f"no {name}")
     text = ", ".join(parts)
     if not good[config.precision]:
         yield failure("precision", text, f"the ds config wants {config.precision}: take another --ds_config")
@@ -139,6 +137,14 @@ def _precision(config: DsConfig, recipe: Recipe, device: torch.device) -> Iterat
         yield warning("precision", text, "take an fp16 ds config, such as ds_configs/zero2_fp16.json")
     else:
         yield fine("precision", text)
+
+
+def _kernel(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> str:
+    arch = recipe.model.spec()
+    if not isinstance(arch, ViTSpec):
+        return ""
+    tokens = tokens_of(arch, recipe.crops.global_size)
+    return f" ({chosen_kernel(arch.heads, arch.width // arch.heads, tokens, dtype, device)} attention)"
 
 
 def _memory() -> Finding:

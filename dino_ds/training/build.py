@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions
+from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
@@ -20,7 +20,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.engine.device import DTYPES, device, use_deterministic_kernels
+from dino_ds.engine.device import DTYPES, device, set_convolutions, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
@@ -46,6 +46,8 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
     if config.performance.deterministic:
         use_deterministic_kernels()
+    if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
+        set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     objective = build_objective(recipe, device())
     network = build_network(recipe, config.performance, Placement(config), objective)
     if config.performance.compile != "off":

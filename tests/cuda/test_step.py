@@ -47,10 +47,12 @@ def step(
     with gpu.part("start"):
         masters = [(name, torch.empty(p.shape, device=CUDA)) for name, p in student.named_parameters()]
         network = gpu.module(build_meta(recipe, performance, queries, objective.teacher_features(EMA)))
-        ema = EmaTeacher(network, [WholeMasters(masters)], TeacherOptions(dtype, bool(performance.teacher_copy)))
+        options = TeacherOptions(dtype, bool(performance.teacher_copy))
+        ema = EmaTeacher(network, [WholeMasters(masters)], options, lambda: dict(student.named_buffers()))
         teachers = Teachers({EMA: ema}, recipe.crops.groups)
         flags, meter = RankFlags(FLAGS, CUDA), Meter(("loss", "entropy"), CUDA)
-        student.backbone._positions(6, 6)  # makes its matrix
+        if hasattr(student.backbone, "_positions"):
+            student.backbone._positions(6, 6)  # makes its matrix
         schedule = build_schedules(recipe, 10).at(0)
     gpu.problems.clear()
     crops = {

@@ -56,7 +56,9 @@ def test_two_ranks_equal_one_process(kind, stage, precision, references):
         assert found.losses == pytest.approx(whole.losses, rel=rtol)
         for ours, theirs in ((found.teacher, whole.teacher), (found.buffers, whole.buffers)):
             for name, tensor in ours.items():
-                torch.testing.assert_close(tensor, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    tensor, theirs[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+                )
         assert all(t.dtype in (torch.float32, torch.int64) for t in (*found.buffers.values(), *found.teacher.values()))
     for one, other in ((ranks[0].teacher, ranks[1].teacher), (ranks[0].buffers, ranks[1].buffers)):
         assert all(torch.equal(one[name], other[name]) for name in one), "bit-identical on all ranks"
@@ -193,7 +195,9 @@ def test_rules_of_the_teacher_s_batch_norm():
     (rules,) = run_on_ranks(_rules, world=1)
     for rule, ((four, two), start, end, trained) in rules.items():
         alone = torch.allclose(four[:2], two, rtol=0, atol=1e-6)
-        assert alone is (rule != "reference"), "features in training depend on the batch with the reference's rule alone"
+        assert alone is (rule != "reference"), (
+            "features in training depend on the batch with the reference's rule alone"
+        )
         moved = {name for name in start if not torch.equal(start[name], end[name])}
         assert moved == (set() if rule == "frozen" else set(start))
     theirs = rules["ema"][3].buffers

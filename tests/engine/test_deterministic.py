@@ -8,7 +8,11 @@ from unittest import mock
 import torch
 
 from dino_ds.engine.device import use_deterministic_kernels
+from dino_ds.engine.process import init_distributed
+from dino_ds.measure.trial import build_trial, resolve
+from tests.costs.cnn import RESNET, cnn_recipe
 from tests.engine.harness import build_step, ds_config, run_windows
+from tests.measure.tiny import tiny_ds
 from tests.ranks import run_on_ranks
 
 
@@ -31,3 +35,21 @@ def test_the_switch_changes_nothing_on_a_cpu():
     ((same, on, workspace),) = run_on_ranks(_losses, True, world=1)
     assert same == losses
     assert (off, on, workspace) == (False, True, ":4096:8")
+
+
+def _cudnn(**sections: object) -> tuple[bool, bool]:
+    recipe = cnn_recipe(RESNET)
+    with torch.backends.cudnn.flags(benchmark=False, allow_tf32=True):
+        build_trial(*resolve(recipe, tiny_ds(1, **sections), "test.json", 4))
+        return torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
+
+
+def test_convolutions_are_timed_and_in_fp32_exact():
+    """Unless kernels have to be the same in every run."""
+    init_distributed()
+    assert _cudnn() == (True, False)
+    assert _cudnn(bf16={"enabled": True}) == (True, True)
+    try:
+        assert _cudnn(dino_ds={"deterministic": True}) == (False, False)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -14,7 +14,8 @@ from dino_ds.plan.fit import FRAGMENTATION, Setup, fit, fit_with, largest_micro_
 from dino_ds.plan.gpus import GPUS
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
 from dino_ds.plan.recommend import SHAPES, ds_of, recommend, write_ds
-from dino_ds.plan.speed import Cluster, elementwise_bytes, estimate_step, launches
+from dino_ds.plan.speed import Cluster, estimate_step
+from dino_ds.plan.work import Work
 
 GIANT = {"model.backbone": "vit_giant_patch14_dinov2", "crops.local_size": "98"}
 
@@ -145,8 +146,9 @@ def test_bytes_and_launches_are_those_that_were_counted(images, gigabytes):
     """ViT-S/16 in bf16, eager: operators of the real step on fake CUDA tensors, and DeepSpeed's. To 5 %."""
     recipe = load_recipe("vits16", {"data.global_batch": str(images), "model.drop_path": "0"})
     config = fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config
-    assert elementwise_bytes(recipe, config) == pytest.approx(1e9 * gigabytes, rel=0.05)
-    assert launches(recipe, config) == (pytest.approx(1058 + 313, rel=0.01), pytest.approx(61, rel=0.02))
+    work = Work.of(recipe, config)
+    assert work.moved == pytest.approx(1e9 * gigabytes, rel=0.05)
+    assert (work.operators, work.in_step) == (pytest.approx(1058 + 313, rel=0.01), pytest.approx(61, rel=0.02))
 
 
 def test_recomputation_and_offloading_cost_time():

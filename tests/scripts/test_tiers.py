@@ -36,7 +36,7 @@ def test_each_file_is_valid_and_fits_its_card(planned):
         if found is None:
             continue
         path = str(FOLDER / f"{found.name}.json")
-        recipe, ds = load_recipe(case.recipe, {}), load_ds_config(path, {})
+        recipe, ds = case.load(), load_ds_config(path, {})
         config = resolve_ds_config(ds, path, recipe.data.global_batch, case.ranks, True, count_parameters(recipe))
         assert config == found.fit.config
         assert config.micro_batch * config.accumulation * case.ranks == recipe.data.global_batch
