@@ -47,7 +47,8 @@ class BackboneOptions:
     "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
     sizes than the native; `sync_batch_norm`: BatchNorm's statistics are those of all ranks. `attention` and
     `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one pass a size; `cls_only_last_block`
-    False computes the last block for all tokens; `channels_last`: convolutions have the channels innermost in memory.
+    False computes the last block for all tokens; `channels_last`: convolutions have the channels innermost in memory,
+    None: on a GPU, where tensor cores want them so; a CPU is no faster with it.
     """
 
     drop_path: float = 0.0
@@ -60,7 +61,7 @@ class BackboneOptions:
     cls_only_last_block: bool = True
     mask_token: bool = False
     sync_batch_norm: bool = True
-    channels_last: bool = True
+    channels_last: bool | None = None
 
 
 @dataclass(frozen=True)

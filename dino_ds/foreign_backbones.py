@@ -244,10 +244,8 @@ def _segments(network: Any) -> tuple[str, ...]:
     children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
     if not hasattr(network, "group_matcher"):
         return tuple(children)
-    groups = network.group_matcher(coarse=False)
-    blocks = groups.get("blocks") if isinstance(groups, dict) else None
-    if not blocks:
-        return tuple(children)
+    matcher = network.group_matcher(coarse=False)
+    blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
     # With a number beside it a pattern is of what lies between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
     found: list[str] = []

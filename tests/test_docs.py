@@ -47,6 +47,30 @@ def test_documented_commands_are_accepted(page, line):
         load_ds_config(str(REPOSITORY / path), flags.ds)
 
 
+def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
+    """A forward and a backward pass of the backbone that its command makes."""
+    import torch
+
+    from dino_ds.config.ds_config import PerformanceOptions
+    from dino_ds.training.build import build_network
+
+    page = (REPOSITORY / "docs/backbones.md").read_text()
+    (code,) = re.findall(r"```python\n# my_backbone\.py\n(.*?)```", page, re.S)
+    assert sum(bool(line) for line in code.splitlines()) <= 15
+    (tmp_path / "my_backbone.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    (line,) = (line for line in _commands(page) if "my_backbone" in line)
+    flags = parse_flags(TRAIN, shlex.split(line)[2:])
+    recipe = load_recipe(None, {**flags.recipe, "head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "8"})
+    backbone = build_network(recipe, PerformanceOptions()).backbone
+    assert backbone.spec.width == 256 and backbone.spec.stride == 8
+    crops = {"global": [torch.randn(2, 3, 48, 48)], "local": [torch.randn(2, 3, 32, 32)]}
+    features = backbone(crops, patches=("global",))
+    assert features["cls"].shape == (4, 256) and features["patches/global"].shape == (2, 36, 256)
+    features["cls"].sum().backward()
+    assert all(p.grad is not None for p in backbone.parameters())
+
+
 def test_there_are_commands_to_check():
     assert len(PAGE_COMMANDS) >= 4
 

@@ -128,7 +128,7 @@ def _loss_difference(losses: list[float], plain: list[float]) -> float:
 
 def _together(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Compare the last exact step with the first."""
-    exact = [row for row in rows if row["exact"]]
+    exact = [row for row in rows if row["exact"] and not row["skipped"]]
     first, last = exact[0], exact[-1]
     return {
         "exact_total_speedup": last["speedup_total"],

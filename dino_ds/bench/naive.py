@@ -160,6 +160,9 @@ def normalise_prototypes(network: Network) -> None:
         ours.prototypes = plain
 
 
+_OPTIONS = TeacherOptions()
+
+
 class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
@@ -167,8 +170,8 @@ class LoopTeacher(EmaTeacher):
         self,
         network: Network,
         masters: Sequence[WholeMasters],
-        options: TeacherOptions,
-        buffers: Callable[[], Mapping[str, Tensor]],
+        options: TeacherOptions = _OPTIONS,
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]

@@ -40,7 +40,7 @@ class PerformanceOptions:
     attention_backend: str = "auto"
     packed: bool = True
     cls_only_last_block: bool = True
-    channels_last: bool = True
+    channels_last: bool | None = None
     compile: str = "off"
     teacher_copy: bool | None = None
     deterministic: bool = False

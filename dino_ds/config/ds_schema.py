@@ -141,7 +141,7 @@ _DINO_DS = {
         auto=True,
     ),
     "packed": Key("bool", "crops of all sizes in one pass (default true); exact"),
-    "channels_last": Key("bool", "convolutions with the channels innermost in memory (default true); exact"),
+    "channels_last": Key("bool", "convolutions with the channels innermost in memory (default: on a GPU); exact"),
     "cls_only_last_block": Key("bool", "the last block for the CLS token alone (default true); exact"),
     "compile": Key(
         "text",

@@ -139,7 +139,8 @@ class ForeignBackbone(Backbone):
         weight = next(self.parameters())
         if images.is_meta or not torch.is_autocast_enabled(images.device.type):
             images = images.to(weight.dtype)
-        if self.options.channels_last:
+        wanted = self.options.channels_last
+        if images.is_cuda if wanted is None else wanted:
             images = images.contiguous(memory_format=torch.channels_last)
         found: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
         return found

@@ -103,7 +103,8 @@ def configs_markdown() -> str:
     ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
-    ), "\n`model.backbone` is one of " + ", ".join(f"`{name}`" for name in BACKBONES) + ".", "\n## ds JSON\n",
+    ), "\n`model.backbone` is any of timm's names or module:Class ([backbones](backbones.md)); dino_ds itself builds "
+        + ", ".join(f"`{name}`" for name in BACKBONES) + ".", "\n## ds JSON\n",
         "Every key with an effect. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
         *_table(("key", "type", "ZeRO stages", "what it does"), _ds_rows()), "\n### Refused\n",
         "Keys of DeepSpeed that have no effect here or would make training wrong.\n",

@@ -206,7 +206,8 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
     """Without what is of use in training only, which timm's networks have no place for."""
     network = model.network
     kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in kept}
+    # Copies: networks that use a module twice have it under two names, which a file may not share.
+    return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in kept}
 
 
 def _mask_token(model: Backbone) -> Tensor | None:

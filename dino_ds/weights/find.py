@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
+from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.read import Weights, check_beside, checked, read_weights
 from dino_ds.weights.reference import split_network
 
@@ -107,16 +109,18 @@ def _from_timm(name: str) -> Weights:
                 f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
             ) from None
     tensors, base = dict(model.state_dict()), name.partition(".")[0]
+    stated: Any = model.default_cfg
+    config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
+    about: dict[str, Any] = {"timm_name": base, **timm_statistics(config)}
     try:
         network = split_network(tensors, "teacher")
         backbone = checked(network.backbone)
     except CheckpointError as error:
         if base in BACKBONES:
             raise CheckpointError(f"timm's {name}: {error}") from None
-        size = int(model.default_cfg["input_size"][-1])  # type: ignore[index]
-        return Weights("timm", tensors, about={"timm_name": base}, spec=ForeignSpec(base), image_size=size)
+        return Weights("timm", tensors, about=about, spec=ForeignSpec(base), image_size=config["input_size"][-1])
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
-    about = {"timm_name": base, "num_attention_heads": heads, "layer_norm_eps": eps}
+    about |= {"num_attention_heads": heads, "layer_norm_eps": eps}
     return Weights("timm", backbone, about=about, notes=network.notes)
 
 

@@ -101,7 +101,7 @@ def _of_network(
                 raise
     kind = "dino_ds" if "backbone" in about else "dino or timm"
     if isinstance(about.get("architecture"), str):
-        kind, about = "timm", {"timm_name": about["architecture"]}
+        kind, about = "timm", {"timm_name": about["architecture"], **timm_statistics(about.get("pretrained_cfg"))}
     return Weights(kind, other.backbone, other.heads, about, other.notes, None, other.spec, other.image_size)
 
 

@@ -24,6 +24,7 @@ from dino_ds.models.prototypes import Prototypes
 from dino_ds.objectives.dino import DINO
 from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_network, build_objective
+from tests.costs.cnn import RESNET, cnn_recipe
 from tests.measure.tiny import tiny_recipe
 from tests.reference import copied, product
 
@@ -139,10 +140,12 @@ def test_exact_steps_are_the_plain_step(step, plain):
 
 def test_ladder_steps_grow_from_the_plain_step():
     steps = all_steps()
-    assert steps[0].performance == PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False)
+    plain = {"packed": False, "cls_only_last_block": False, "channels_last": False}
+    assert steps[0].performance == PerformanceOptions(attention="naive", **plain)
     assert [step.exact for step in steps] == sorted((step.exact for step in steps), reverse=True)
-    assert EXACT[-1].engine and EXACT[-1].performance == PerformanceOptions()
-    assert not last_without_engine().engine and last_without_engine().performance == PerformanceOptions()
+    whole = PerformanceOptions(channels_last=True)
+    assert EXACT[-1].engine and EXACT[-1].performance == whole
+    assert not last_without_engine().engine and last_without_engine().performance == whole
 
 
 def test_the_last_step_of_dinov2_is_dino_alone():
@@ -155,13 +158,32 @@ def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     assert reasons["DeepSpeed engine, DINO alone"] == "the recipe has no other term than DINO"
-    assert all(reasons[step.name] is None for step in EXACT)
+    assert [step.name for step in EXACT if reasons[step.name]] == ["channels-last images"]
     assert "bench step --data" in reasons["data workers"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
     monkeypatch.setattr("dino_ds.bench.ladder_steps._cpu_has_bf16", lambda: False)
     if not torch.cuda.is_available():
         bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
+
+
+def test_steps_that_a_resnet_does_not_have_are_left_out():
+    reasons = {step.name: why_skipped(step, cnn_recipe(RESNET)) for step in EXACT}
+    left = ["SDPA", "packed crops", "CLS-only last block"]
+    assert [name for name, why in reasons.items() if why == "resnet18 is not one of our ViTs"] == left
+
+
+def test_exact_steps_of_a_resnet_are_its_plain_step():
+    """To 1e-4 of the loss: BatchNorm divides what is rounded by deviations of few numbers."""
+    kept = [step for step in EXACT if why_skipped(step, cnn_recipe(RESNET)) is None]
+    changes = {"optimizer__eps": "0.01", "teacher__momentum": "0.9"}
+    losses = []
+    for step in (kept[0], kept[1], kept[-1]):
+        trial = build_ladder_step(step, cnn_recipe(RESNET, **changes), 4)
+        losses.append(torch.tensor([float(trial.run()) for _ in range(3)]))
+    assert kept[1].name == "channels-last images"
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
 
 
 def test_the_plain_engine_clips_the_global_norm():

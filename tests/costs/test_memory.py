@@ -124,35 +124,36 @@ def _storages():
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
-def _held_by_an_engine(stage: int, precision: str, accumulation: int) -> tuple[int, int]:
+def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str) -> tuple[int, int]:
     """(bytes between two steps, bytes of the prediction) of this rank."""
     before = _storages()  # kept, so that no address is used twice
     config = harness.ds_config(stage, precision, 8, accumulation)
-    step = harness.build_step(config)
+    step = harness.build_step(config, options=harness.OPTIMIZERS[kind])
     harness.run_windows(step, 0, 2)
     held = sum(storage.nbytes() for pointer, storage in _storages().items() if pointer not in before)
     arch = step.teachers["ema"].network.backbone.arch
     sizes, ranks = parameter_sizes(arch, 32, HEAD), torch.distributed.get_world_size()
-    predicted = sum(state_bytes(sizes, config, ranks, on_gpu=False).values())
+    predicted = sum(state_bytes(sizes, config, ranks, False, kind).values())
     if stage == 3:
         predicted += gradient_bytes(sizes, config, ranks, on_gpu=False) + bucket_bytes(config)
     return held, predicted
 
 
 ENGINES = [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)]
+ENGINES = [*((*engine, "adamw") for engine in ENGINES), (0, "fp32", 1, "sgd"), (2, "bf16", 1, "lars")]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "precision", "accumulation"),
-    sampled([(ranks, *engine) for engine in ENGINES for ranks in (2, 1)], lambda cell: (cell[0], cell[1:3])),
+    ("ranks", "stage", "precision", "accumulation", "kind"),
+    sampled([(ranks, *engine) for engine in ENGINES for ranks in (2, 1)], lambda cell: (cell[0], cell[1:3], cell[-1])),
 )
-def test_state_is_what_the_engine_holds(stage, precision, accumulation, ranks):
+def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, ranks):
     """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
     if ranks == 1:
         init_distributed()
-        found = [_held_by_an_engine(stage, precision, accumulation)]
+        found = [_held_by_an_engine(stage, precision, accumulation, kind)]
     else:
-        found = run_on_ranks(_held_by_an_engine, stage, precision, accumulation, world=ranks)
+        found = run_on_ranks(_held_by_an_engine, stage, precision, accumulation, kind, world=ranks)
     for held, predicted in found:
         assert predicted == pytest.approx(held, rel=0.02)
 
