@@ -104,7 +104,7 @@ def facts_of(spec: ForeignSpec) -> Facts:
         network = create(spec).eval()
         accepts = frozenset(inspect.signature(type(network).__init__).parameters)
         names = (*_ANY_SIZE, "img_size", "drop_path_rate")
-        known = frozenset(name for name in names if name in accepts and spec.is_timm)
+        known = frozenset(name for name in (names if spec.is_timm else names[-1:]) if name in accepts)
         problems = []
         native = getattr(network, "pretrained_cfg", {}).get("input_size", (0, 0, 0))[1]
         for side in [*_PROBES, *([native] if native not in (0, *_PROBES) else [])]:
@@ -134,6 +134,13 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
     image_size: its native side in pixels, None: whatever it is made for. Raises ConfigError where it can't be built.
     """
     arguments = json.loads(spec.arguments)
+    if drop_path:
+        if "drop_path_rate" not in facts_of(spec).accepts:
+            raise ConfigError(
+                f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth (no argument drop_path_rate); set "
+                "model.drop_path 0"
+            )
+        arguments["drop_path_rate"] = drop_path
     if not spec.is_timm:
         return _create_own(spec, arguments)
     import timm
@@ -142,13 +149,7 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
         raise ConfigError(
             f"model.arguments may not have {min(refused)}: channels are model.in_chans, weights model.init_from"
         )
-    arguments = timm_arguments(spec, image_size) if image_size is not None else {**arguments, "in_chans": spec.in_chans}
-    if drop_path:
-        if "drop_path_rate" not in facts_of(spec).accepts:
-            raise ConfigError(
-                f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth; set model.drop_path 0"
-            )
-        arguments["drop_path_rate"] = drop_path
+    arguments |= {"in_chans": spec.in_chans} if image_size is None else timm_arguments(spec, image_size)
     try:
         network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
     except Exception as error:  # whatever timm raises

@@ -30,6 +30,12 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
     return Normalisation(mean, std)
 
 
+def processor_statistics(processor: dict[str, Any]) -> dict[str, Any]:
+    """Those of preprocessor_config.json in a Hugging Face folder, if it has both."""
+    mean, std = processor.get("image_mean"), processor.get("image_std")
+    return {"mean": mean, "std": std} if isinstance(mean, list) and isinstance(std, list) else {}
+
+
 def timm_statistics(config: Any) -> dict[str, Any]:
     """Those of a timm folder's pretrained_cfg, if there are as many as the channels of its input."""
     if not isinstance(config, dict):

@@ -22,7 +22,7 @@ from dino_ds.errors import CheckpointError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface
-from dino_ds.weights.normalisation import timm_statistics
+from dino_ds.weights.normalisation import processor_statistics, timm_statistics
 from dino_ds.weights.reference import about_dinov3, few, split_network
 
 _BACKBONE = re.compile(
@@ -72,6 +72,8 @@ def read_weights(
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
             backbone, mask_token, notes = from_huggingface(tensors)
+            if path.is_dir():
+                about = about | processor_statistics(_read_json(path / "preprocessor_config.json"))
             weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
         else:
             weights = _of_network(tensors, about, network, asked, trusted)

@@ -176,6 +176,7 @@ def test_levers_of_others_are_refused_for_a_vit():
         ({"model__backbone": "convnext_atto", "teacher__batch_norm": "ema"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "convnext_atto", "model__sync_batch_norm": "false"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "densenet121", "model__drop_path": "0.1"}, "densenet121 has no stochastic depth"),
+        ({"model__backbone": "tests.weights.own:Own", "model__drop_path": "0.1"}, "Own has no stochastic depth"),
     ],
 )
 def test_options_that_do_not_go_with_a_backbone(changes, message):

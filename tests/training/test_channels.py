@@ -102,6 +102,7 @@ def test_exports_name_them(run, tmp_path):
     FORMATS["hf"][0](model, tmp_path / "hf")
     config = json.loads((tmp_path / "hf/preprocessor_config.json").read_text())
     assert config["image_mean"] == list(MEAN) and config["image_std"] == list(STD)
+    assert dino_ds.load(tmp_path / "hf").normalisation == model.normalisation
     assert str(list(MEAN)) in (tmp_path / "hf/README.md").read_text()
 
 
