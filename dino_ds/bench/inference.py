@@ -145,7 +145,9 @@ def _bf16(backbone: Backbone, compiled: bool) -> Features:
         raise Skipped("this GPU has no bf16 arithmetic")
     if not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_bf16", False):
         raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
-    other = copy.deepcopy(backbone).bfloat16()
+    other = copy.deepcopy(backbone)
+    for parameter in other.parameters():  # BatchNorm's averages stay FP32, as in training
+        parameter.data = parameter.data.bfloat16()
     if compiled:
         other.network.compile_segments()
     return lambda images: other.features(images.bfloat16())

@@ -76,7 +76,7 @@ def _check_the_toy(run, whole, written):
     """Its buffers are those of the student, averaged as the weights are, or copied if whole numbers."""
     assert whole["student.backbone.scale.calls"] == whole["teacher.backbone.scale.calls"] == 4
     assert 0 < abs(whole["teacher.backbone.scale.scale"] - 1) < abs(whole["student.backbone.scale.scale"] - 1)
-    assert "memory   not estimated for this backbone" in log_of(run)
+    assert "memory   predicted peak " in log_of(run)
     about = json.loads((run / "teacher.json").read_text())
     assert about["backbone"] == "toy" and about["architecture"]["width"] == 24
     network = build_backbone(ToySpec(), 32)
