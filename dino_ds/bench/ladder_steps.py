@@ -27,6 +27,7 @@ from dino_ds.measure.trial import (
 )
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
+from dino_ds.training.backbone_checks import fitting_levers
 from dino_ds.training.build import build_network, build_objective, build_schedules
 from dino_ds.training.step import TrainingStep
 
@@ -143,7 +144,7 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     if step.dino_alone:
         recipe = _dino_alone(recipe)
     if step.engine:
-        return build_trial(*resolve(recipe, _ds_config(step), "bench ladder", batch))
+        return build_trial(*resolve(recipe, _ds_config(step, recipe), "bench ladder", batch))
     recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
     built = build_plain_step(recipe, step)
     begin_training(built)
@@ -160,7 +161,7 @@ def _dino_alone(recipe: Recipe) -> Recipe:
 
 def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     """A training step without an engine: FP32, one process."""
-    network = build_network(recipe, step.performance)
+    network = build_network(recipe, fitting_levers(recipe, step.performance))
     objective = build_objective(recipe, device()) if step.tiled_loss else plain_objective(recipe)
     if not step.tiled_loss:
         normalise_prototypes(network)
@@ -172,12 +173,12 @@ def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 
 
-def _ds_config(step: LadderStep) -> dict[str, Any]:
+def _ds_config(step: LadderStep, recipe: Recipe) -> dict[str, Any]:
     stage = step.stage if step.stage is not None else 0 if step.precision == "fp32" else 1
     ds = {
         "gradient_clipping": CLIPPING,
         "zero_optimization": {"stage": stage},
-        "dino_ds": dataclasses.asdict(step.performance),
+        "dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance)),
     }
     ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
     return ds | ({"activation_checkpointing": {"number_checkpoints": "auto"}} if step.checkpointing else {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -21,15 +23,22 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
 
 def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
     """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone."""
-    ours, defaults = isinstance(recipe.model.spec(), ViTSpec), PerformanceOptions()
+    ours, fitting = isinstance(recipe.model.spec(), ViTSpec), fitting_levers(recipe, performance)
     for name in _OF_OTHERS if ours else _OF_VITS:
         value = getattr(performance, name)
-        if value != getattr(defaults, name):
+        if value != getattr(fitting, name):
             kind = "networks that dino_ds does not build itself" if ours else "ViTs that dino_ds builds itself"
             given = str(value).lower()
             raise ConfigError(
                 f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
             )
+
+
+def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:
+    """`performance` with the defaults in the place of what does nothing for a recipe's backbone."""
+    defaults = PerformanceOptions()
+    idle = _OF_OTHERS if isinstance(recipe.model.spec(), ViTSpec) else _OF_VITS
+    return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
 
 
 def check_frozen_statistics(recipe: Recipe) -> None:

@@ -318,7 +318,7 @@ def test_inference_says_what_it_skips(capsys, tmp_path, monkeypatch):
     page = capsys.readouterr().out
     assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
     assert "| 1, fp32 " in page and "onnxruntime skipped: not installed" in page
-    with pytest.raises(ConfigError, match="Did you mean vit_tiny_patch16_224"):
+    with pytest.raises(ConfigError, match="The nearest are vit_tiny_patch16_224"):
         inference.run(BenchInferenceOptions(model="vit_tiny_patch16_242", json=True, **{**given, "random": True}))
     with pytest.raises(ConfigError, match="multiples of the patch size 8"):
         inference.run(BenchInferenceOptions(model=str(tmp_path), json=True, **{**given, "size": 33}))
