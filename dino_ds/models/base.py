@@ -88,9 +88,6 @@ class Backbone(nn.Module, ABC):
         module, as `dino_ds.models.weights` does."""
         return None
 
-    def check_sides(self, sides: Sequence[int]) -> None:
-        """Raises ConfigError for square crops of a side in pixels that it can't take."""
-
     def check_trainable(self) -> None:
         """Raises ConfigError for a network that gives features but can't be trained."""
 

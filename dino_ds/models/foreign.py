@@ -63,17 +63,6 @@ class ForeignBackbone(Backbone):
             raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
         return patches[1], patches[2]
 
-    def check_sides(self, sides: Sequence[int]) -> None:
-        """Raises ConfigError for square crops of a side in pixels that it can't take."""
-        for side in sides:
-            try:
-                self._shapes(side, side)
-            except Exception as error:  # whatever a foreign network raises
-                raise ConfigError(
-                    f"model.backbone {self._foreign.name} can't take crops of {side} pixels: "
-                    f"{one_line(error)}; change crops.global_size or crops.local_size"
-                ) from None
-
     def check_trainable(self) -> None:
         if self._facts.untrainable:
             raise ConfigError(f"model.backbone {self._foreign.name} can't be trained: {self._facts.untrainable}")

@@ -25,7 +25,7 @@ _ADVICE = {
     "host": "a larger micro-batch (dino-ds find-batch-size), so that each call does more; ds.dino_ds.compile true",
     "communication": "a larger micro-batch or more accumulation, so that gradients are exchanged less often; a lower "
     "ZeRO stage if memory allows; overlap_comm true",
-    "compute": "the device does what it is for. Less work: bf16 where the device has it; packed and "
+    "compute": "the device does what it is for. Less work: bf16 where the device has it; of ViTs packed and "
     "cls_only_last_block true; no activation checkpointing if memory allows; fewer or smaller local crops",
     "memory": "fewer bytes: bf16 where the device has it; ds.dino_ds.compile true, which fuses elementwise operators; "
     "attention sdpa; a larger micro-batch if optimizer and EMA are much of it",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dino_ds.backbones import ViTSpec
+from dino_ds.config.crops import crop_sizes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
@@ -16,8 +17,14 @@ _OF_OTHERS = ("channels_last",)
 
 
 def check_backbone(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for a network that can't be trained, and for settings of BatchNorm that can't act on it."""
+    """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
+    BatchNorm that can't act on it."""
     network.backbone.check_trainable()
+    for side in crop_sizes(recipe.crops.groups):
+        try:
+            network.backbone.check_image(side, side)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; change crops.global_size or crops.local_size") from None
     _check_batch_norm(recipe, network)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.config.crops import EMA, crop_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
@@ -159,7 +159,6 @@ def build_meta(
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
         width, synced = backbone.spec.width, model.sync_batch_norm
         heads = {name: build_head(width, sizes[name], synced) for name in _heads_of(queries)}
-    backbone.check_sides(crop_sizes(recipe.crops.groups))
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)

@@ -82,9 +82,9 @@ def _check(recipe, **performance: Any):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("levit_128s", "levit_128s can't take crops of"),
-        ("mixer_s32_224", "mixer_s32_224 can't take crops of"),
-        ("coatnet_nano_rw_224", "coatnet_nano_rw_224 can't take crops of"),
+        ("levit_128s", "levit_128s can't take images of"),
+        ("mixer_s32_224", "mixer_s32_224 can't take images of"),
+        ("coatnet_nano_rw_224", "coatnet_nano_rw_224 can't take images of"),
         ("efficientvim_m1", "can't be trained: its features give no gradient to its parameter"),
         ("mobilenetv5_300m_enc", "gives no features of images"),
     ],
