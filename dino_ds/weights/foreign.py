@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,14 +41,14 @@ class Other(NamedTuple):
 
 
 def other_network(
-    tensors: dict[str, Tensor], about: Mapping[str, Any], asked: ForeignSpec | None, trusted: str | None
+    tensors: dict[str, Tensor], about: Mapping[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
 ) -> Other | None:
     """What a file holds if it is not a ViT of ours.
 
-    about: the JSON beside it. asked: what somebody says it is. trusted: MODULE:CLASS that may be imported. Raises
+    about: the JSON beside it. asked: what somebody says it is. trusts: each MODULE:CLASS that may be imported. Raises
     CheckpointError for an unusable JSON.
     """
-    if (spec := stated_spec(about, tensors, trusted)) is not None:
+    if (spec := stated_spec(about, tensors, trusts)) is not None:
         return Other(spec, _size(about.get("image_size")), tensors, {}, [])
     if isinstance(about.get("architecture"), str):
         return _of_timm_folder(tensors, about)
@@ -61,13 +61,13 @@ def other_network(
 
 
 def stated_spec(
-    about: Mapping[str, Any], tensors: Mapping[str, Tensor], trusted: str | None = None
+    about: Mapping[str, Any], tensors: Mapping[str, Tensor], trusts: Sequence[str | None] = ()
 ) -> BackboneSpec | None:
     """The backbone that teacher.json names, if it is not one of our Vision Transformers. Raises CheckpointError."""
     name, numbers = about.get("backbone"), about.get("architecture")
     if not isinstance(name, str) or name in VITS or not isinstance(numbers, dict):
         return None
-    if ":" in name and name != trusted:
+    if ":" in name and name not in trusts:
         raise CheckpointError(
             f"the JSON beside the weights names the class {_shown(name)}, whose code would run: if it is yours, "
             "give its run folder, or name the class yourself: --backbone of dino-ds export, backbone= in Python"

@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def read_weights(
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
     if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
-    trusted = trusted if asked is None else asked.name
+    trusts = (trusted, asked.name if asked else None)
     try:
         if any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
@@ -76,7 +76,7 @@ def read_weights(
                 about = about | processor_statistics(_read_json(path / "preprocessor_config.json"))
             weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
         else:
-            weights = _of_network(tensors, about, network, asked, trusted)
+            weights = _of_network(tensors, about, network, asked, trusts)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     is_vit = weights.spec is None
@@ -86,11 +86,15 @@ def read_weights(
 
 
 def _of_network(
-    tensors: dict[str, Tensor], about: dict[str, Any], network: str, asked: ForeignSpec | None, trusted: str | None
+    tensors: dict[str, Tensor],
+    about: dict[str, Any],
+    network: str,
+    asked: ForeignSpec | None,
+    trusts: Sequence[str | None],
 ) -> Weights:
     """A ViT of dino's or timm's, else another network. Raises CheckpointError with what is wrong with it as a ViT."""
     is_said_to_be_other = asked is not None or "backbone" in about
-    other = other_network(tensors, about, asked, trusted) if is_said_to_be_other else None
+    other = other_network(tensors, about, asked, trusts) if is_said_to_be_other else None
     if other is None:
         try:
             return _of_vit(tensors, about, network)
@@ -98,7 +102,7 @@ def _of_network(
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
                 raise CheckpointError(f"it is {known}: its tensors are {few(sorted(tensors))}") from None
-            other = None if is_said_to_be_other else other_network(tensors, about, asked, trusted)
+            other = None if is_said_to_be_other else other_network(tensors, about, asked, trusts)
             if other is None:
                 raise
     kind = "dino_ds" if "backbone" in about else "dino or timm"

@@ -12,7 +12,9 @@ import torch
 
 import dino_ds
 import dino_ds.cli as cli
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError
+from dino_ds.weights.start import find_start
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, train_tiny
 
@@ -93,5 +95,8 @@ def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
         shutil.copy(runs / "own" / name, tmp_path / name)
     with pytest.raises(CheckpointError, match=r"the class tests[.]weights[.]own:Own, whose code would run"):
         dino_ds.load(tmp_path / "teacher.safetensors")
+    resnet = change_recipe(load_recipe(str(runs / "resnet/config.yaml"), {}), {"model.init_from": str(runs / "own")})
+    with pytest.raises(CheckpointError, match=r"is a tests[.]weights[.]own:Own, not a resnet18"):
+        find_start(resnet.model)
     again = dino_ds.load(tmp_path / "teacher.safetensors", backbone="tests.weights.own:Own")
     assert torch.equal(again.features(IMAGES), ours.features(IMAGES))
