@@ -119,8 +119,9 @@ class TrainingStep:
             statistics, means, flags = total.split((len(total) - len(flat) - len(FLAGS), len(flat), len(FLAGS)))
             self.objective.commit(statistics)
             self.flags.push(flags)
-            for tensor, mean in zip(own, (means / world_size()).split([t.numel() for t in own]), strict=True):
-                tensor.copy_(mean)
+            if own:
+                parts = (means / world_size()).split([tensor.numel() for tensor in own])
+                torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(parts, own, strict=True)])
         with named_range("ema"):
             self.teachers.update(self.schedule)
         self.applied_steps += 1
