@@ -105,9 +105,11 @@ def train(
                     memory_guard.expect(recipe, start.config, predicted_gib)
                     folder, source, notes = _open_folder(recipe, start.config, request)
                     run, saver, more_notes = _build(folder, source, options.max_steps, predicted_gib)
-                except UserError:  # of all ranks
+                except UserError as error:  # of all ranks
                     if lock.guards_a_run:
                         beat.listed = False  # this start was refused: the run in the folder is another start's
+                    else:
+                        failures.settle(error)
                     raise
                 if rank == 0:
                     heartbeats.forget_earlier()

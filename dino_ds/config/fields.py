@@ -7,7 +7,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
 
@@ -16,6 +16,7 @@ from dino_ds.names import did_you_mean
 from dino_ds.text_file import unusable_text
 
 UNITS = ("steps", "epochs", "images")
+_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
 def _parse_arguments(value: object) -> str:
     """JSON, or a mapping of YAML whose values are JSON or words, as JSON in one spelling."""
     try:
-        found = json.loads(value) if isinstance(value, str) else _from_text(value)
+        found = _from_json(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(found, dict):
             raise TypeError
         return json.dumps(found, sort_keys=True)
@@ -140,15 +141,33 @@ def _parse_arguments(value: object) -> str:
 
 
 def _from_text(value: object) -> object:
-    """Numbers, true, false and null of a YAML file, whose values a recipe reads as text; other words stay."""
+    """Numbers, true, false and null of a YAML file, in YAML's spellings (False, .5), whose values a recipe reads as
+    text; other words stay."""
     if isinstance(value, dict):
         return {key: _from_text(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_from_text(inner) for inner in value]
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    if not isinstance(value, str):
         return value
+    constant = "null" if value == "~" else value.lower()
+    try:
+        return _from_json(constant if constant in ("true", "false", "null") else value)
+    except ValueError:
+        return float(value) if _YAML_FLOAT.fullmatch(value) else value
+
+
+def _from_json(text: str) -> object:
+    """Raises ValueError for a key that is given twice, and for NaN and infinities, which are not JSON."""
+
+    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError
+        return found
+
+    def refuse(word: str) -> NoReturn:
+        raise ValueError(word)
+
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
 
 _MOST_COUNT = 10**12

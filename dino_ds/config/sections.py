@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -175,6 +176,8 @@ class ModelSection(Section):
             raise ValueError(
                 f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
             )
+        if "drop_path_rate" in json.loads(self.arguments):
+            raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
         foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
         if foreign:
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")

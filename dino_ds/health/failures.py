@@ -48,11 +48,8 @@ class Failures:
             self._claim(1, f"RuntimeError: {error}", "error")
             raise error from stop
         except UserError as error:
-            claimed = self._claim(error.exit_code, str(error), "error")
-            first = self._disk.run(self._heartbeats.first_failure, None)
-            # Without a place to write to, or for an error that all ranks raise together, rank 0 reports it.
-            if claimed is not None and first is not None and self._world_size > 1:
-                error.said_by_me = claimed
+            if error.said_by_me is None:
+                self.settle(error)
             raise
         except Exception as error:
             if self._world_size > 1 and is_connection_error(error):
@@ -64,6 +61,14 @@ class Failures:
             raise
         else:
             self._beat.end("done", 0, "")
+
+    def settle(self, error: UserError) -> None:
+        """Decide which rank reports `error`; to be called before the heartbeats are removed, where they are."""
+        claimed = self._claim(error.exit_code, str(error), "error")
+        first = self._disk.run(self._heartbeats.first_failure, None)
+        # Without a place to write to, or for an error that all ranks raise together, rank 0 reports it.
+        if claimed is not None and first is not None and self._world_size > 1:
+            error.said_by_me = claimed
 
     def stopped_early(self, why: str) -> None:
         """Tell the other ranks that this one ends at a signal before the first step."""

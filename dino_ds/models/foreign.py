@@ -72,7 +72,7 @@ class ForeignBackbone(Backbone):
             self._shapes(height, width)
         except Exception as error:  # whatever a foreign network raises
             raise ConfigError(
-                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error)}"
+                f"{self._foreign.name} can't take images of {height} x {width} pixels: {one_line(error).rstrip('.')}"
             ) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

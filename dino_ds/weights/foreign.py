@@ -23,6 +23,8 @@ _USUAL_SIZE, _MOST_SIZE, _MOST_CHANNELS = 224, 16384, 1024
 _PLAIN_NUMBER = 1024
 """A number of arguments may be as large as this, or as anything in the file: they must not make us build for hours."""
 _MOST_TEXT = 4096
+_OF_THE_USE = {*SIZE_ARGUMENTS, "in_chans", "num_classes", "drop_path_rate"}
+"""Arguments of timm's config.json that are not of a network's architecture, or have a place of their own."""
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
 """What DDP, torch.compile and transformers put into names."""
 
@@ -136,7 +138,7 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Ot
         assert isinstance(spec, ForeignSpec)
         if not isinstance(given, dict) or not spec.is_timm:
             raise ValueError("model_args are not keywords")
-        arguments = {key: given[key] for key in given.keys() - {*SIZE_ARGUMENTS, "in_chans", "num_classes"}}
+        arguments = {key: given[key] for key in given.keys() - _OF_THE_USE}
         spec = replace(spec, in_chans=given.get("in_chans", 3), arguments=json.dumps(arguments, sort_keys=True))
         _check_foreign(vars(spec), name, tensors)
     except ValueError as error:

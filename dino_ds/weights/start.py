@@ -14,7 +14,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import ModelSection
 from dino_ds.data.images import ValueRange, range_text
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.errors import CheckpointError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
@@ -118,7 +118,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     try:
         weights = find_weights(model.init_from)
         if weights.spec is not None:
-            return change_recipe(recipe, _flags_for_other(weights.spec))
+            return change_recipe(recipe, _flags_for_other(weights.spec, model))
         arch = describe(weights, model.heads).arch
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
@@ -128,8 +128,15 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     return change_recipe(recipe, flags)
 
 
-def _flags_for_other(spec: BackboneSpec) -> dict[str, str]:
-    arguments = {"model.arguments": spec.arguments} if isinstance(spec, ForeignSpec) else {}
+def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
+    arguments = {}
+    if isinstance(spec, ForeignSpec):
+        arguments = {"model.arguments": spec.arguments}
+        if model.arguments not in ("{}", spec.arguments):
+            raise ConfigError(
+                f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
+                "weights; set --model.arguments {}"
+            )
     return {"model.backbone": backbone_name(spec), "model.in_chans": str(spec.in_chans), **arguments}
 
 

@@ -104,6 +104,31 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
     assert load_recipe(None, {"model.backbone": "resnet18", "model.arguments": json.dumps(expected)}) == recipe
 
 
+def test_arguments_of_yaml_may_be_spelled_as_yaml_allows(write):
+    """A text "False" would be true for who is given it."""
+    given = "{zero_init_last: False, aa_layer: ~, stem_type: deep, act: Null, block_args: {a: .5, b: -1.e-1, c: '1'}}"
+    recipe = load_recipe(write(f"model: {{backbone: resnet18, arguments: {given}}}"), {})
+    assert json.loads(recipe.model.arguments) == {
+        "zero_init_last": False,
+        "aa_layer": None,
+        "stem_type": "deep",
+        "act": None,
+        "block_args": {"a": 0.5, "b": -0.1, "c": 1},
+    }
+
+
+@pytest.mark.parametrize("given", ['{"layers": [1], "layers": [2]}', '{"a": {"b": 1, "b": 2}}', '{"drop_rate": NaN}'])
+def test_arguments_that_would_be_dropped_or_are_not_json_are_refused(given):
+    (problem,) = _problems(**{"model.backbone": "resnet18", "model.arguments": given})
+    assert "is not keywords as JSON" in problem
+
+
+def test_stochastic_depth_has_one_place():
+    """Beside model.drop_path one of the two rates would be dropped."""
+    (problem,) = _problems(**{"model.backbone": "resnet18", "model.arguments": '{"drop_path_rate": 0.2}'})
+    assert "it is model.drop_path" in problem
+
+
 def test_duplicate_keys_are_refused(write):
     path = write("seed: 1\noptimizer:\n  lr: 1\n  lr: 2\n")
     assert _problems(path) == [f"{path} line 4: 'lr' is set twice, on lines 3 and 4"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.files import Disk
@@ -128,6 +129,23 @@ def test_an_error_of_the_connection_becomes_the_error_that_caused_it(heartbeats,
         raise RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:1")
     assert (caught.value.exit_code, caught.value.said_by_me) == (2, False)
     assert beat.ended == "error" and beat.last_words == (2, "images are gone")
+
+
+def test_what_all_ranks_raise_is_said_once_though_the_heartbeats_go(heartbeats, tmp_path):
+    """Rank 0, which removes them, would otherwise not know that rank 1 has said it."""
+    errors = []
+    for rank in (1, 0):
+        beat = Beat()
+        beat.listed = True
+        failures = Failures(tmp_path, rank, 2, beat)
+        error = ConfigError("a network is not known")
+        failures.settle(error)
+        if rank == 0:
+            heartbeats.remove()
+        with pytest.raises(ConfigError), failures.reported():
+            raise error
+        errors.append(error)
+    assert [error.said_by_me for error in errors] == [True, False]
 
 
 def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):

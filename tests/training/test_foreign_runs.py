@@ -89,6 +89,8 @@ def test_the_next_run_keeps_the_statistics_that_it_starts_with(runs, tmp_path):
 
 
 def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
+    assert "says how timm loads it" in log_of(runs / "resnet")
+    assert f"dino_ds.load({str(runs / 'own')!r}) loads it" in log_of(runs / "own")
     ours = dino_ds.load(runs / "own")
     assert ours.patch_tokens(IMAGES).shape == (2, 12, 8, 24)
     for name in ("teacher.safetensors", "teacher.json"):

@@ -336,6 +336,9 @@ class TestStart:
         _, place = _exported("resnet", "timm", tmp_path)
         asked = {"model.backbone": "from_source", "model.arguments": "{}"}
         assert as_source(_recipe(place, **asked), None).model.spec() == RESNET
+        other = _recipe(place, **asked | {"model.arguments": '{"layers": [3, 1, 1, 1]}'})
+        with pytest.raises(ConfigError, match=r"arguments .* has no effect: .* takes those of the weights"):
+            as_source(other, None)
 
 
 class TestModel:
