@@ -119,7 +119,8 @@ class TrainingStep:
             statistics, means, flags = total.split((len(total) - len(flat) - len(FLAGS), len(flat), len(FLAGS)))
             self.objective.commit(statistics)
             self.flags.push(flags)
-            _copy(own, (means / world_size()).split([tensor.numel() for tensor in own]))
+            if own:
+                _copy(own, (means / world_size()).split([tensor.numel() for tensor in own]))
         with named_range("ema"):
             self.teachers.update(self.schedule)
         self.applied_steps += 1

@@ -241,7 +241,7 @@ class TestFullDisk:
             run = SmallRun(tmp_path, keep=2, background=False, numel=200_000).train()
             with contextlib.suppress(StorageError):
                 for _ in range(4):
-                    run.train().save()
+                    run.train().save(wait=True)  # until older ones are removed
             assert sum(line.startswith("save ") for line in run.said) == good
             assert all("MB needed" in line for line in run.said if line.startswith("warning"))
             assert "writing" not in str(folders(tmp_path))

@@ -61,7 +61,6 @@ def trained():
     return {stage: run_on_ranks(_three_steps, stage)[0] for stage in (0, 2)}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_parameter_moves_and_the_stages_agree(name, trained):
     """Losses to 1e-3: Adam, with an epsilon as small as in real runs, follows the rounding of gradients that are 0."""

@@ -77,7 +77,7 @@ def test_crops_follow_the_patches_of_a_named_backbone(capsys):
         ([], "no GPU is given: --gpu NAME"),
         (["--gpu", "a100"], "Did you mean a100-40g"),
         (["--gpu", "4090"], "Did you mean rtx4090-24g?"),
-        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "is not a backbone that dino_ds builds"),
+        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "is neither timm's nor a class of yours"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
         (["--gpu", "t4-16g", "--write", "README.md"], "README.md exists"),
         (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),
