@@ -28,6 +28,11 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     from timm.layers import DropPath
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    for name, module in network.named_modules():
+        plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
+        if plain is not None:
+            place = f"{name}.{plain}".removeprefix(".")
+            return f"its {place} is a plain tensor, which moves to no device: make it a parameter or a buffer"
     drawn: list[str] = []
 
     class Draws(TorchDispatchMode):

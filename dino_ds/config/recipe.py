@@ -164,6 +164,12 @@ class Recipe(Section):
             )
         if self.ibot_head != HeadSection() and not (objective.ibot_weight and objective.ibot_head == "own"):
             problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
+        head = "ibot_head" if objective.ibot_head == "own" else "head"
+        if objective.ibot_weight and getattr(self, head).batch_norm:
+            problems.append(
+                f"{head}.batch_norm true: the masked patches that this head sees are of another number on every rank, "
+                "even none, and no statistics can be taken of them; leave it out"
+            )
         return problems
 
     def _optimizer_problems(self) -> list[str]:

@@ -39,8 +39,9 @@ def cls_of(group: str) -> str:
 
 def is_cast(module: nn.Module) -> bool:
     """Whether autocast casts all weights that a module owns, so that a low-precision copy of them gives the same."""
-    # timm's convolutions that standardise their weights do so in FP32.
-    plain = type(module).forward in (nn.Linear.forward, nn.Conv2d.forward)
+    # timm's convolutions that standardise their weights do so in FP32. By code: a segment has a copy of its forward.
+    code = getattr(type(module).forward, "__code__", None)
+    plain = code in (nn.Linear.forward.__code__, nn.Conv2d.forward.__code__)
     return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
 
 

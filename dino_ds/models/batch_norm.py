@@ -58,7 +58,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
-        ranks = distributed.world_size() if self.synced else 1
+        ranks = distributed.world_size() if self.synced and self.training else 1  # others may not evaluate now
         if x.numel() == x.shape[1] and ranks == 1:
             raise ConfigError(
                 "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "

@@ -42,6 +42,7 @@ class ForeignBackbone(Backbone):
         self._known_shapes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self._segments = [network.get_submodule(name) for name in self._facts.segments]
         self._drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
+        self._caching: list[Any] = [module for module in self.modules() if hasattr(module, "attention_bias_cache")]
         for i, segment in enumerate(self._segments):
             _make_segment(segment, i, self)
 
@@ -125,6 +126,8 @@ class ForeignBackbone(Backbone):
         """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
         for i, drop in enumerate(self._drops):
             drop.draws = None if draws is None else draws[i]
+        for module in self._caching:  # of LeViT's kin: in evaluation they would keep the biases of their first pass
+            module.attention_bias_cache = {}
         weight = next(self.parameters())
         if images.is_meta or not torch.is_autocast_enabled(images.device.type):
             images = images.to(weight.dtype)
@@ -154,7 +157,7 @@ class _Segment(nn.Module):
     """What `_make_segment` puts before a module's class: its calls go through the backbone's `run_recomputed`."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
+        drops = self.__dict__["_keyed_drops"]
         run = partial(_run, super().__call__, drops, [drop.draws for drop in drops], keywords)
         place, backbone = self.__dict__["_place_in_backbone"]
         # Lists too: DenseNet's grow behind the segment that is given them.
@@ -173,7 +176,7 @@ def _run(
 
 def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
     forward = type(module).forward
-    members = {}
+    members: dict[str, Any] = {"__module__": type(module).__module__}
     if isinstance(forward, FunctionType):
         # Blocks of one class share their code, by which the compiler counts its variants; theirs differ in all shapes.
         own = FunctionType(
@@ -183,6 +186,7 @@ def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
         members["forward"] = own
     module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
     module.__dict__["_place_in_backbone"] = (place, _Reference(backbone))
+    module.__dict__["_keyed_drops"] = [part for part in module.modules() if isinstance(part, KeyedDropPath)]
 
 
 class _Reference:

@@ -120,8 +120,7 @@ class TrainingStep:
             self.objective.commit(statistics)
             self.flags.push(flags)
             if own:
-                parts = (means / world_size()).split([tensor.numel() for tensor in own])
-                torch._foreach_copy_(own, [part.view_as(tensor) for part, tensor in zip(parts, own, strict=True)])
+                _copy(own, (means / world_size()).split([tensor.numel() for tensor in own]))
         with named_range("ema"):
             self.teachers.update(self.schedule)
         self.applied_steps += 1
@@ -133,8 +132,7 @@ class TrainingStep:
 
     def _restore_buffers(self) -> None:
         """A skipped step changes nothing, and forward passes have moved buffers."""
-        if self._buffers:
-            torch._foreach_copy_(self._moving_buffers(), self._buffers)
+        _copy(self._moving_buffers(), self._buffers)
 
     def state(self) -> dict[str, Tensor]:
         """What every rank holds whole of the training state, by reference; the engine's shards are its own."""
@@ -158,8 +156,8 @@ class TrainingStep:
         buffers = self._moving_buffers()
         if len(self._buffers) != len(buffers):
             self._buffers = [buffer.clone() for buffer in buffers]
-        elif buffers:
-            torch._foreach_copy_(self._buffers, buffers)
+        else:
+            _copy(self._buffers, buffers)
         self.engine.set_groups(group_settings(schedule))
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)
@@ -169,3 +167,10 @@ class TrainingStep:
         if schedule.unfreeze_backbone:
             for name in (DECAY, NO_DECAY):
                 self.engine.reset_optimizer_state(BACKBONE + name)
+
+
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """One kernel for all tensors of a dtype: given several, torch copies one by one."""
+    for dtype in {tensor.dtype for tensor in to}:
+        pairs = [pair for pair in zip(to, values, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])

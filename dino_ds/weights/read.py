@@ -293,11 +293,7 @@ def check_beside(path: Path, heads: Mapping[str, dict[str, Tensor]], mask_token:
 
 def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
     """Raises CheckpointError for NaN, infinity and integers that are not BatchNorm's counters."""
-    wrong = [
-        name
-        for name, t in tensors.items()
-        if not name.endswith("num_batches_tracked")
-        and (not t.is_floating_point() or not torch.isfinite(t.float()).all())
-    ]
+    weights = {name: t for name, t in tensors.items() if not name.endswith("num_batches_tracked")}
+    wrong = [name for name, t in weights.items() if not (t.is_floating_point() and torch.isfinite(t.float()).all())]
     if wrong:
         raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

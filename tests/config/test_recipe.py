@@ -248,6 +248,8 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
             "objective.center_momentum 0.99 has no effect with objective.centering sinkhorn",
         ),
         ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
+        ({**IBOT, "ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: the masked patches"),
+        ({**IBOT, "objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: the masked"),
         ({"optimizer.momentum": "0.5"}, "momentum 0.5 is of sgd and lars and has no effect with optimizer.kind adamw"),
         ({"optimizer.trust": "0.5"}, "optimizer.trust 0.5 is of lars and has no effect with optimizer.kind adamw"),
         ({"optimizer.kind": "sgd", "optimizer.trust": "0.5"}, "has no effect with optimizer.kind sgd: leave it out"),

@@ -123,6 +123,8 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(kind, by_gpu_kernels):
     ranks = run_on_ranks(_one_rank, kind, by_gpu_kernels)
     close = {"rtol": 1e-5, "atol": 1e-5}
     for i, (out, grad, *of_parameters) in enumerate(whole):
+        if kind == "no averages" and i == 2:
+            continue  # in evaluation each rank has its own batch's statistics
         parts = [found[i] for found, _ in ranks]
         torch.testing.assert_close(torch.cat([part[0] for part in parts]), out, **close)
         torch.testing.assert_close(torch.cat([part[1] for part in parts]), grad, **close)
@@ -226,6 +228,18 @@ def test_no_batch_norm_of_torch_s_is_left():
 def test_others_are_refused(module, message):
     with pytest.raises(ConfigError, match=message):
         use_own_batch_norm(nn.Sequential(module), synced=True)
+
+
+def _evaluates_alone():
+    _, ours = _pair("no averages")
+    return ours.eval()(_inputs(KINDS["no averages"][1])[0]).detach() if distributed.rank() == 0 else None
+
+
+def test_evaluation_asks_no_other_rank():
+    """Also without running averages: ranks evaluate batches of other sizes, or none."""
+    theirs, _ = _pair("no averages")
+    expected = theirs.eval()(_inputs(KINDS["no averages"][1])[0])
+    assert torch.equal(run_on_ranks(_evaluates_alone)[0], expected)
 
 
 def test_one_value_of_a_channel_is_refused():

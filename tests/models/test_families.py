@@ -117,6 +117,15 @@ class Tied(Plain):
         return super().forward(images) + self.again(images)
 
 
+class Constant(Plain):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__(in_chans)
+        self.scale = torch.ones(12, 1, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * self.scale
+
+
 class Sequences(Plain):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images).flatten(2)
@@ -137,6 +146,7 @@ OWN = [
     ("Plain", '{"dropout": 0.1}', "switch dropout off"),
     ("Plain", '{"unused": true}', "no gradient to its parameter head.weight and 1 more: remove what is not used"),
     ("Plain", '{"with": 3}', "can't be made with in_chans=3 and model.arguments .*unexpected keyword argument"),
+    ("Constant", "{}", "its scale is a plain tensor, which moves to no device"),
     ("Tied", "{}", "its parameters stem.weight and again.weight are one tensor"),
     ("Sequences", "{}", r"its features have shape \[2, 12, 3136\], wanted is \(b, d\)"),
     ("Raises", "{}", "gives no features of images: no weights here"),
