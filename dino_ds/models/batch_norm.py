@@ -44,9 +44,6 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     synced = False
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        pass
-
     def forward(self, x: Tensor) -> Tensor:
         return self.normalised(x)
 
