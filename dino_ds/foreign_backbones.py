@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.foreign_checks import has_batch_norm, why_untrainable
+from dino_ds.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
 from dino_ds.names import nearest
 
 if TYPE_CHECKING:
@@ -174,6 +174,8 @@ def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
             f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
             f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
         ) from None
+    if has_lazy_layers(network):
+        raise ConfigError(f"model.backbone {spec.name} has lazy layers (nn.LazyConv2d ...): give them their sizes")
     return network
 
 

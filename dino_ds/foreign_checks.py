@@ -18,6 +18,13 @@ def has_batch_norm(network: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
+def has_lazy_layers(network: nn.Module) -> bool:
+    """Whose tensors have no shapes before a first image."""
+    from torch.nn.parameter import is_lazy
+
+    return any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers()))
+
+
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     """Why `network`, on the meta device, which gives `features` of images (b, d), can't be trained, or "".
 
@@ -28,11 +35,8 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     from timm.layers import DropPath
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    for name, module in network.named_modules():
-        plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
-        if plain is not None:
-            place = f"{name}.{plain}".removeprefix(".")
-            return f"its {place} is a plain tensor, which moves to no device: make it a parameter or a buffer"
+    if unusable := _why_unusable(network):
+        return unusable
     drawn: list[str] = []
 
     class Draws(TorchDispatchMode):
@@ -64,3 +68,18 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
         if names[id(parameter)] != name:
             return f"its parameters {names[id(parameter)]} and {name} are one tensor"
     return ""
+
+
+def _why_unusable(network: nn.Module) -> str:
+    """Of tensors that can't be the engine's, "" where there are none."""
+    import torch
+
+    for name, module in network.named_modules():
+        plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
+        if plain is not None:
+            place = f"{name}.{plain}".removeprefix(".")
+            return f"its {place} is a plain tensor, which moves to no device: make it a parameter or a buffer"
+    for name, parameter in network.named_parameters():
+        if parameter.dtype != torch.float32:
+            return f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, wanted is float32"
+    return "" if any(True for _ in network.parameters()) else "it has no parameters"

@@ -126,6 +126,29 @@ class Constant(Plain):
         return super().forward(images) * self.scale
 
 
+class Double(Plain):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__(in_chans)
+        self.double()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.double())
+
+
+class Lazy(Plain):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__(in_chans)
+        self.stem = nn.LazyConv2d(12, 4, stride=4)
+
+
+class Empty(nn.Module):
+    def __init__(self, in_chans: int) -> None:
+        super().__init__()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3))
+
+
 class Sequences(Plain):
     def forward(self, images: Tensor) -> Tensor:
         return super().forward(images).flatten(2)
@@ -147,6 +170,9 @@ OWN = [
     ("Plain", '{"unused": true}', "no gradient to its parameter head.weight and 1 more: remove what is not used"),
     ("Plain", '{"with": 3}', "can't be made with in_chans=3 and model.arguments .*unexpected keyword argument"),
     ("Constant", "{}", "its scale is a plain tensor, which moves to no device"),
+    ("Double", "{}", "its parameter stem.weight is float64, wanted is float32"),
+    ("Lazy", "{}", "has lazy layers .* give them their sizes"),
+    ("Empty", "{}", "can't be trained: it has no parameters"),
     ("Tied", "{}", "its parameters stem.weight and again.weight are one tensor"),
     ("Sequences", "{}", r"its features have shape \[2, 12, 3136\], wanted is \(b, d\)"),
     ("Raises", "{}", "gives no features of images: no weights here"),
