@@ -59,7 +59,9 @@ def other_network(
     if found is None:
         return None
     spec, own = found
-    return Other(spec, _USUAL_SIZE, *_without_classifier(own, spec, heads if own is network else {}))
+    own, heads, notes = _without_classifier(own, spec, heads if own is network else {})
+    size = f"no file says the size of its images: taken for {_USUAL_SIZE} pixels"
+    return Other(spec, _USUAL_SIZE, own, heads, [*notes, size])
 
 
 def stated_spec(

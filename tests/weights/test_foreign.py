@@ -38,6 +38,7 @@ from tests.weights.own import Own
 RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
 CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
 OWN = ForeignSpec("tests.weights.own:Own", 4, '{"width": 12}')
+SIZE = "no file says the size of its images: taken for 224 pixels"
 SPECS = {"resnet": RESNET, "convnext": CONVNEXT, "own": OWN}
 HEAD = {"head.prototypes": "24", "head.hidden": "24", "head.bottleneck": "8", "head.batch_norm": "true"}
 
@@ -165,7 +166,7 @@ class TestIn:
         torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, tmp_path / "a.pth")
         ours = load(tmp_path / "a.pth")
         _same(ours.features(_images()), theirs(_images()))
-        assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == []
+        assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE]
         FORMATS["dino"][0](ours, tmp_path / "again.pth")
         again = torch.load(tmp_path / "again.pth", weights_only=True)["teacher"]
         assert again.keys() - network.keys() == {"head.last_layer.weight_g"}
@@ -179,7 +180,7 @@ class TestIn:
         ours = load(tmp_path / "a.pth")
         _same(ours.features(_images(4)), theirs.forward_head(theirs.forward_features(_images(4)), pre_logits=True))
         assert ours.network.spec == ForeignSpec(name, 4)
-        assert ours.notes == ["its classifier is left out: fc.bias, fc.weight"]
+        assert ours.notes == ["its classifier is left out: fc.bias, fc.weight", SIZE]
 
     def test_a_name_where_no_file_has_one(self, tmp_path):
         theirs = _random(timm.create_model("convnext_atto", num_classes=3))
@@ -191,7 +192,7 @@ class TestIn:
         assert "\n" not in str(line.value)
         ours = load(tmp_path / "a.pth", backbone="convnext_atto")
         _same(ours.features(_images()), theirs.forward_head(theirs.forward_features(_images()), pre_logits=True))
-        assert ours.notes == ["its classifier is left out: head.fc.bias, head.fc.weight"]
+        assert ours.notes == ["its classifier is left out: head.fc.bias, head.fc.weight", SIZE]
         for name, words in (
             ("resnet18", "neither a resnet18 nor a Vi"),
             ("resnet81", "nearest are"),
