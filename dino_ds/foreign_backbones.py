@@ -118,13 +118,14 @@ def facts_of(spec: ForeignSpec) -> Facts:
             raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
         image, patches = maps
         stride = 1 if patches is None else -(-side // patches.shape[1])
-        found = _segments(network), patches is not None, known
         return Facts(
-            image.shape[1],
-            stride,
-            *found,
-            has_batch_norm(network),
-            why_untrainable(network, lambda: features_of(network, images)[0]),
+            width=image.shape[1],
+            stride=stride,
+            segments=_segments(network),
+            has_map=patches is not None,
+            accepts=known,
+            has_batch_norm=has_batch_norm(network),
+            untrainable=why_untrainable(network, lambda: features_of(network, images)[0]),
         )
 
 

@@ -136,19 +136,19 @@ class Backbone(nn.Module, ABC):
         self._checkpointed = len(self.segments()) if count is None else count
         self._checkpoint_on_cpu = on_cpu
 
-    def run_segment(self, i: int, segment: nn.Module, *inputs: Any) -> Any:
-        """`segment(*inputs)`, the i-th, under the activation checkpointing in force."""
-        return self.run_recomputed(i, segment, *inputs)
-
-    def run_recomputed(self, i: int, run: Callable[..., Any], *inputs: Any) -> Any:
-        """As `run_segment`, of what calls the segment."""
+    def run_segment(self, i: int, segment: Callable[..., Any], *inputs: Any) -> Any:
+        """`segment(*inputs)`, the i-th or what calls it, under the activation checkpointing in force."""
         if i >= self._checkpointed or not torch.is_grad_enabled():
-            return run(*inputs)
+            return segment(*inputs)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
         # Nothing inside draws random numbers, so there is no RNG state to keep.
         pin = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
         on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=pin) if self._checkpoint_on_cpu else nullcontext()
         with on_cpu:
             return checkpoint(
-                run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (nullcontext(), again())
+                segment,
+                *inputs,
+                use_reentrant=False,
+                preserve_rng_state=False,
+                context_fn=lambda: (nullcontext(), again()),
             )

@@ -154,7 +154,7 @@ class KeyedDropPath(nn.Module):
 
 
 class _Segment(nn.Module):
-    """What `_make_segment` puts before a module's class: its calls go through the backbone's `run_recomputed`."""
+    """What `_make_segment` puts before a module's class: its calls go through the backbone's `run_segment`."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         drops = self.__dict__["_keyed_drops"]
@@ -162,7 +162,7 @@ class _Segment(nn.Module):
         place, backbone = self.__dict__["_place_in_backbone"]
         # Lists too: DenseNet's grow behind the segment that is given them.
         own = [list(given) if isinstance(given, list) else given for given in inputs]
-        return backbone().run_recomputed(place, run, *own)
+        return backbone().run_segment(place, run, *own)
 
 
 def _run(

@@ -158,11 +158,13 @@ def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, ra
         assert predicted == pytest.approx(held, rel=0.02)
 
 
-def _peak_bytes(run) -> int:
-    """The largest sum of all tensors while `run()` runs."""
+def peak_bytes(recipe, config) -> int:
+    """The largest sum of all tensors while a trial is built and takes two steps."""
     gc.collect()  # what earlier tests left must not be freed meanwhile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
+        trial = build_trial(recipe, config)
+        for _ in range(2):
+            trial.run()
     records = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     sizes = [event.nbytes() for event in sorted(records, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
     return max(itertools.accumulate(sizes))
@@ -193,15 +195,8 @@ def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):
     ds = tiny_ds(0, **sections)
     changes = {"model.width": "96", "model.depth": "3", "crops.global_size": "64", "head.prototypes": str(prototypes)}
     recipe, config = resolve(tiny_recipe(**changes | terms), ds, "test.json", 16)
-    trials = []
-
-    def run():
-        trials.append(build_trial(recipe, config))
-        for _ in range(2):
-            trials[0].run()
-
     predicted = estimate_memory(recipe, config, 1, on_gpu=False)
-    assert predicted.gib * 2**30 == pytest.approx(_peak_bytes(run), rel=0.06), predicted
+    assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06), predicted
 
 
 @pytest.mark.parametrize("changes", [IBOT, SHARED | {"model.registers": "4"}])
