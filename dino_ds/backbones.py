@@ -40,15 +40,16 @@ class BackboneSpec(Protocol):
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """What a recipe and a ds config ask of a backbone; the second five change speed, not results.
+    """What a recipe and a ds config ask of a backbone; `attention` to `cls_only_last_block` change speed, not results.
 
     `drop_path` rate of the last block, `drop_path_growth` "linear" (from 0 at the first) or "uniform"; `mask_token`: it
-    has one, in the place of hidden patches; `stochastic_depth` "per_image", or
-    "batched": see `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other
-    sizes than the native; `sync_batch_norm`: BatchNorm's statistics are those of all ranks. `attention` and
-    `attention_backend` as in `dino_ds.models.attention`; `packed` False runs one pass a size; `cls_only_last_block`
-    False computes the last block for all tokens; `channels_last`: convolutions have the channels innermost in memory,
-    None: on a GPU, where tensor cores want them so; a CPU is no faster with it.
+    has one, in the place of hidden patches; `stochastic_depth` "per_image", or "batched": see
+    `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other sizes than the
+    native; `sync_batch_norm`: BatchNorm's statistics are those of all ranks; `rope_*`: how far RoPE's coordinates are
+    changed in training, None: not at all. `attention` and `attention_backend` as in `dino_ds.models.attention`;
+    `packed` False runs one pass a size; `cls_only_last_block` False computes the last block for all tokens;
+    `channels_last`: convolutions have the channels innermost in memory, None: on a GPU, where tensor cores want them
+    so; a CPU is no faster with it.
     """
 
     drop_path: float = 0.0
@@ -61,6 +62,9 @@ class BackboneOptions:
     cls_only_last_block: bool = True
     mask_token: bool = False
     sync_batch_norm: bool = True
+    rope_shift: float | None = None
+    rope_jitter: float | None = None
+    rope_rescale: float | None = None
     channels_last: bool | None = None
 
 
@@ -69,7 +73,11 @@ class ViTSpec:
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
-    `layer_scale` is the initial value of LayerScale, None for none. With `registers` tokens (after the CLS token) the
+    `layer_scale` is the initial value of LayerScale, None for none. `rope`: rotary positions (DINOv3) in the place of
+    learned ones, with coordinates normalised by each side ("separate") or the larger or smaller one ("max", "min"), and
+    periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE: of queries and values; keys have none.
+    `rms_norm` in the place of LayerNorm; `cls_norm`: the CLS token has another final norm than the patches;
+    `local_cls_norm`: that of local crops has one more, in training. With `registers` tokens (after the CLS token) the
     position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`: the name of
     the model that timm makes it of with these numbers, for one that timm has no name for. `norm_eps`: LayerNorm's;
     other projects' weights may have been trained with another.
@@ -88,6 +96,14 @@ class ViTSpec:
     in_chans: int = 3
     timm: str | None = None
     norm_eps: float = 1e-6
+    rope: str | None = None
+    rope_base: float = 100.0
+    rope_min_period: float | None = None
+    rope_max_period: float | None = None
+    qkv_bias: bool = True
+    rms_norm: bool = False
+    cls_norm: bool = False
+    local_cls_norm: bool = False
 
     @property
     def stride(self) -> int:

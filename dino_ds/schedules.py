@@ -80,7 +80,8 @@ class ScheduleValues:
 class Schedules:
     """All lengths in optimizer steps; `lr` is the peak after scaling with the batch.
 
-    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2).
+    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2). warmup_shape: of the
+    learning rate, "linear", or "cosine": half a cosine (DINOv3); constant: it stays at its peak.
     """
 
     steps: int
@@ -98,13 +99,20 @@ class Schedules:
     freeze_steps: int
     freeze_backbone_steps: int = 0
     frozen_prototypes: str = "no_gradient"
+    warmup_shape: str = "linear"
+    constant: bool = False
     weights: Mapping[str, WeightSchedule] = field(default_factory=_dino_alone)
+
+    def _lr(self, step: int) -> float:
+        if step < self.warmup_steps and self.warmup_shape == "cosine":
+            return WeightSchedule(0.0, self.lr, self.warmup_steps).at(step)
+        return cosine_schedule(step, self.lr, self.lr if self.constant else self.min_lr, self.steps, self.warmup_steps)
 
     def at(self, step: int) -> ScheduleValues:
         """The knobs after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
         return ScheduleValues(
-            lr=cosine_schedule(step, self.lr, self.min_lr, self.steps, self.warmup_steps),
+            lr=self._lr(step),
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
             teacher_momentum=cosine_schedule(step, self.momentum, self.momentum_end, self.steps),
             teacher_temp=warmup_schedule(

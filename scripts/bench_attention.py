@@ -66,7 +66,7 @@ def measure(recipe: Recipe, batch: int, steps: int, as_json: bool) -> None:
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
     """Name -> groups (sequences, tokens) of a packing: the sizes alone, then together as the step has them."""
     arch = vit_of(recipe)
-    sizes = [(group.count * batch, tokens_of(arch, group.size)) for group in recipe.crops.groups if group.student]
+    sizes = [(group.count * batch, tokens_of(arch, group.size)) for group in recipe.groups if group.student]
     shapes = {f"{sequences} x {tokens}": [(sequences, tokens)] for sequences, tokens in sizes}
     return shapes | ({"both": sizes} if len(sizes) > 1 else {})
 
@@ -113,7 +113,7 @@ class _Case:
 def _automatic(recipe: Recipe, dtype: torch.dtype) -> dict[str, str]:
     """Which kernel torch takes by itself, by the number of tokens."""
     arch = vit_of(recipe)
-    tokens = {tokens_of(arch, size) for size in crop_sizes(recipe.crops.groups)}
+    tokens = {tokens_of(arch, size) for size in crop_sizes(recipe.groups)}
     return {str(n): chosen_kernel(arch.heads, arch.width // arch.heads, n, dtype, device()) for n in sorted(tokens)}
 
 

@@ -76,7 +76,7 @@ def measure(recipe: Recipe, images: int, rounds: int) -> tuple[dict[str, Any], A
         "distance_levels": _distance(worker, device),
         "read": read_rates(files.contents, rounds),
         "clock": timings["pil"].clock,
-        "crops": f"{describe_crops(recipe.crops.groups)}, {recipe.crops.augment}",
+        "crops": f"{describe_crops(recipe.groups)}, {recipe.crops.augment}",
         "images": files.describe(),
         "host": describe_host(),
     }

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.backbones import VITS
-from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.distributed import usable_cores

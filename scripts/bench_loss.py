@@ -59,7 +59,7 @@ class LossAlone:
     """DINO's term of a recipe on random features."""
 
     def __init__(self, recipe: Recipe, batch: int) -> None:
-        head, crops = recipe.head, recipe.crops.groups
+        head, crops = recipe.head, recipe.groups
         self._term = build_objective(recipe, device()).terms[DINO]
         self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
         self._prototypes, self._of_teacher = (

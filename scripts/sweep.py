@@ -70,7 +70,7 @@ def sweep(recipe: Recipe, world_size: int) -> dict[str, Any]:
                         "largest_with_checkpointing": checked,
                     }
                 )
-    return {"gpus": world_size, "crops": describe_crops(recipe.crops.groups), "cells": cells}
+    return {"gpus": world_size, "crops": describe_crops(recipe.groups), "cells": cells}
 
 
 def sweep_page(result: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def _trajectory(name: str, stage: int) -> None:
     options = OptimizerOptions.of(recipe.optimizer)
     engine = Engine(network, config, options)
     teachers = build_teachers(recipe, config, engine, objective)
-    step = TrainingStep(engine, teachers, objective, build_schedules(recipe, 2), recipe.crops.groups)
+    step = TrainingStep(engine, teachers, objective, build_schedules(recipe, 2), recipe.groups)
     for i, expected in enumerate(run["steps"]):
         views = [*recorded[f"step{i}.global"], *recorded[f"step{i}.local"]]
         out = step.micro_batch(Inputs(by_group(views), None, {"global": with_rows(recorded[f"step{i}.masks"])}))

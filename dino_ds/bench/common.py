@@ -29,7 +29,7 @@ def about(recipe: Recipe, batch: int) -> dict[str, Any]:
     """The part of a result that describes what was measured, and where."""
     return {
         "backbone": recipe.model.backbone,
-        "crops": describe_crops(recipe.crops.groups),
+        "crops": describe_crops(recipe.groups),
         "prototypes": recipe.head.prototypes,
         "batch": batch,
         "processes": distributed.world_size(),

@@ -169,7 +169,7 @@ def build_plain_step(recipe: Recipe, step: LadderStep) -> TrainingStep:
     engine: Any = PlainEngine(network, recipe, CLIPPING, step.fused_adamw, device())
     options = TeacherOptions(batch_norm=recipe.teacher.batch_norm)
     teacher = (EmaTeacher if step.one_pass_ema else LoopTeacher)(copied, engine.masters(), options, engine.buffers)
-    teachers, groups = Teachers({EMA: teacher}, recipe.crops.groups), recipe.crops.groups
+    teachers, groups = Teachers({EMA: teacher}, recipe.groups), recipe.groups
     return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 
 

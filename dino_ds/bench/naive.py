@@ -21,7 +21,7 @@ from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
-from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.base import CLS, Masks, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes
@@ -76,7 +76,7 @@ class PairwiseTerm(Term):
     For a network with `NormalisedPrototypes`.
     """
 
-    needs = DinoTerm.needs
+    needs = Needs(student=(DINO,), teachers={EMA: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
     scalars = DinoTerm.scalars
 
     def __init__(self, student_temp: float, centering: PlainCentering, teacher_crops: int = 2) -> None:
@@ -126,7 +126,7 @@ class PlainIbotTerm(Term):
 
 def plain_objective(recipe: Recipe) -> Objective:
     """The recipe's objective in plain terms; KoLeo is plain as it is."""
-    how, crops, ours = recipe.objective, len(teacher_sizes(recipe.crops.groups)), build_objective(recipe, device())
+    how, crops, ours = recipe.objective, len(teacher_sizes(recipe.groups)), build_objective(recipe, device())
     terms = dict(ours.terms)
 
     def centering(name: str, prototypes: int) -> PlainCentering:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-EMA = "ema"
-"""The name of the teacher that follows the student."""
+EMA, GRAM, FROZEN = "ema", "gram", "frozen"
+"""The names of teachers: the one that follows the student, Gram anchoring's, and the one that is distilled."""
 Masks = Mapping[str, Mapping[str, "Tensor"]]
 """Which patches of a micro-batch the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
 (the first crop of all images, then the second), patches row by row. "rows" (m,) int64: places of the m hidden patches
@@ -26,7 +26,8 @@ class CropGroup:
     `student` and `masked`: whether the student does, and whether it sees them masked.
 
     scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colours, blur and
-    solarization; every crop is flipped at random.
+    solarization; every crop is flipped at random. like: the name of an earlier group of as many crops, whose
+    boxes and flips these have.
     """
 
     name: str
@@ -37,6 +38,7 @@ class CropGroup:
     student: bool
     masked: bool = False
     augmented: bool = True
+    like: str | None = None
 
 
 def dino_groups(
@@ -54,6 +56,13 @@ def dino_groups(
     both = CropGroup("global", 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
     local = CropGroup("local", num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)
+
+
+def gram_group(like: CropGroup, size: int) -> CropGroup:
+    """Crops for Gram anchoring's teacher: those of `like`, in another size and without colors (DINOv3)."""
+    return replace(
+        like, name=GRAM, size=size, teachers=(GRAM,), student=False, masked=False, augmented=False, like=like.name
+    )
 
 
 def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:

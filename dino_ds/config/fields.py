@@ -7,13 +7,22 @@ import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean
 from dino_ds.text_file import unusable_text
+
+
+def option(default: Any, description: str) -> Any:
+    return Field(default, description=description)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
 
 UNITS = ("steps", "epochs", "images")
 _YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?")
@@ -176,6 +185,11 @@ _MOST_VALUE = 1e18
 """Of a pixel: differences and their inverses stay far from the limits of FP32."""
 
 
+def _parse_resolutions(value: object) -> object:
+    """Words in a list or with commas between them; `dino_ds.config.crops` says what they mean."""
+    return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w) if isinstance(value, str) else value
+
+
 BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
 EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
 
@@ -203,6 +217,7 @@ SaveEvery = Annotated[
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
+Resolutions = Annotated[tuple[str, ...], BeforeValidator(_parse_resolutions)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
 
@@ -232,6 +247,7 @@ Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]
 Fraction01 = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+AboveOne = Annotated[float, Field(gt=1)]
 
 
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dino_ds.config.fields import Length
+from dino_ds.config.fields import Length, Section
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import Section
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:

@@ -15,9 +15,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import Section
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file, read_text

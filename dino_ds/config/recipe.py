@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crops import crop_sizes
+from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, crop_sizes, dino_groups, gram_group
 from dino_ds.config.fields import (
     Count,
     Length,
@@ -20,20 +21,21 @@ from dino_ds.config.fields import (
     Positive,
     SaveEvery,
     Seconds,
+    Section,
     Seed,
+    option,
     positive,
 )
+from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
     DataSection,
     EvalSection,
+    GramSection,
     HeadSection,
-    ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    Section,
     TeacherSection,
-    option,
 )
 from dino_ds.errors import ConfigError
 
@@ -65,6 +67,7 @@ class Recipe(Section):
     ibot_head: HeadSection = HeadSection()
     objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
+    gram: GramSection = GramSection()
     teacher: TeacherSection = TeacherSection()
     eval: EvalSection = EvalSection()
 
@@ -87,9 +90,22 @@ class Recipe(Section):
         scale = batch / 256 if self.optimizer.lr_scaling == "linear" else math.sqrt(batch / 1024)
         return self.optimizer.lr * scale
 
+    @property
+    def groups(self) -> tuple[CropGroup, ...]:
+        """What is cut from every image, in order, and who sees it."""
+        crops, gram = self.crops, self.gram
+        teachers: tuple[str, ...] = (EMA if self.teacher.source is None else FROZEN,)
+        own_gram = gram.crop_size if gram.weight and gram.teacher != EMA else None
+        if gram.weight and own_gram is None and gram.teacher != EMA:
+            teachers += (GRAM,)
+        sizes = crops.global_size, crops.global_scale, crops.local_size, crops.local_scale
+        first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
+        first = replace(first, teachers=teachers)
+        return (first, *others) if own_gram is None else (first, *others, gram_group(first, own_gram))
+
     def batch_bytes(self, images: int) -> int:
         """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
-        pixels = sum(size**2 for size in crop_sizes(self.crops.groups)) * self.model.in_chans
+        pixels = sum(size**2 for size in crop_sizes(self.groups)) * self.model.in_chans
         return images * pixels * (4 if self.data.augment == "worker" or self.data.is_deep else 1)
 
     def check_learning_rates(self) -> None:

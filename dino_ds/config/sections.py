@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
-from dino_ds.config.crops import CropGroup, dino_groups
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
     SOURCES,
-    ArgumentsField,
     BatchSize,
     BelowOne,
     ChannelsField,
@@ -29,7 +24,9 @@ from dino_ds.config.fields import (
     PathText,
     Positive,
     Ramp,
+    Resolutions,
     ScaleRange,
+    Section,
     Side,
     SourceName,
     Temperature,
@@ -37,16 +34,8 @@ from dino_ds.config.fields import (
     WeightField,
     Width,
     check_range,
+    option,
 )
-from dino_ds.errors import ConfigError
-
-
-def option(default: Any, description: str) -> Any:
-    return Field(default, description=description)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class DataSection(Section):
@@ -109,6 +98,10 @@ class CropsSection(Section):
     )
     mask_share: Fraction01 = option(0.5, "chance that a global crop is masked")
     mask_ratio: ScaleRange = option((0.1, 0.5), "patches hidden of a masked crop, drawn evenly between the two")
+    mask_hides: bool = option(True, "false: the student sees masked patches, and still predicts them (distillation)")
+    resolutions: Resolutions = option(
+        (), "sizes that each step draws from: GLOBAL/LOCAL:SHARE of the steps, or GLOBAL/LOCAL/GRAM:SHARE"
+    )
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
 
@@ -121,95 +114,6 @@ class CropsSection(Section):
             raise ValueError(f"mask {self.mask} with mask_share 0 masks nothing: set mask none, or a share above 0")
         return self
 
-    @property
-    def groups(self) -> tuple[CropGroup, ...]:
-        """What is cut from every image, in order."""
-        sizes = self.global_size, self.global_scale, self.local_size, self.local_scale
-        return dino_groups(*sizes, self.num_local, masked=self.mask != "none")
-
-
-class ModelSection(Section):
-    backbone: str = option(
-        "vit_small_patch16_224", "timm's name, or module:Class of yours; from_source = that of init_from's weights"
-    )
-    arguments: ArgumentsField = option(
-        "{}", 'of timm\'s or your own class: keywords as JSON, such as {"layers": [1, 1, 1, 1]}'
-    )
-    patch_size: Side | None = option(None, "pixels; none = the backbone's")
-    width: Width | None = option(None, "embedding dimension; none = the backbone's")
-    depth: Depth | None = option(None, "blocks; none = the backbone's")
-    heads: Depth | None = option(None, "attention heads; none = the backbone's")
-    registers: Few | None = option(None, "register tokens; none = the backbone's")
-    layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
-    in_chans: Depth = option(3, "channels of the images; the data source must give as many")
-    sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
-    drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
-    drop_path_growth: Literal["linear", "uniform"] = option(
-        "linear", "drop_path of the blocks before the last: growing from 0, or all the same (DINOv2)"
-    )
-    stochastic_depth: Literal["per_image", "batched"] = option(
-        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
-    )
-    init_from: PathText | None = option(
-        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
-    )
-    freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
-    pos_embed_interpolation: Literal["dino", "antialias"] = option(
-        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
-    )
-
-    @field_validator("backbone")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name != FROM_SOURCE:
-            backbone_spec(name)
-        return name
-
-    @model_validator(mode="after")
-    def _check(self) -> ModelSection:
-        if self.backbone == FROM_SOURCE and self.init_from is None:
-            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
-        if self.backbone == FROM_SOURCE:
-            return self
-        spec = backbone_spec(self.backbone)
-        if self.arguments != "{}" and not _hasoption(spec, "arguments"):
-            raise ValueError(
-                f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
-            )
-        if "drop_path_rate" in json.loads(self.arguments):
-            raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
-        foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
-        if foreign:
-            raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
-        for key, only in _OF_ANY_BACKBONE.items():
-            if getattr(self, key) != only and not isinstance(spec, ViTSpec):
-                raise ValueError(
-                    f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
-                    "alone; leave it out"
-                )
-        arch = self.spec()
-        if isinstance(arch, ViTSpec) and arch.width % arch.heads:
-            raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
-        return self
-
-    def spec(self) -> BackboneSpec:
-        """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
-        if self.backbone == FROM_SOURCE:
-            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
-        spec: Any = backbone_spec(self.backbone)
-        keys = (*_SPEC_KEYS, "in_chans", *(["arguments"] if _hasoption(spec, "arguments") else []))
-        changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        replaced: BackboneSpec = dataclasses.replace(spec, **changed)
-        return replaced
-
-
-_OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
-_SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale")
-
-
-def _hasoption(spec: Any, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(spec))
-
 
 class HeadSection(Section):
     prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "outputs of the projection head")
@@ -218,6 +122,7 @@ class HeadSection(Section):
     layers: Depth = option(3, "linear layers before the prototypes")
     batch_norm: bool = option(False, "BatchNorm after each of the hidden layers")
     learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
+    free_prototypes: bool = option(False, "prototypes are the plain weights of a linear layer, of any length (DINOv3)")
 
 
 class ObjectiveSection(Section):
@@ -234,6 +139,7 @@ class ObjectiveSection(Section):
         "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam's moments see their gradient (DINOv2)"
     )
     dino_weight: WeightField = option(Ramp(1.0), "weight of the CLS loss; or such as '0..1 over 1000 steps'")
+    dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within the CLS loss (DINOv3)")
     ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
     ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
     koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
@@ -253,8 +159,10 @@ class OptimizerSection(Section):
     clip_by: Literal["network", "part"] = option(
         "network", "gradient_clipping of the ds config bounds the norm of all, or of backbone and each head (DINOv2)"
     )
+    schedule: Literal["cosine", "constant"] = option("cosine", "of the learning rate after its warm-up")
     min_lr: NotNegative = option(1e-6, "learning rate at the end; not scaled")
-    warmup: LengthField = option(Length(10, "epochs"), "linear warm-up of the learning rate from 0")
+    warmup: LengthField = option(Length(10, "epochs"), "warm-up of the learning rate from 0")
+    warmup_shape: Literal["linear", "cosine"] = option("linear", "cosine: half a cosine, slow at first (DINOv3)")
     weight_decay: NotNegative = option(0.04, "weight decay at the start")
     weight_decay_end: NotNegative = option(0.4, "weight decay at the end (cosine in between)")
     beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
@@ -266,7 +174,30 @@ class OptimizerSection(Section):
     )
 
 
+class GramSection(Section):
+    weight: WeightField = option(Ramp(0.0), "weight of Gram anchoring: similarities of patches stay a teacher's")
+    teacher: PathText = option(
+        "snapshot", "snapshot = the EMA teacher as it was at gram.start, ema = as it is, or a run folder or checkpoint"
+    )
+    start: LengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
+    refresh_every: LengthField = option(
+        Length(0, "steps"), "how long after gram.start, and after that, the EMA teacher replaces it; 0 = never"
+    )
+    refreshes: Count = option(3, "replacements, at most")
+    crop_size: Side | None = option(
+        None, "side of crops of its own: the global ones without colors, 1 to 2 times as large; none = it sees those"
+    )
+    whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
+    drop_negative: bool = option(False, "similarities below 0 count as 0")
+
+
 class TeacherSection(Section):
+    source: PathText | None = option(
+        None, "distillation: a frozen teacher to learn from: a run folder, weights, or a timm name; none = the EMA"
+    )
+    distill: Literal["heads", "features"] = option(
+        "heads", "of teacher.source: its heads' outputs are the targets, or its features through a linear layer"
+    )
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
     batch_norm: Literal["reference", "ema", "frozen"] = option(

@@ -42,7 +42,7 @@ class MicroBatch:
     def __init__(self, recipe: Recipe, config: DsConfig, on_gpu: bool = False) -> None:
         spec, images = recipe.model.spec(), config.micro_batch
         self._images, self._width, self._element = images, spec.width, element_bytes(config)
-        objective, sides = ObjectiveCosts.of(recipe), crop_sizes(recipe.crops.groups)
+        objective, sides = ObjectiveCosts.of(recipe), crop_sizes(recipe.groups)
         pixels = images * sum(spec.in_chans * side**2 for side in sides)
         self._heads = [self._head_bytes(one) for one in objective.cross_entropies]
         if isinstance(spec, ViTSpec):
@@ -76,7 +76,7 @@ class MicroBatch:
 
     def _vit(self, recipe: Recipe, config: DsConfig, objective: ObjectiveCosts, pixels: int) -> int:
         """By arithmetic; gives the bytes of the features."""
-        arch, element, crops = vit_of(recipe), self._element, recipe.crops.groups
+        arch, element, crops = vit_of(recipe), self._element, recipe.groups
         sides = student_sizes(crops)
         sizes = list(dict.fromkeys(sides))
         groups = [(sides.count(side) * self._images, tokens_of(arch, side)) for side in sizes]

@@ -33,7 +33,7 @@ def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool, precision: str 
     this precision, which changes nothing but what else is measured with it. Raises NotEstimated."""
     spec, objective = recipe.model.spec(), ObjectiveCosts.of(recipe)
     if isinstance(spec, ViTSpec):
-        return step_flops(spec, objective, recipe.crops.groups, cls_only_last_block)
+        return step_flops(spec, objective, recipe.groups, cls_only_last_block)
     from dino_ds.costs.measured import measure_student, measure_teacher
 
     found: dict[str, int] = {}

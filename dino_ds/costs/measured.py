@@ -104,14 +104,14 @@ def parameters_of(spec: BackboneSpec, image_size: int) -> Parameters:
 
 def measure_student(recipe: Recipe, precision: str = "fp32", recomputed: int = 0) -> Measured:
     """Forward and backward pass of all crops. Raises NotEstimated."""
-    sides = _by_side(student_sizes(recipe.crops.groups))
+    sides = _by_side(student_sizes(recipe.groups))
     model, size = recipe.model, recipe.crops.global_size
     return measure(Run(model.spec(), size, sides, precision, model.drop_path, recomputed))
 
 
 def measure_teacher(recipe: Recipe, precision: str = "fp32") -> Measured:
     """Its forward pass. Raises NotEstimated."""
-    sides = _by_side(teacher_sizes(recipe.crops.groups))
+    sides = _by_side(teacher_sizes(recipe.groups))
     return measure(Run(recipe.model.spec(), recipe.crops.global_size, sides, precision, trains=False))
 
 

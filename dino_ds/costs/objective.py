@@ -23,6 +23,7 @@ class HeadSizes:
     bottleneck: int
     layers: int
     learned_lengths: bool = False
+    free_prototypes: bool = False
     batch_norm: bool = False
 
     @staticmethod
@@ -63,7 +64,7 @@ class ObjectiveCosts:
 
     @staticmethod
     def of(recipe: Recipe) -> ObjectiveCosts:
-        how, groups, found = recipe.objective, recipe.crops.groups, list[CrossEntropy]()
+        how, groups, found = recipe.objective, recipe.groups, list[CrossEntropy]()
         seen = len(teacher_sizes(groups))
         if how.dino_weight:
             rows = len(student_sizes(groups))
@@ -103,7 +104,7 @@ class ObjectiveCosts:
 def hidden_patches(recipe: Recipe) -> float:
     """Expected number of hidden patches of an image. Masks of the law dinov2 fall about 1 % short of it."""
     crops, stride = recipe.crops, recipe.model.spec().stride
-    patches = sum(group.count * (group.size // stride) ** 2 for group in crops.groups if group.masked)
+    patches = sum(group.count * (group.size // stride) ** 2 for group in recipe.groups if group.masked)
     return patches * crops.mask_share * sum(crops.mask_ratio) / 2
 
 

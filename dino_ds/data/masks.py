@@ -55,7 +55,7 @@ class MaskOptions:
         if crops.mask == "none":
             return {}
         stride = recipe.model.spec().stride
-        sides = {group.name: group.size // stride for group in crops.groups if group.masked}
+        sides = {group.name: group.size // stride for group in recipe.groups if group.masked}
         return {
             name: MaskOptions(crops.mask, crops.mask_share, crops.mask_ratio, (side, side))
             for name, side in sides.items()
@@ -127,7 +127,7 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
 def synthetic_masks(recipe: Recipe, images: int, device: torch.device) -> Masks:
     """Masks for crops that are not cut from images, as the recipe draws them; always the same."""
     options = MaskOptions.of(recipe)
-    drawn = draw_masks(recipe.crops.groups, options, range(images))
+    drawn = draw_masks(recipe.groups, options, range(images))
     return {name: {key: tensor.to(device) for key, tensor in mask.items()} for name, mask in drawn.items()}
 
 

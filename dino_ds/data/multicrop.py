@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 Box = tuple[int, int, int, int]
 """left, top, right, bottom in pixels"""
 _ASPECT = (3 / 4, 4 / 3)
-_PROBE_SCALE = (0.08, 1.0)
 _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
-_BICUBIC = Image.Resampling.BICUBIC
+BICUBIC = Image.Resampling.BICUBIC
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class MultiCrop:
     def of(recipe: Recipe) -> MultiCrop:
         """The crops of a recipe."""
         crops = recipe.crops
-        return MultiCrop(crops.groups, crops.augment, MaskOptions.of(recipe), Normalisation.of(recipe))
+        return MultiCrop(recipe.groups, crops.augment, MaskOptions.of(recipe), Normalisation.of(recipe))
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
@@ -114,13 +113,22 @@ class MultiCrop:
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
         rng = random.Random(seed)
-        return [self._sample_crop(rng, width, height, group, kind) for group, kind in self.crops]
+        sampled: list[CropParameters] = []
+        first: dict[str, int] = {}
+        for group, kind in self.crops:
+            own = first.setdefault(group.name, len(sampled))
+            if group.like is None:
+                sampled.append(self._sample_crop(rng, width, height, group, kind))
+            else:
+                seen = sampled[first[group.like] + len(sampled) - own]
+                sampled.append(CropParameters(seen.box, seen.flip, (), gray=False, blur_radius=None, solarize=False))
+        return sampled
 
     def _sample_crop(
         self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None
     ) -> CropParameters:
         strength = self.augmentation
-        box, flip = _sample_box(rng, width, height, group.scale), rng.random() < strength.flip
+        box, flip = sample_box(rng, width, height, group.scale), rng.random() < strength.flip
         if kind is None:
             return CropParameters(box, flip, (), gray=False, blur_radius=None, solarize=False)
         return CropParameters(
@@ -150,74 +158,9 @@ class MultiCrop:
         return sheet
 
 
-class EvalCrop:
-    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalise.
-
-    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
-    the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
-    3, 7, 11, ... pixels it cuts one more there.
-    """
-
-    def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self._normalisation = size, normalisation
-
-    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
-        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
-        return _normalised(image, self._cut, self._normalisation)
-
-    def box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom of what is left of an image, in its own pixels."""
-        (wide, high), (left, top) = self._resized(width, height)
-        across, down = width / wide, height / high
-        return left * across, top * down, (left + self.size) * across, (top + self.size) * down
-
-    def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) before the cut, and its left upper corner."""
-        short, long = sorted((width, height))
-        target = self.size if short <= self.size else int(self.size * 256 / 224)
-        other = int(target * long / short)
-        wide, high = (target, other) if width <= height else (other, target)
-        return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
-
-    def _cut(self, image: Image.Image) -> Image.Image:
-        size, (left, top) = self._resized(*image.size)
-        return image.resize(size, _BICUBIC).crop((left, top, left + self.size, top + self.size))
-
-
-class RandomCrop:
-    """What DINO's linear probe trains on: a crop of 8 to 100 % of the area, bilinear, flipped every second time."""
-
-    def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self._normalisation = size, normalisation
-
-    def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
-        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""
-        rng = random.Random(seed)
-        width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
-        box, flip = _sample_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
-        return _normalised(image, lambda plane: self._cut(plane, box, flip), self._normalisation)
-
-    def _cut(self, image: Image.Image, box: Box, flip: bool) -> Image.Image:
-        crop = image.crop(box).resize((self.size, self.size), Image.Resampling.BILINEAR)
-        return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
-
-
-def _normalised(
-    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalisation: Normalisation
-) -> Tensor:
-    """What `cut` makes of an RGB image, or of each channel of (h, w, c), as (c, height, width) float32."""
-    if isinstance(image, Image.Image):
-        return to_tensor(cut(image), normalisation)
-    planes = torch.from_numpy(
-        np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
-    )
-    pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
-    return normalisation(pixels)
-
-
 def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
     """One crop (size x size pixels) of an RGB image."""
-    crop = image.crop(sampled.box).resize((size, size), _BICUBIC)
+    crop = image.crop(sampled.box).resize((size, size), BICUBIC)
     if sampled.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     for name, factor in sampled.jitter:
@@ -250,7 +193,7 @@ def _kind(group: CropGroup, number: int) -> int | None:
     return kinds[min(number, len(kinds) - 1)]
 
 
-def _sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> Box:
+def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> Box:
     """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the center."""
     for _ in range(10):
         area = width * height * rng.uniform(*scale)

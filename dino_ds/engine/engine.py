@@ -116,11 +116,12 @@ class Engine:
         drop_keys: Tensor | None,
         masks: Masks = MappingProxyType({}),
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        step_key: Tensor | None = None,
     ) -> dict[str, Output]:
         """As of the network. One call per micro-batch: ZeRO 3 traces it."""
         # Copies: ZeRO 3's hooks write into the dictionaries that they are given.
         outputs: dict[str, Output] = self._engine(
-            crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons)
+            crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons), step_key
         )
         return outputs
 

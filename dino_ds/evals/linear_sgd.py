@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from dino_ds import distributed
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.multicrop import RandomCrop
+from dino_ds.data.eval_crops import RandomCrop
 from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, loaded
 from dino_ds.hashing import crop_seed

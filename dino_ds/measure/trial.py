@@ -120,7 +120,7 @@ def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[
             torch.randn(images, channels, group.size, group.size, device=device, generator=generator)
             for _ in range(group.count)
         ]
-        for group in recipe.crops.groups
+        for group in recipe.groups
     }
 
 

@@ -23,6 +23,11 @@ def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
     return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
 
 
+def step_key(seed: int, step: int) -> Tensor:
+    """One int64 key, on the CPU, for what all images of a step share; a kernel takes it as an argument."""
+    return mix(mix(torch.tensor(seed, dtype=torch.int64) ^ -1) + step)
+
+
 def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
     """keys (b,) -> (blocks, 2, views * b) FP64 in [0, 1): a hash of (key, view, block, branch)."""
     view = torch.arange(views, device=keys.device).repeat_interleave(keys.shape[0])

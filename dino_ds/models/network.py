@@ -67,14 +67,16 @@ class Network(nn.Module):
         drop_keys: Tensor | None = None,
         masks: Masks = MappingProxyType({}),
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
+        step_key: Tensor | None = None,
     ) -> dict[str, Output]:
-        """Crops by group; drop_keys (b,) int64 or None -> outputs by name: queries, and `features`.
+        """Crops by group; drop_keys (b,) int64, step_key () int64 or None -> outputs by name: queries, and `features`.
 
         Outputs of whole crops are (v * b, ...), crop-major, groups in order. Where `masks` have no "mask", nothing is
         hidden. comparisons: by query what its logits are compared with; without it the query gives the logits.
         """
         hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
-        found = self.backbone(crops, drop_keys, [group for group in self._patches if group in crops], hidden)
+        patches = [group for group in self._patches if group in crops]
+        found = self.backbone(crops, drop_keys, patches, hidden, step_key)
         if self._reads_cls_by_group:
             rows = [sum(len(crop) for crop in group) for group in crops.values()]
             found |= {cls_of(name): part for name, part in zip(crops, found[CLS].split(rows), strict=True)}

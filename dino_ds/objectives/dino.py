@@ -24,19 +24,23 @@ DINO = "dino"
 class DinoTerm(Term):
     """The mean cross-entropy over images and pairs of a teacher's crop and another crop of the student's. FP32.
 
-    teacher_crops: that the teacher sees of each image; the student sees these first.
+    teacher_crops: that the teacher sees of each image; the student sees these first. teacher: whose logits are the
+    targets.
     """
 
-    needs = Needs(student=(DINO,), teachers={EMA: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
     scalars = ("teacher_entropy",)
 
-    def __init__(self, prototypes: int, student_temp: float, centering: Centering, teacher_crops: int = 2) -> None:
+    def __init__(
+        self, prototypes: int, student_temp: float, centering: Centering, teacher_crops: int = 2, teacher: str = EMA
+    ) -> None:
+        self.teacher = teacher
+        self.needs = Needs(student=(DINO,), teachers={teacher: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
         self.student_temp, self.centering, self.teacher_crops = student_temp, centering, teacher_crops
         self.entropies = {"teacher_entropy": TargetEntropy(prototypes)}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
-        logits = teacher_logits(window, EMA, DINO)
+        logits = teacher_logits(window, self.teacher, DINO)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
         return [

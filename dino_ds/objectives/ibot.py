@@ -22,21 +22,24 @@ class IbotTerm(Term):
     """Cross-entropies of hidden patches, averaged in each crop and over the crops of `group`, masked or not. FP32.
 
     A crop without hidden patches counts as 0, so that a masked crop weighs the same in every batch. head: the name of
-    the head of patches.
+    the head of patches; teacher: whose logits are the targets.
     """
 
+    group = "global"
     scalars = ("ibot_teacher_entropy", "ibot_cross_entropy")
 
     def __init__(
-        self, prototypes: int, student_temp: float, centering: Centering, head: str = IBOT_HEAD, group: str = "global"
+        self, prototypes: int, student_temp: float, centering: Centering, head: str = IBOT_HEAD, teacher: str = EMA
     ) -> None:
-        self.student_temp, self.centering, self.group = student_temp, centering, group
-        self.needs = Needs(student=(IBOT,), teachers={EMA: (IBOT,)}, queries={IBOT: Query(head, masked_of(group))})
+        self.student_temp, self.centering, self.teacher = student_temp, centering, teacher
+        self.needs = Needs(
+            student=(IBOT,), teachers={teacher: (IBOT,)}, queries={IBOT: Query(head, masked_of(self.group))}
+        )
         self.entropies = {"ibot_teacher_entropy": TargetEntropy(prototypes, "ibot_cross_entropy", "masked patch")}
         self.statistics, self.whole_step = centering.statistics, centering.whole_step
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
-        logits = teacher_logits(window, EMA, IBOT)
+        logits = teacher_logits(window, self.teacher, IBOT)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
         return [

@@ -21,7 +21,7 @@ from dino_ds.options.definition import Command, Option
 from dino_ds.options.elsewhere import choice_elsewhere, option_elsewhere, stray_word
 from dino_ds.text_file import unusable_text
 
-ALIASES = {"deepspeed_config": "ds_config"}
+ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
 _CALLED = {"output_dir": "run_dir"}
 """What facebookresearch/dino calls our flags."""
 _SWITCH_WORDS = {"true": True, "false": False}

@@ -37,7 +37,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
         "backbone": recipe.model.backbone,
         "by_formula": isinstance(recipe.model.spec(), ViTSpec),
         "weights": count_parameters(recipe),
-        "crops": describe_crops(recipe.crops.groups),
+        "crops": describe_crops(recipe.groups),
         "gpu": cluster.gpu.name,
         "gpus_per_node": cluster.gpus,
         "nodes": cluster.nodes,

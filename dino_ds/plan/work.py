@@ -56,8 +56,8 @@ class Work:
 def _of_vit(recipe: Recipe, config: DsConfig) -> Work:
     arch, images, in_engine = vit_of(recipe), config.micro_batch, config.stage > 0
     flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
-    tokens = sum(tokens_of(arch, side) for side in student_sizes(recipe.crops.groups))
-    seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.crops.groups))
+    tokens = sum(tokens_of(arch, side) for side in student_sizes(recipe.groups))
+    seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.groups))
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
     moved *= ASSUMPTIONS["compiled_share"] if config.performance.compile != "off" else 1.0
     per_block = ASSUMPTIONS["launches_per_block"] + in_engine * ASSUMPTIONS["bucket_launches_per_block"]

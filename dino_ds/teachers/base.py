@@ -98,10 +98,11 @@ class Teachers:
         self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
 
     def __call__(self, crops: Crops, masks: Masks) -> dict[str, dict[str, Output]]:
-        """All crops of a micro-batch by group -> each teacher's outputs for those it sees, by its name."""
+        """All crops of a micro-batch by group -> the outputs of each teacher for those it sees, if any, by its name."""
         return {
             name: teacher({group: crops[group] for group in self._groups[name]}, masks)
             for name, teacher in self._teachers.items()
+            if self._groups[name]
         }
 
     def __getitem__(self, name: str) -> Teacher:

@@ -174,6 +174,6 @@ def _picture(array: np.ndarray) -> Image.Image:
 
 
 def _title(recipe: Recipe) -> str:
-    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.crops.groups)
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
     masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
     return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}{masks}"

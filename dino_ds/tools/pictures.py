@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.data.base import Source
+from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import replace_file, why_not_writable
 from dino_ds.errors import ConfigError, DataError

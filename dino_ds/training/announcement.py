@@ -67,7 +67,7 @@ def _objective_lines(recipe: Recipe) -> list[str]:
     terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
     targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
     return [
-        f"crops    {describe_crops(crops.groups)}{masks}",
+        f"crops    {describe_crops(recipe.groups)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
     ]
@@ -82,7 +82,7 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}
-    for tokens in [tokens_of(arch, group.size) for group in recipe.crops.groups]:
+    for tokens in [tokens_of(arch, group.size) for group in recipe.groups]:
         kernel = performance.attention_backend
         if kernel == "auto":
             kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)

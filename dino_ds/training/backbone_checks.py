@@ -20,7 +20,7 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
     BatchNorm that can't act on it."""
     network.backbone.check_trainable()
-    for side in crop_sizes(recipe.crops.groups):
+    for side in crop_sizes(recipe.groups):
         try:
             network.backbone.check_image(side, side)
         except ConfigError as error:

@@ -56,7 +56,8 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
-    return TrainingStep(engine, teachers, objective, build_schedules(recipe, epoch_steps), recipe.crops.groups)
+    schedules = build_schedules(recipe, epoch_steps)
+    return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
 
 
 def build_network(
@@ -91,7 +92,7 @@ def build_network(
 
 def build_objective(recipe: Recipe, device: torch.device) -> Objective:
     """The recipe's loss terms, with new running statistics."""
-    how, crops = recipe.objective, len(teacher_sizes(recipe.crops.groups))
+    how, crops = recipe.objective, len(teacher_sizes(recipe.groups))
     own = how.ibot_head == "own"
     terms: dict[str, Term] = {}
 
@@ -126,7 +127,7 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
         batch_norm=recipe.teacher.batch_norm,
     )
     ema = EmaTeacher(network, engine.masters(), options, engine.buffers)
-    return Teachers({EMA: ema}, recipe.crops.groups, exported=EMA)
+    return Teachers({EMA: ema}, recipe.groups, exported=EMA)
 
 
 def build_meta(
@@ -153,6 +154,9 @@ def build_meta(
         performance.cls_only_last_block,
         mask_token=recipe.crops.mask != "none",
         sync_batch_norm=model.sync_batch_norm,
+        rope_shift=model.rope_shift,
+        rope_jitter=model.rope_jitter,
+        rope_rescale=model.rope_rescale,
         channels_last=performance.channels_last,
     )
     with torch.device("meta"):
@@ -181,12 +185,15 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     objective, optimizer = recipe.objective, recipe.optimizer
     warmup = objective.teacher_temp_warmup
     weights = {"dino": objective.dino_weight, "ibot": objective.ibot_weight, "koleo": objective.koleo_weight}
+    weights |= {"dino_local": objective.dino_local_weight, "gram": recipe.gram.weight}
     by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=recipe.length.in_steps(batch, epoch_steps),
         lr=recipe.peak_lr,
         min_lr=optimizer.min_lr,
         warmup_steps=optimizer.warmup.in_steps(batch, epoch_steps),
+        warmup_shape=optimizer.warmup_shape,
+        constant=optimizer.schedule == "constant",
         weight_decay=optimizer.weight_decay,
         weight_decay_end=optimizer.weight_decay_end,
         momentum=recipe.teacher.momentum,

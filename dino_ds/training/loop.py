@@ -105,7 +105,7 @@ class Loop:
 
     def _train(self, batch: Batch, inputs: Inputs, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
-        constant = constant_images(teacher_crops(run.recipe.crops.groups, batch.crops))
+        constant = constant_images(teacher_crops(run.recipe.groups, batch.crops))
         out = run.step.micro_batch(inputs, prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
@@ -121,7 +121,7 @@ class Loop:
         micro, channels, device = run.config.micro_batch, run.recipe.model.in_chans, run.step.engine.device
         crops = {
             group.name: [torch.full((micro, channels, group.size, group.size), torch.nan, device=device)] * group.count
-            for group in run.recipe.crops.groups
+            for group in run.recipe.groups
         }
         indices = torch.zeros(micro, dtype=torch.long, device=device)
         return Inputs(crops, sample_keys(run.recipe.seed, 0, indices), synthetic_masks(run.recipe, micro, device))

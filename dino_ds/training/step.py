@@ -19,6 +19,7 @@ from dino_ds.distributed import RankFlags, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.models.base import Crops, Masks
+from dino_ds.models.drop_path import step_key
 from dino_ds.objectives.base import Objective
 from dino_ds.ranges import named_range
 from dino_ds.schedules import Schedules, ScheduleValues
@@ -49,8 +50,8 @@ class Inputs(NamedTuple):
 class TrainingStep:
     """Student, teachers, objective and schedules moving together; `applied_steps` is the clock of the run.
 
-    `groups` are those of the crops of a micro-batch; `flags` (FLAGS) travel with the all-reduce of the
-    objective's running statistics.
+    `groups` are those of the crops of a micro-batch; `seed`: of what a whole step draws; `flags` (FLAGS) travel with
+    the all-reduce of the objective's running statistics.
     """
 
     def __init__(
@@ -60,8 +61,10 @@ class TrainingStep:
         objective: Objective,
         schedules: Schedules,
         groups: Sequence[CropGroup],
+        seed: int = 0,
     ) -> None:
         self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
+        self._seed = seed
         self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
         self._targets: list[dict[str, Any]] = []
@@ -95,7 +98,7 @@ class TrainingStep:
         targets = self._targets.pop(0)
         with named_range("student"):
             seen = {name: crops[name] for name in self._student_groups}
-            outputs = self.engine(seen, drop_keys, masks, self.objective.comparisons(targets))
+            outputs = self.engine(seen, drop_keys, masks, self.objective.comparisons(targets), self._step_key)
         with named_range("loss"):
             loss, scalars = self.objective.loss(outputs, targets, schedule)
         with named_range("backward"):
@@ -153,6 +156,7 @@ class TrainingStep:
 
     def _begin_step(self) -> None:
         schedule = self.schedule = self.schedules.at(self.applied_steps)
+        self._step_key = step_key(self._seed, self.applied_steps)
         buffers = self._moving_buffers()
         if len(self._buffers) != len(buffers):
             self._buffers = [buffer.clone() for buffer in buffers]

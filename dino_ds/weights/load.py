@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dino_ds.backbones import BackboneOptions, BackboneSpec, backbone_name, backbone_spec
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import prepared, to_rgb
-from dino_ds.data.multicrop import EvalCrop
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.base import Backbone as AnyBackbone

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dino_ds.backbones import FROM_SOURCE, VITS, BackboneSpec, ViTSpec, backbone_name
 from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import ModelSection
 from dino_ds.data.images import ValueRange, range_text
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError

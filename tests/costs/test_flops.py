@@ -110,7 +110,7 @@ def test_a_whole_training_step_costs_what_the_model_says(changes, cls_only):
         for one in objective.cross_entropies
     ]
     objective = dataclasses.replace(objective, cross_entropies=tuple(found))
-    expected = 4 * sum(step_flops(vit_of(recipe), objective, recipe.crops.groups, cls_only).values())
+    expected = 4 * sum(step_flops(vit_of(recipe), objective, recipe.groups, cls_only).values())
     koleo = objective.koleo_crops * 2 * 4 * 4 * vit_of(recipe).width
     assert counted.get_total_flops() == expected + koleo
 
@@ -128,5 +128,5 @@ def test_known_models():
     """ViT-S/16 and ViT-L/16 with DINO's head and 2x224 + 8x96: 113.4 and 1526 GFLOP an image."""
     for name, expected in (("vit_small_patch16_224", 113.4e9), ("vit_large_patch16_224", 1526.2e9)):
         objective = ObjectiveCosts.of(Recipe())
-        total = sum(step_flops(BACKBONES[name], objective, Recipe().crops.groups).values())
+        total = sum(step_flops(BACKBONES[name], objective, Recipe().groups).values())
         assert total == pytest.approx(expected, rel=1e-3)

@@ -21,7 +21,7 @@ IMAGES = 64
 
 
 def batch() -> LoaderBatch:
-    crops = MultiCrop(Recipe().crops.groups, Recipe().crops.augment)
+    crops = MultiCrop(Recipe().groups, Recipe().crops.augment)
     views = [crops.sample(500, 375, image) for image in range(IMAGES)]
     groups, plans = {}, {}
     for name, side, group in (("global", 224, range(2)), ("local", 96, range(2, 10))):

@@ -49,7 +49,7 @@ def step(
         network = gpu.module(build_meta(recipe, performance, queries, objective.teacher_features(EMA)))
         options = TeacherOptions(dtype, bool(performance.teacher_copy))
         ema = EmaTeacher(network, [WholeMasters(masters)], options, lambda: dict(student.named_buffers()))
-        teachers = Teachers({EMA: ema}, recipe.crops.groups)
+        teachers = Teachers({EMA: ema}, recipe.groups)
         flags, meter = RankFlags(FLAGS, CUDA), Meter(("loss", "entropy"), CUDA)
         if hasattr(student.backbone, "_positions"):
             student.backbone._positions(6, 6)  # makes its matrix
@@ -57,7 +57,7 @@ def step(
     gpu.problems.clear()
     crops = {
         group.name: [torch.empty(IMAGES, 3, group.size, group.size, device=CUDA) for _ in range(group.count)]
-        for group in recipe.crops.groups
+        for group in recipe.groups
     }
     with gpu.part("student"):
         drops = student.backbone.options.drop_path > 0

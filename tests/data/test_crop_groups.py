@@ -25,10 +25,10 @@ GROUPS = (*CROPS.groups, GRAM)
 
 
 def test_a_recipe_s_groups_are_dino_s():
-    groups = load_recipe(None, {}).crops.groups
+    groups = load_recipe(None, {}).groups
     assert describe_crops(groups) == "2x224 + 8x96"
     assert teacher_sizes(groups) == [224] * 2 and student_sizes(groups) == crop_sizes(groups) == [224] * 2 + [96] * 8
-    [alone] = load_recipe(None, {"crops.num_local": "0"}).crops.groups
+    [alone] = load_recipe(None, {"crops.num_local": "0"}).groups
     assert alone == groups[0] and alone.name == "global"
 
 

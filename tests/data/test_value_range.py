@@ -17,10 +17,11 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
+from dino_ds.data.eval_crops import EvalCrop, RandomCrop
 from dino_ds.data.find_range import Sample, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
-from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, EvalCrop, MultiCrop, RandomCrop
+from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.errors import ConfigError
 from tests.data.deep import png16, ppm, tiff

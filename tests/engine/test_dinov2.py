@@ -40,9 +40,7 @@ def dinov2_recipe(**changes: str) -> Recipe:
 
 
 def _inputs(recipe: Recipe, indices: torch.Tensor) -> Inputs:
-    masks = draw_masks(
-        recipe.crops.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()]
-    )
+    masks = draw_masks(recipe.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()])
     return Inputs(crops(indices), sample_keys(0, 0, indices), masks)
 
 

@@ -78,7 +78,7 @@ def _trajectory(name: str, stage: int) -> None:
     engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
     schedules: Any = _RecordedSchedules(recipe, run)
-    step = TrainingStep(engine, teachers, objective, schedules, recipe.crops.groups)
+    step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)
     loss_limit = 10 * max(run["sensitivity"]["relative_change_of_total_by_step"])
     for i, expected in enumerate(run["losses"]):
         views = [*recorded[f"step{i}.global"], *recorded[f"step{i}.local"]]

@@ -163,7 +163,7 @@ def test_three_deaths_at_one_step_end_it_and_name_its_images(tmp_path):
     assert "step 5, epoch 2" in named[0]
     source, crops = (
         build_source("folder", str(images), "train", False),
-        MultiCrop(recipe.crops.groups, recipe.crops.augment),
+        MultiCrop(recipe.groups, recipe.crops.augment),
     )
     loaded = []
     for micro_step in range(2):  # accumulation 2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from IPython.display import Image
 
 import dino_ds
-from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.sources import build_source
 from dino_ds.pictures.canvas import figure_png
 from dino_ds.pictures.draw import draw_neighbours, draw_patches

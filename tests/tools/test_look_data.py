@@ -141,7 +141,7 @@ def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     recipe = recipe_for(folder, **{"data.augment": augment})
     source = build_source("folder", str(folder), "train", False)
     rows = list(look_data._seen(source, recipe))
-    crops = MultiCrop(recipe.crops.groups, recipe.crops.augment)
+    crops = MultiCrop(recipe.groups, recipe.crops.augment)
     prefetcher = DevicePrefetcher(
         Loader(source, crops, LoaderOptions(global_batch=7, micro_batch=7, augment=augment), Position()),
         torch.device("cpu"),

@@ -14,7 +14,7 @@ from PIL import Image
 import dino_ds
 from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.multicrop import EvalCrop
+from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dino_ds import distributed
 from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.config.crops import CropGroup, dino_groups
-from dino_ds.config.sections import CropsSection
+from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Engine
 from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, patches_of
 from dino_ds.models.build import build_backbone
@@ -86,6 +86,7 @@ class ToyBackbone(Backbone):
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
         masks: Mapping[str, Tensor] = MappingProxyType({}),
+        step_key: Tensor | None = None,
     ) -> dict[str, Tensor]:
         cls, found = [], {}
         for name, group in crops.items():
@@ -145,15 +146,16 @@ def installed() -> Iterator[list[Any]]:
         backbone = build_backbone(spec, recipe.crops.global_size)
         frozen = Teacher(Network(backbone, {}, {}, objective.teacher_features("frozen")))
         made.append((frozen, copy.deepcopy(frozen.network.state_dict())))
-        return Teachers({"ema": ema, "frozen": frozen}, recipe.crops.groups)
+        return Teachers({"ema": ema, "frozen": frozen}, recipe.groups)
 
-    def groups(section: CropsSection) -> tuple[CropGroup, ...]:
+    def groups(recipe: Recipe) -> tuple[CropGroup, ...]:
         large = CropGroup("large", 2, 48, (0.5, 1.0), teachers=("frozen",), student=False, augmented=False)
-        sizes = section.global_size, section.global_scale, section.local_size, section.local_scale
-        return (*dino_groups(*sizes, section.num_local), large)
+        crops = recipe.crops
+        sizes = crops.global_size, crops.global_scale, crops.local_size, crops.local_scale
+        return (*dino_groups(*sizes, crops.num_local), large)
 
     with (
-        mock.patch.object(CropsSection, "groups", property(groups)),
+        mock.patch.object(Recipe, "groups", property(groups)),
         mock.patch.dict(BACKBONES, {"toy": ToySpec()}),
         mock.patch.object(build, "build_objective", build_objective),
         mock.patch.object(build, "build_teachers", build_teachers),

@@ -15,8 +15,8 @@ import dino_ds.cli as cli
 from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import ModelSection
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.training.build import build_network

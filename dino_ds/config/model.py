@@ -1,0 +1,118 @@
+"""The recipe's section about the backbone. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
+from dino_ds.config.fields import (
+    AboveOne,
+    ArgumentsField,
+    BelowOne,
+    Depth,
+    Few,
+    Length,
+    LengthField,
+    PathText,
+    Positive,
+    Section,
+    Side,
+    Width,
+    option,
+)
+from dino_ds.errors import ConfigError
+
+
+class ModelSection(Section):
+    backbone: str = option(
+        "vit_small_patch16_224", "timm's name, or module:Class of yours; from_source = that of init_from's weights"
+    )
+    arguments: ArgumentsField = option(
+        "{}", 'of timm\'s or your own class: keywords as JSON, such as {"layers": [1, 1, 1, 1]}'
+    )
+    patch_size: Side | None = option(None, "pixels; none = the backbone's")
+    width: Width | None = option(None, "embedding dimension; none = the backbone's")
+    depth: Depth | None = option(None, "blocks; none = the backbone's")
+    heads: Depth | None = option(None, "attention heads; none = the backbone's")
+    registers: Few | None = option(None, "register tokens; none = the backbone's")
+    layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
+    in_chans: Depth = option(3, "channels of the images; the data source must give as many")
+    sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
+    drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
+    drop_path_growth: Literal["linear", "uniform"] = option(
+        "linear", "drop_path of the blocks before the last: growing from 0, or all the same (DINOv2)"
+    )
+    local_cls_norm: bool | None = option(None, "a norm of its own for CLS tokens of local crops; none = the backbone's")
+    rope_shift: Positive | None = option(
+        None, "RoPE in training: coordinates (-1 to 1) are moved by up to so much, drawn for each block and step"
+    )
+    rope_jitter: AboveOne | None = option(
+        None, "RoPE in training: each axis is stretched or shrunk up to so many times"
+    )
+    rope_rescale: AboveOne | None = option(None, "RoPE in training: both axes are, by the same factor (DINOv3: 2)")
+    stochastic_depth: Literal["per_image", "batched"] = option(
+        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+    )
+    init_from: PathText | None = option(
+        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
+    )
+    freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
+    pos_embed_interpolation: Literal["dino", "antialias"] = option(
+        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
+    )
+
+    @field_validator("backbone")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != FROM_SOURCE:
+            backbone_spec(name)
+        return name
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSection:
+        if self.backbone == FROM_SOURCE and self.init_from is None:
+            raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        if self.backbone == FROM_SOURCE:
+            return self
+        spec = backbone_spec(self.backbone)
+        if self.arguments != "{}" and not _hasoption(spec, "arguments"):
+            raise ValueError(
+                f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
+            )
+        if "drop_path_rate" in json.loads(self.arguments):
+            raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
+        foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
+        if foreign:
+            raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
+        for key, only in _OF_ANY_BACKBONE.items():
+            if getattr(self, key) != only and not isinstance(spec, ViTSpec):
+                raise ValueError(
+                    f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
+                    "alone; leave it out"
+                )
+        arch = self.spec()
+        if isinstance(arch, ViTSpec) and arch.width % arch.heads:
+            raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
+        return self
+
+    def spec(self) -> BackboneSpec:
+        """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
+        if self.backbone == FROM_SOURCE:
+            raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
+        spec: Any = backbone_spec(self.backbone)
+        keys = (*_SPEC_KEYS, "in_chans", *(["arguments"] if _hasoption(spec, "arguments") else []))
+        changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        replaced: BackboneSpec = dataclasses.replace(spec, **changed)
+        return replaced
+
+
+_OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
+_SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
+
+
+def _hasoption(spec: Any, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(spec))
