@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dino_ds.data.multicrop import BICUBIC, sample_box, to_tensor
+from dino_ds.data.multicrop import BICUBIC, Box, sample_box, to_tensor
 from dino_ds.data.normalisation import Normalisation
 
 _PROBE_SCALE = (0.08, 1.0)
