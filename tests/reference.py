@@ -17,8 +17,8 @@ from torch import Tensor
 from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone
 from dino_ds.models.head import DinoHead
-from dino_ds.models.network import Network, Query
 from dino_ds.models.logits import Compared, Comparison, Logits
+from dino_ds.models.network import Network, Query
 from dino_ds.models.prototypes import _TiledCrossEntropy
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objectives.centering import RunningCenter

@@ -138,7 +138,7 @@ def test_the_running_center_equals_the_reference_s(rows):
 @pytest.mark.parametrize("weight", [None, 1.0, 0.5, 0.0])
 @pytest.mark.parametrize("way", ["softmax", "sinkhorn"])
 def test_dino_equals_the_reference_s(way, weight):
-    """Loss = local and global terms as they enter its total; weight: of the local one, as dinov3's Gram stage has it."""
+    """Loss = local and global terms as they enter its total; weight: of the local one, as in dinov3's Gram stage."""
     recorded, meta = golden_v2("dino_loss"), golden_v2_meta()["dino_loss"]
     centering = RunningCenter("center", 96, 0.9) if way == "softmax" else SinkhornKnopp()
     if way == "softmax":

@@ -100,7 +100,7 @@ def test_images_add_up_but_a_whole_batch_does_not():
         loss, grad = _term(student, teacher, whole_batch=whole_batch)
         parts = [_term(student[i : i + 2], teacher[i : i + 2], whole_batch=whole_batch) for i in (0, 2)]
         mean = sum(part for part, _ in parts) / 2
-        assert (abs(float(mean - loss)) < 1e-7) == same
+        assert (abs((mean - loss).item()) < 1e-7) == same
         assert torch.allclose(torch.cat([part for _, part in parts]) / 2, grad, atol=1e-8) == same
 
 
