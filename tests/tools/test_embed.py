@@ -64,7 +64,7 @@ def _options(place, out, **changes):
 
 
 def _check(found, wanted):
-    torch.testing.assert_close(torch.as_tensor(np.array(found)), wanted, **CLOSE, equal_nan=True)
+    torch.testing.assert_close(torch.as_tensor(found), wanted, **CLOSE, equal_nan=True)
 
 
 def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
