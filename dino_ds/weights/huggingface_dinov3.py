@@ -35,9 +35,8 @@ _LAYER = re.compile(r"(?:model\.)*layer\.(\d+)\.(.+)")
 _PARTS = ("q_proj", "k_proj", "v_proj")
 
 
-def hf_config_dinov3(arch: ViTSpec, image_size: int, rescale: float | None) -> dict[str, Any]:
-    """Their config.json; rescale: RoPE's in training. Raises ConfigError for an architecture that transformers has no
-    model of."""
+def hf_config_dinov3(arch: ViTSpec, image_size: int) -> dict[str, Any]:
+    """Their config.json. Raises ConfigError for an architecture that transformers has no model of."""
     unlike = {
         "rope_max_period" if arch.rope_max_period is not None else "": "periods that are given",
         f"rope {arch.rope}" if arch.rope != "separate" else "": "coordinates that are not normalised by each side",
@@ -68,7 +67,7 @@ def hf_config_dinov3(arch: ViTSpec, image_size: int, rescale: float | None) -> d
         "rope_theta": arch.rope_base,
         "pos_embed_shift": None,
         "pos_embed_jitter": None,
-        "pos_embed_rescale": rescale,
+        "pos_embed_rescale": None,
         "attention_dropout": 0.0,
         "drop_path_rate": 0.0,
         "image_size": image_size,

@@ -42,8 +42,10 @@ def find_start(
     if not isinstance(wanted, ViTSpec) or weights.spec is not None:
         notes = [*weights.notes, *_notes_on_other(weights, model, value_range)]
         return replace(weights, notes=notes + _notes_on_normalisation(weights, wanted.in_chans, normalisation))
-    ours, (own, said) = wanted, with_biases(weights.backbone, wanted.qkv_bias)
-    weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
+    ours = wanted
+    if ours.rope is not None:
+        own, said = with_biases(weights.backbone, ours.qkv_bias)
+        weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
     try:
         found, theirs = describe(weights, ours.heads), range_of(weights.about)
     except CheckpointError as error:
