@@ -8,7 +8,7 @@ import re
 from dino_ds.config.fields import UNITS
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
-_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"
+_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
 _STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
 _METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
 _OPTIONS = {
