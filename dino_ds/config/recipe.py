@@ -136,8 +136,8 @@ class Recipe(Section):
         return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
 
     def _crop_problems(self) -> list[str]:
-        patch, problems = self._patch, list[str]()
-        sizes = {"crops.global_size": self.crops.global_size}
+        patch = self._patch
+        sizes, problems = {"crops.global_size": self.crops.global_size}, list[str]()
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size
         elif self.model.local_cls_norm:

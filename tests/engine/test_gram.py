@@ -30,8 +30,9 @@ def gram_recipe(**changes: str) -> Recipe:
     return tiny_recipe(**{
         "data__global_batch": str(BATCH), "length": "20 steps", "crops__mask": "dinov3", "model__layer_scale": "0.1",
         "model__drop_path": "0.2", "head__free_prototypes": "true", "objective__ibot_head": "shared",
-        "objective__centering": "sinkhorn", "objective__ibot_weight": "1", "objective__freeze_prototypes": "1 steps",
-        "objective__dino_local_weight": "1..0.5 over 3", "optimizer__warmup": "2 steps", "optimizer__lr": "0.05",
+        "objective__centering": "sinkhorn", "objective__ibot_weight": "1",
+        "objective__dino_local_weight": "1..0.5 over 3",
+        "objective__freeze_prototypes": "1 steps", "optimizer__warmup": "2 steps", "optimizer__lr": "0.05",
         "optimizer__lr_scaling": "sqrt", "optimizer__eps": "1e-2", "teacher__momentum": "0.9",
         "gram__weight": "1..2 over 3", "gram__crop_size": "48", **changes,
     })  # fmt: skip
