@@ -154,6 +154,11 @@ _DINO_DS = {
         "bool",
         "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Else on a GPU up to 2e8 weights",
     ),
+    "frozen_teacher": Key(
+        "text",
+        "teacher.source: on every rank (default), or its backbone in ZeRO 3's partitions, there or on the hosts",
+        choices=("whole", "sharded", "offloaded"),
+    ),
     "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower; not on a CPU)"),
 }
 

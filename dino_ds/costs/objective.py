@@ -65,16 +65,17 @@ class ObjectiveCosts:
     @staticmethod
     def of(recipe: Recipe) -> ObjectiveCosts:
         how, groups, found = recipe.objective, recipe.groups, list[CrossEntropy]()
-        seen = len(teacher_sizes(groups))
-        if how.dino_weight:
+        seen, heads = len(teacher_sizes(groups, recipe.taught_by)), not recipe.regresses_features
+        if how.dino_weight and heads:
             rows = len(student_sizes(groups))
             found.append(CrossEntropy("dino", HEAD, HeadSizes.of(recipe.head), rows, seen, seen, rows))
-        if how.ibot_weight:
+        if how.ibot_weight and heads:
             own = how.ibot_head == "own"
             sizes = HeadSizes.of(recipe.ibot_head if own else recipe.head)
             hidden = hidden_patches(recipe)
             found.append(CrossEntropy("ibot", IBOT_HEAD if own else HEAD, sizes, hidden, hidden))
-        patches = tuple(group.name for group in groups if group.masked) if how.ibot_weight else ()
+        patched = (group.name for group in groups if (group.masked if heads else recipe.taught_by in group.teachers))
+        patches = tuple(patched) if how.ibot_weight else ()
         koleo = seen if how.koleo_weight else 0
         return ObjectiveCosts(
             tuple(found), how.centering == "sinkhorn", patches, koleo, koleo > 0 and how.koleo_ranks == "all"
