@@ -139,10 +139,12 @@ class Recipe(Section):
 
     def _crop_problems(self) -> list[str]:
         patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
-        sizes = {"crops.global_size": self.crops.global_size}
+        sizes, problems = {"crops.global_size": self.crops.global_size}, list[str]()
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size
-        return [
+        elif self.model.local_cls_norm:
+            problems = ["model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"]
+        return problems + [
             f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
             f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
             for name, size in sizes.items()

@@ -15,13 +15,14 @@ from dino_ds.teachers.base import Teacher
 
 class FrozenTeacher(Teacher):
     """Args: as of `Teacher`; `about`: where it is from and the digest of its tensors, as manifests have them; `theirs`
-    and `ours`: what was removed of the images that it was trained on, and of those of this run."""
+    and `ours`: what was removed of the images that it was trained on, and of those of this run. `notes` for people."""
 
     def __init__(
         self, network: Network, dtype: torch.dtype, about: dict[str, Any], theirs: Normalisation, ours: Normalisation
     ) -> None:
         super().__init__(network, dtype)
         self.about = about
+        self.notes: list[str] = []
         self._change = None if theirs == ours else _between(ours, theirs).to(self._device)
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ from dino_ds.config.crops import FROZEN, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
+from dino_ds.data.images import range_text
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.inference import InferencePlacement
@@ -162,7 +163,17 @@ def build_frozen(
     place.finish()
     if performance.compile != "off" and performance.frozen_teacher == "whole":
         backbone.compile_segments(performance.compile)
-    return FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
+    teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
+    teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
+    return teacher
+
+
+def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
+    theirs, ours = source.range, recipe.data.known_range
+    if theirs == ours:
+        return []
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
 def _options(source: FrozenSource, performance: PerformanceOptions) -> BackboneOptions:
@@ -210,6 +221,15 @@ def _fill(network: Network, tensors: dict[str, torch.Tensor], place: InferencePl
             if f"{prefix}{key}" in tensors:
                 setattr(module, key, tensors[f"{prefix}{key}"])
         place(module)
+
+
+def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
+    """What is distilled and how, in a line for people; none without a frozen teacher."""
+    teacher = teachers.get(FROZEN)
+    if not isinstance(teacher, FrozenTeacher):
+        return []
+    how = "heads" if recipe.teacher.distill == "heads" else "features, through a linear layer each"
+    return ["; ".join([f"distilled from {teacher.about['source']} by its {how}", *teacher.notes])]
 
 
 def distilled(teachers: Teachers) -> dict[str, Any] | None:
