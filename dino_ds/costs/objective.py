@@ -94,18 +94,18 @@ class ObjectiveCosts:
         """groups: of a step of one of several resolutions; None: the recipe's."""
         how, found = recipe.objective, list[CrossEntropy]()
         groups = recipe.groups if groups is None else groups
-        teacher = EMA if recipe.teacher.source is None else FROZEN
-        regresses = teacher == FROZEN and recipe.teacher.distill == "features"
-        seen = len(teacher_sizes(groups, teacher))
-        if how.dino_weight and not regresses:
+        teacher, regresses = recipe.taught_by, recipe.regresses_features
+        seen, heads = len(teacher_sizes(groups, teacher)), not regresses
+        if how.dino_weight and heads:
             rows = len(student_sizes(groups))
             found.append(CrossEntropy("dino", HEAD, HeadSizes.of(recipe.head), rows, seen, seen, rows))
-        if how.ibot_weight and not regresses:
+        if how.ibot_weight and heads:
             own = how.ibot_head == "own"
             sizes = HeadSizes.of(recipe.ibot_head if own else recipe.head)
             hidden = hidden_patches(recipe, groups)
             found.append(CrossEntropy("ibot", IBOT_HEAD if own else HEAD, sizes, hidden, hidden))
-        patches = tuple(group.name for group in groups if group.masked) if how.ibot_weight else ()
+        patched = (group.name for group in groups if (group.masked if heads else recipe.taught_by in group.teachers))
+        patches = tuple(patched) if how.ibot_weight else ()
         koleo = seen if how.koleo_weight else 0
         gram = _gram_groups(recipe, groups)
         side = gram[0].size // recipe.model.spec().stride if gram else 0
