@@ -50,6 +50,7 @@ from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, 
 from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
@@ -226,6 +227,8 @@ def _build(
     notes = choice.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
+    elif choice.saved is None:
+        notes += notes_on_snapshot(recipe)
     if choice.saved is not None:
         saver.load(choice.saved)
         notes += [*folder.notes_on(choice.saved.manifest), *other_images.notes(choice.saved.manifest)]

@@ -204,6 +204,11 @@ def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, rank
             f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
             "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"
         )
+    if recipe.gram.weight and recipe.gram.whole_batch:
+        warnings.append(
+            f"gram.whole_batch compares the patches of a micro-batch of {micro_batch} images at a time, not of the "
+            f"{batch} of a step: with another accumulation it is another loss"
+        )
     if objective.koleo_crops:
         images = micro_batch * (ranks if objective.koleo_all else 1)
         warnings.append(
