@@ -40,6 +40,8 @@ from tests.sample import sampled
 MASKS = {"crops.mask": "dinov3", "crops.mask_share": "1", "crops.mask_ratio": "0.3,0.3", "objective.ibot_weight": "1"}
 IBOT = MASKS | {"ibot_head.hidden": "48", "ibot_head.bottleneck": "16"}
 SHARED = MASKS | {"objective.ibot_head": "shared"}
+GRAM = {"gram.weight": "1", "gram.teacher": "snapshot", "head.free_prototypes": "true"}
+ROTARY = {"model.backbone": "vit_small_patch16_dinov3"}
 ROPE = {"rope": "separate", "layer_scale": 1e-5, "registers": 4, "swiglu": True, "mlp_ratio": 6.0}
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
@@ -187,6 +189,9 @@ def peak_bytes(recipe, config) -> int:
         ({}, 131072, SHARED | {"head.bottleneck": "256"}),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16384, IBOT),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
+        ({}, 64, GRAM),
+        ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 64, GRAM | {"gram.crop_size": "128"} | ROTARY),
     ],
 )
 @pytest.mark.slow
