@@ -51,6 +51,7 @@ from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
+from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
@@ -228,6 +229,8 @@ def _build(
     notes = choice.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
+    elif choice.saved is None:
+        notes += notes_on_snapshot(recipe)
     notes += describe_distillation(step.teachers, recipe)
     if choice.saved is not None:
         check_same_teacher(choice.saved.manifest, teacher)
