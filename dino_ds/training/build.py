@@ -14,7 +14,7 @@ from dino_ds.config.crops import EMA, FROZEN, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT, HeadSection
+from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
@@ -37,12 +37,12 @@ from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 from dino_ds.objectives.gram import GRAM_TERM
 from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
 from dino_ds.objectives.koleo import KoLeoTerm
-from dino_ds.schedules import GramSchedule, Schedules, WeightSchedule
+from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teacher, Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.backbone_checks import check_backbone, check_levers
 from dino_ds.training.frozen import begin_centers, build_frozen, feature_terms, find_teacher
-from dino_ds.training.gram import build_gram_teacher, build_gram_term
+from dino_ds.training.gram import build_gram_teacher, build_gram_term, gram_schedule
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.start import InitialWeights, find_start
@@ -244,13 +244,6 @@ def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1)
     return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps))
-
-
-def gram_schedule(recipe: Recipe, epoch_steps: int) -> GramSchedule:
-    """When Gram anchoring begins, and when its teacher is replaced."""
-    gram, batch = recipe.gram, recipe.data.global_batch
-    start, every = (length.in_steps(batch, epoch_steps) for length in (gram.start, gram.refresh_every))
-    return GramSchedule(start, gram.teacher == SNAPSHOT, every, gram.refreshes)
 
 
 def build_prefetcher(
