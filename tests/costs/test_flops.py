@@ -31,6 +31,7 @@ ARCHS = {
     "plain": ViTSpec(8, 32, 3, 2),
     "swiglu": ViTSpec(8, 48, 2, 3, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
     "registers": ViTSpec(8, 32, 2, 2, registers=4, in_chans=1),
+    "rotary": ViTSpec(8, 32, 2, 2, mlp_ratio=8.0, swiglu=True, layer_scale=1e-5, registers=4, rope="separate"),
 }
 
 
@@ -90,6 +91,7 @@ def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
         IBOT | SINKHORN | {"objective__ibot_head": "shared", "model__registers": "2", "head__learned_lengths": "true"},
         IBOT | SINKHORN | {"ibot_head__prototypes": "96", "ibot_head__hidden": "40", "objective__dino_weight": "0"},
         IBOT | {"objective__koleo_weight": "0.1", "ibot_head__prototypes": "80", "crops__num_local": "0"},
+        IBOT | {"model__backbone": "vit_small_plus_patch16_dinov3_qkvb", "model__rope_rescale": "2"},
     ],
     ids=lambda changes: "+".join(changes.values()) or "dino",
 )
