@@ -19,6 +19,7 @@ from dino_ds.config.fields import (
     Length,
     LengthField,
     Positive,
+    Ramp,
     SaveEvery,
     Seconds,
     Section,
@@ -26,6 +27,7 @@ from dino_ds.config.fields import (
     option,
     positive,
 )
+from dino_ds.config.gram_checks import gram_problems
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
@@ -77,6 +79,7 @@ class Recipe(Section):
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
         problems += [*self._optimizer_problems(), *self._channel_problems()]
+        problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
         if problems:
@@ -100,7 +103,7 @@ class Recipe(Section):
             teachers += (GRAM,)
         sizes = crops.global_size, crops.global_scale, crops.local_size, crops.local_scale
         first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
-        first = replace(first, teachers=teachers)
+        first = replace(first, teachers=teachers, hides=crops.mask_hides)
         return (first, *others) if own_gram is None else (first, *others, gram_group(first, own_gram))
 
     def batch_bytes(self, images: int) -> int:
@@ -127,8 +130,13 @@ class Recipe(Section):
         if self.objective.koleo_weight:
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
 
+    @property
+    def _patch(self) -> int:
+        """Sides of crops are multiples of it, as far as is known."""
+        return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
+
     def _crop_problems(self) -> list[str]:
-        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
+        patch = self._patch
         sizes, problems = {"crops.global_size": self.crops.global_size}, list[str]()
         if self.crops.num_local:
             sizes["crops.local_size"] = self.crops.local_size
@@ -168,6 +176,13 @@ class Recipe(Section):
             problems.append(
                 f"crops.mask {self.crops.mask} hides patches that no loss predicts: set it none, or "
                 "objective.ibot_weight above 0"
+            )
+        if not self.crops.mask_hides and self.crops.mask == "none":
+            problems.append("crops.mask_hides false has no effect with crops.mask none: leave it out")
+        if objective.dino_local_weight != Ramp(1.0) and not (objective.dino_weight and self.crops.num_local):
+            problems.append(
+                f"objective.dino_local_weight {objective.dino_local_weight} has no effect without local crops and "
+                "objective.dino_weight: leave it out"
             )
         if objective.centering == "sinkhorn" and objective.center_momentum != ObjectiveSection().center_momentum:
             problems.append(
@@ -209,6 +224,7 @@ class Recipe(Section):
             "optimizer.warmup": self.optimizer.warmup,
             "objective.freeze_prototypes": self.objective.freeze_prototypes,
             "objective.teacher_temp_warmup": self.objective.teacher_temp_warmup,
+            "gram.start": self.gram.start,
         }
         return [
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "

@@ -8,10 +8,11 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import describe_crops
+from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
 from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
@@ -64,13 +65,31 @@ def _objective_lines(recipe: Recipe) -> list[str]:
         for name, head in objective.heads.items()
     ]
     weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
+    weights |= {"gram": recipe.gram.weight}
     terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
     targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
     return [
         f"crops    {describe_crops(recipe.groups)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
+        *_gram_lines(recipe),
     ]
+
+
+def _gram_lines(recipe: Recipe) -> list[str]:
+    """Whose similarities of patches are kept, from when on, and on what crops."""
+    gram, start = recipe.gram, recipe.gram.start
+    if not gram.weight:
+        return []
+    if gram.teacher == EMA:
+        who = "the EMA teacher as it is"
+    else:
+        who = f"the EMA teacher as it is after {start}" if gram.teacher == SNAPSHOT else gram.teacher
+        if gram.refresh_every.value:
+            who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
+    crops = f"the global crops at {gram.crop_size} pixels, without colors" if gram.crop_size else "the global crops"
+    begin = f" from {start} on" if start.value else ""
+    return [f"gram     weight {gram.weight}{begin}; teacher {who}; it sees {crops}"]
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
