@@ -134,8 +134,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
 def build_teachers(
     recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, frozen: FrozenSource | None = None
 ) -> Teachers:
-    """The EMA teacher of the engine's student, equal to it; the `frozen` one; and Gram anchoring's, where it has its
-    own."""
+    """The EMA teacher of the engine's student, equal to it; the `frozen` one; Gram anchoring's, if it has its own."""
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(EMA))
     network = network.to_empty(device=device())
     with torch.no_grad():
