@@ -50,6 +50,7 @@ from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, 
 from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
@@ -221,15 +222,18 @@ def _build(
     # Weights of a checkpoint take the place of others, whose file may be gone.
     begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(begins, config, epoch_steps), RunState()
-    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec())
-    description = {**folder.description(), "images": images.to_json()}
+    teacher = distilled(step.teachers)
+    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec(), teacher)
+    description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
     saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
     notes = choice.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
     elif choice.saved is None:
         notes += notes_on_snapshot(recipe)
+    notes += describe_distillation(step.teachers, recipe)
     if choice.saved is not None:
+        check_same_teacher(choice.saved.manifest, teacher)
         saver.load(choice.saved)
         notes += [*folder.notes_on(choice.saved.manifest), *other_images.notes(choice.saved.manifest)]
     last_step = min(step.schedules.steps, max_steps or step.schedules.steps)

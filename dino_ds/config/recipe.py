@@ -78,7 +78,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
-        problems += [*self._optimizer_problems(), *self._channel_problems()]
+        problems += [*self._optimizer_problems(), *self._channel_problems(), *self._teacher_problems()]
         problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
@@ -94,10 +94,20 @@ class Recipe(Section):
         return self.optimizer.lr * scale
 
     @property
+    def taught_by(self) -> str:
+        """The name of the teacher whose outputs are the targets."""
+        return EMA if self.teacher.source is None else FROZEN
+
+    @property
+    def regresses_features(self) -> bool:
+        """Whether the targets are a teacher's features, not its heads' outputs."""
+        return self.teacher.source is not None and self.teacher.distill == "features"
+
+    @property
     def groups(self) -> tuple[CropGroup, ...]:
         """What is cut from every image, in order, and who sees it."""
         crops, gram = self.crops, self.gram
-        teachers: tuple[str, ...] = (EMA if self.teacher.source is None else FROZEN,)
+        teachers: tuple[str, ...] = (self.taught_by,)
         own_gram = gram.crop_size if gram.weight and gram.teacher != EMA else None
         if gram.weight and own_gram is None and gram.teacher != EMA:
             teachers += (GRAM,)
@@ -170,7 +180,8 @@ class Recipe(Section):
         objective, problems = self.objective, list[str]()
         if not (objective.dino_weight or objective.ibot_weight or objective.koleo_weight):
             problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
-        if objective.ibot_weight and self.crops.mask == "none":
+        regressed = self.regresses_features
+        if objective.ibot_weight and self.crops.mask == "none" and not regressed:
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
         if self.crops.mask != "none" and not objective.ibot_weight:
             problems.append(
@@ -189,7 +200,7 @@ class Recipe(Section):
                 f"objective.center_momentum {objective.center_momentum:g} has no effect with objective.centering "
                 "sinkhorn, which has no running mean: leave it out"
             )
-        masks = objective.ibot_weight or self.crops.mask != "none"
+        masks = (objective.ibot_weight and not regressed) or self.crops.mask != "none"
         if masks and self.model.backbone != FROM_SOURCE and not getattr(self.model.spec(), "hides_patches", False):
             problems.append(
                 f"objective.ibot_weight and crops.mask need a backbone that hides patches, and {self.model.backbone} "
@@ -204,6 +215,14 @@ class Recipe(Section):
                 "even none, and no statistics can be taken of them; leave it out"
             )
         return problems
+
+    def _teacher_problems(self) -> list[str]:
+        objective, teacher = self.objective, self.teacher
+        if teacher.source is None and teacher.distill == "features":
+            return ["teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)"]
+        if teacher.source is not None and not (objective.dino_weight or objective.ibot_weight):
+            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
+        return []
 
     def _optimizer_problems(self) -> list[str]:
         defaults = OptimizerSection()

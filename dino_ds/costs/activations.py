@@ -90,7 +90,7 @@ class MicroBatch:
         blocks, last_block, first_block = self._blocks(recipe, config, groups, kept)
         # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
         features = element * given * arch.width
-        self.in_backbone = blocks + element * pixels + features
+        self.in_backbone = blocks + element * pixels + features + rope_bytes(recipe, sizes)
         self.backward = [
             BackwardMoment("the first blocks of the backward pass", self.in_backbone + last_block, 0.0),
             BackwardMoment("the end of the backward pass", first_block + element * pixels, 1.0),
@@ -192,6 +192,16 @@ def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
     return MicroBatch(recipe, config).saved
 
 
+def rope_bytes(recipe: Recipe, sides: list[int]) -> int:
+    """Tables of rotary positions for each size, FP32: of each block where training changes the coordinates."""
+    arch, model = vit_of(recipe), recipe.model
+    if arch.rope is None:
+        return 0
+    changed = any((model.rope_shift, model.rope_jitter, model.rope_rescale))
+    patches = sum((side // arch.patch_size) ** 2 for side in sides)
+    return _FP32 * patches * (arch.width // arch.heads) * (arch.depth if changed else 1)
+
+
 def _saved_by_blocks(recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
     """What each block saves: batched stochastic depth computes a part, the other kind keeps two scales a token."""
     model, depth = recipe.model, vit_of(recipe).depth
@@ -218,6 +228,7 @@ def block_bytes(
 
     Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
     input of the second norm, norm; h before the activation (SwiGLU: gate and value); LayerScale 2 d; FP32 statistics.
+    Rotary positions add nothing: queries and keys are rotated where they lie.
     Compiled blocks recompute norms: an estimate.
     """
     tokens = sum(s * n for s, n in groups)
