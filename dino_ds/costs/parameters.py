@@ -102,7 +102,7 @@ def _network_of(
     recipe: Recipe,
 ) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool, tuple[tuple[str, int], ...]]:
     objective = ObjectiveCosts.of(recipe)
-    heads, linear = objective.heads, tuple((name, width) for name, (_, width) in objective.regressions.items())
+    heads, linear = objective.heads, tuple((name, width) for name, _, width in objective.regressions)
     kinds = heads.get(HEAD), heads.get(IBOT_HEAD)
     return recipe.model.spec(), recipe.crops.global_size, *kinds, recipe.hides_patches, linear
 
