@@ -99,6 +99,11 @@ class Recipe(Section):
         return EMA if self.teacher.source is None else FROZEN
 
     @property
+    def hides_patches(self) -> bool:
+        """Whether patches are hidden from the student: what it has of them is then a token that is trained."""
+        return self.crops.mask != "none" and self.crops.mask_hides
+
+    @property
     def regresses_features(self) -> bool:
         """Whether the targets are a teacher's features, not its heads' outputs."""
         return self.teacher.source is not None and self.teacher.distill == "features"

@@ -179,7 +179,7 @@ def build_meta(
         performance.attention_backend,
         performance.packed,
         performance.cls_only_last_block,
-        mask_token=recipe.crops.mask != "none",
+        mask_token=recipe.hides_patches,
         sync_batch_norm=model.sync_batch_norm,
         rope_shift=model.rope_shift,
         rope_jitter=model.rope_jitter,
