@@ -38,6 +38,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 @dataclass(frozen=True)
 class WeightSchedule:
     """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
+    The first point is step `begin`.
 
     Source: facebookresearch/dinov3 weights its Gram loss so.
     """
@@ -45,10 +46,11 @@ class WeightSchedule:
     start: float
     end: float
     steps: int
+    begin: int = 0
 
     def at(self, step: int) -> float:
         """After `step` applied optimizer steps."""
-        progress = min(step / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
+        progress = min(max(step - self.begin, 0) / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
         return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * progress))
 
 

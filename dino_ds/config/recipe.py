@@ -9,11 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, crop_sizes, dino_groups, gram_group
+from dino_ds.config.crops import (
+    EMA,
+    FROZEN,
+    GRAM,
+    CropGroup,
+    Resolution,
+    crop_sizes,
+    dino_groups,
+    gram_group,
+    parse_resolutions,
+)
 from dino_ds.config.fields import (
     Count,
     Length,
@@ -23,6 +34,7 @@ from dino_ds.config.fields import (
     Seconds,
     Section,
     Seed,
+    StageLengthField,
     option,
     positive,
 )
@@ -47,7 +59,12 @@ class Recipe(Section):
     """What is learned. How fast and on what hardware is the ds JSON's."""
 
     seed: Seed = option(0, "seed of weights, data order and augmentation")
-    length: LengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
+    stage: Literal["continue", "restart"] | None = option(
+        None,
+        "for --from RUN, what of RUN it begins with: continue = all of its training state, and steps count on; restart "
+        "= its EMA teacher's weights, from step 0",
+    )
+    length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics")
     save_every: SaveEvery = option("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
     expected_hours_between_failures: Positive = option(
@@ -91,17 +108,36 @@ class Recipe(Section):
         return self.optimizer.lr * scale
 
     @property
+    def resolutions(self) -> tuple[Resolution, ...]:
+        """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
+        crops = self.crops
+        own_gram = self.gram.crop_size if self._gram_has_crops else None
+        return parse_resolutions(crops.resolutions) or (Resolution(crops.global_size, crops.local_size, own_gram),)
+
+    @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """What is cut from every image, in order, and who sees it."""
+        """What is cut from every image, in order, and who sees it; of several resolutions the one of most pixels,
+        which memory must hold."""
+        return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
+
+    def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
+        """As `groups`, of a step of this resolution: they differ in size alone."""
         crops, gram = self.crops, self.gram
         teachers: tuple[str, ...] = (EMA if self.teacher.source is None else FROZEN,)
-        own_gram = gram.crop_size if gram.weight and gram.teacher != EMA else None
-        if gram.weight and own_gram is None and gram.teacher != EMA:
+        if gram.weight and not self._gram_has_crops and gram.teacher != EMA:
             teachers += (GRAM,)
-        sizes = crops.global_size, crops.global_scale, crops.local_size, crops.local_scale
+        sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
         first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
         first = replace(first, teachers=teachers)
-        return (first, *others) if own_gram is None else (first, *others, gram_group(first, own_gram))
+        if not self._gram_has_crops:
+            return (first, *others)
+        assert resolution.gram_size is not None
+        return (first, *others, gram_group(first, resolution.gram_size))
+
+    @property
+    def _gram_has_crops(self) -> bool:
+        gram = self.gram
+        return bool(gram.weight) and gram.crop_size is not None and gram.teacher != EMA
 
     def batch_bytes(self, images: int) -> int:
         """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
@@ -129,15 +165,34 @@ class Recipe(Section):
 
     def _crop_problems(self) -> list[str]:
         patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
-        sizes = {"crops.global_size": self.crops.global_size}
-        if self.crops.num_local:
-            sizes["crops.local_size"] = self.crops.local_size
-        return [
+        crops, several = self.crops, parse_resolutions(self.crops.resolutions)
+        sizes = [("crops.global_size", crops.global_size)]
+        if crops.num_local:
+            sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
+            sizes += [] if several else [("crops.local_size", crops.local_size)]
+        sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
+        sizes += [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
+        return self._gram_size_problems(several) + [
             f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
             f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
-            for name, size in sizes.items()
+            for name, size in sizes
             if size % patch
         ]
+
+    def _gram_size_problems(self, several: Iterable[Resolution]) -> list[str]:
+        """Where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
+        for one in several:
+            if one.gram_size and not self._gram_has_crops:
+                return [
+                    f"crops.resolutions {one} has a Gram size, and Gram anchoring has no crops of its own here: set "
+                    "gram.weight and gram.crop_size, or leave out the third number"
+                ]
+            if self._gram_has_crops and not one.gram_size:
+                return [
+                    f"crops.resolutions {one} has no Gram size, and gram.crop_size is {self.gram.crop_size}: write "
+                    "GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"
+                ]
+        return []
 
     def _channel_problems(self) -> list[str]:
         given = {"data.mean": self.data.mean, "data.std": self.data.std}
@@ -212,7 +267,7 @@ class Recipe(Section):
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
             "with --max_steps)"
             for name, part in parts.items()
-            if part.unit == self.length.unit and part.value > self.length.value
+            if part.unit == self.length.unit and part.value > self.length.value and not self.length.begin
         ]
 
 

@@ -67,10 +67,18 @@ def _objective_lines(recipe: Recipe) -> list[str]:
     terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
     targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
     return [
-        f"crops    {describe_crops(recipe.groups)}{masks}",
+        f"crops    {_sizes_in_words(recipe)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
     ]
+
+
+def _sizes_in_words(recipe: Recipe) -> str:
+    """ "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
+    several = [(describe_crops(recipe.groups_of(one)), one.share) for one in recipe.resolutions]
+    if len(several) == 1:
+        return several[0][0]
+    return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
@@ -82,7 +90,8 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}
-    for tokens in [tokens_of(arch, group.size) for group in recipe.groups]:
+    sizes = {group.size: None for one in recipe.resolutions for group in recipe.groups_of(one)}
+    for tokens in [tokens_of(arch, size) for size in sizes]:
         kernel = performance.attention_backend
         if kernel == "auto":
             kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)

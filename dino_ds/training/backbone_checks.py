@@ -20,11 +20,12 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
     BatchNorm that can't act on it."""
     network.backbone.check_trainable()
-    for side in crop_sizes(recipe.groups):
+    given = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
+    for side in {side: None for one in recipe.resolutions for side in crop_sizes(recipe.groups_of(one))}:
         try:
             network.backbone.check_image(side, side)
         except ConfigError as error:
-            raise ConfigError(f"{error}; change crops.global_size or crops.local_size") from None
+            raise ConfigError(f"{error}; change {given}") from None
     _check_batch_norm(recipe, network)
 
 

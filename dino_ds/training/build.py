@@ -212,7 +212,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
 def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule:
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1)
-    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps))
+    begin = ramp.length.begin
+    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps) - begin, begin)
 
 
 def build_prefetcher(
