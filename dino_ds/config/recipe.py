@@ -59,7 +59,7 @@ class Recipe(Section):
     """What is learned. How fast and on what hardware is the ds JSON's."""
 
     seed: Seed = option(0, "seed of weights, data order and augmentation")
-    stage: Literal["continue", "restart"] | None = option(
+    stage_start: Literal["continue", "restart"] | None = option(
         None,
         "for --from RUN, what of RUN it begins with: continue = all of its training state, and steps count on; restart "
         "= its EMA teacher's weights, from step 0",
@@ -258,6 +258,8 @@ class Recipe(Section):
         ]
 
     def _length_problems(self) -> list[str]:
+        if self.stage_start == "continue":
+            return []  # the length is the stage's, and the others may lie in the run before
         parts = {
             "optimizer.warmup": self.optimizer.warmup,
             "objective.freeze_prototypes": self.objective.freeze_prototypes,
@@ -267,7 +269,7 @@ class Recipe(Section):
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
             "with --max_steps)"
             for name, part in parts.items()
-            if part.unit == self.length.unit and part.value > self.length.value and not self.length.begin
+            if part.unit == self.length.unit and part.value > self.length.value
         ]
 
 

@@ -143,14 +143,8 @@ def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
     return LoaderBatch(crops, params, *there, masks)
 
 
-class BatchKeys(list[tuple[int, int]]):
-    """(epoch, index) of the images of a micro-batch; `resolution`: the number of the one that its step has."""
-
-    resolution = 0
-
-
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs, of the first resolution unless these are BatchKeys. Boxes, colours and masks
+    """Batches by (epoch, index) pairs, of the resolution whose number they have, if any. Boxes, colours and masks
     depend on (seed, epoch, index), and on the resolution, and on nothing else."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
@@ -166,7 +160,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Crops are written where the training process will read them: there is no other copy."""
-        multicrop = self._multicrop.resolutions[keys.resolution if isinstance(keys, BatchKeys) else 0]
+        multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
         places = [place for group in crops.values() for place in group]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from dino_ds.data.base import Source
-from dino_ds.data.batches import BatchKeys, LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
     handle_worker_crash,
@@ -49,6 +49,12 @@ class Position:
         """After `samples` more, of `per_epoch` in an epoch; the next epoch begins where as many again don't fit."""
         consumed = self.samples + samples
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
+
+
+class BatchKeys(list[tuple[int, int]]):
+    """(epoch, index) of the images of a micro-batch; `resolution`: the number of the one that its step has."""
+
+    resolution = 0
 
 
 class ResumableSampler(Sampler[BatchKeys]):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import keyword
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -48,6 +49,11 @@ class Option:
     help: Help
     choices: tuple[str, ...] = ()
     required: bool = False
+
+    @property
+    def field(self) -> str:
+        """Its name in the class: a word of Python's has an underscore there."""
+        return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
 
     @property
     def default_text(self) -> str:
@@ -149,7 +155,7 @@ def _option(name: str, hint: Any, default: Any) -> Option:
     choices = choices or help_.choices
     kind = "names" if kind == "words" and choices else kind
     required = default is MISSING
-    return Option(name, kind, None if required else default, help_, choices, required)
+    return Option(name.removesuffix("_"), kind, None if required else default, help_, choices, required)
 
 
 def _kind_of(value_type: Any) -> tuple[str, tuple[str, ...]]:

@@ -51,7 +51,7 @@ def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> Performan
 
 def check_frozen_statistics(recipe: Recipe) -> None:
     """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
-    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None and recipe.stage_start is None:
         raise ConfigError(
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"

@@ -76,6 +76,14 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
     return replace(weights, heads=heads, mask_token=mask_token)
 
 
+def teacher_weights(saved: SavedCheckpoint) -> Weights:
+    """Those of the EMA teacher of a verified checkpoint, its heads among them."""
+    whole, prefix = saved.whole(), f"{_TEACHER}backbone."
+    backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+    mask_token = backbone.pop(_MASK_TOKEN.removeprefix(prefix), None)
+    return Weights("dino_ds", backbone, _heads(whole), mask_token=mask_token)
+
+
 def _heads(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Of the tensors of a checkpoint those of the teacher's heads, by the head's name."""
     heads: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
