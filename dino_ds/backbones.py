@@ -113,7 +113,7 @@ class ViTSpec:
     def side_multiple(self) -> int:
         return self.patch_size
 
-    def timm_model(self, name: str) -> tuple[str, dict[str, Any]]:
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
         arguments: dict[str, Any] = {
             "patch_size": self.patch_size,
             "embed_dim": self.width,
@@ -121,6 +121,8 @@ class ViTSpec:
             "num_heads": self.heads,
             "in_chans": self.in_chans,
         }
+        if self.rope is not None:
+            return self._timm_eva(name, arguments)
         if self.timm is not None:
             name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
         as_named = VITS.get(name)
@@ -130,6 +132,29 @@ class ViTSpec:
             arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
         return name, arguments
 
+    def _timm_eva(self, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """By one of timm's functions for DINOv3, which make its `Eva` with LayerNorm's epsilon and RoPE as there."""
+        like = VITS.get(name, _DINOV3)
+        name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
+        fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
+        if any(getattr(self, key) != getattr(like, key) for key in fixed):
+            return None
+        own, as_named = self._eva_arguments(), like._eva_arguments()
+        changed = {key: value for key, value in own.items() if value != as_named[key]}
+        if self.swiglu and (not like.swiglu or int(self.width * self.mlp_ratio) // 2 % 64):
+            changed["swiglu_align_to"] = 1  # no rounding; with 0 gate and value would be of one layer
+        return name, arguments | changed | {"global_pool": "token"}
+
+    def _eva_arguments(self) -> dict[str, Any]:
+        return {
+            "mlp_ratio": self.mlp_ratio / 2 if self.swiglu else self.mlp_ratio,
+            "swiglu_mlp": self.swiglu,
+            "num_reg_tokens": self.registers,
+            "init_values": self.layer_scale,
+            "qkv_bias": self.qkv_bias,
+            "rope_temperature": self.rope_base,
+        }
+
 
 FROM_SOURCE = "from_source"
 """Instead of a name: the architecture of the weights that a run starts from; the command line resolves it first."""
@@ -137,6 +162,15 @@ FROM_SOURCE = "from_source"
 _S16 = ViTSpec(16, 384, 12, 6)
 # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
 _GIANT = ViTSpec(14, 1536, 40, 24, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5)
+# DINOv3's block, with SwiGLU's two layers counted in the ratio: timm's mlp_ratio is half of it.
+_DINOV3 = ViTSpec(16, 384, 12, 6, layer_scale=1e-5, registers=4, norm_eps=1e-5, rope="separate", qkv_bias=False)
+_DINOV3_SIZES = {
+    "small": _DINOV3,
+    "small_plus": replace(_DINOV3, mlp_ratio=8.0, swiglu=True),
+    "base": replace(_DINOV3, width=768, heads=12),
+    "large": replace(_DINOV3, width=1024, depth=24, heads=16),
+    "huge_plus": replace(_DINOV3, width=1280, depth=32, heads=20, mlp_ratio=8.0, swiglu=True),
+}
 _DINOV2 = {
     "small": (384, 12, 6),
     "base": (768, 12, 12),
@@ -175,6 +209,13 @@ VITS: dict[str, ViTSpec] = {
         registers=4,
         timm="vit_giant_patch14_reg4_dinov2",
     ),
+    "vit_tiny_patch16_dinov3_qkvb": replace(_DINOV3, width=192, heads=3, qkv_bias=True),
+    **{
+        f"vit_{size}_patch16_dinov3{kind}": replace(spec, qkv_bias=bool(kind))
+        for size, spec in _DINOV3_SIZES.items()
+        for kind in ("", "_qkvb")
+    },
+    "vit_7b_patch16_dinov3": replace(_DINOV3, width=4096, depth=40, heads=32, swiglu=True),
 }
 
 BACKBONES: dict[str, BackboneSpec] = {**VITS}

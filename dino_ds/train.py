@@ -53,6 +53,7 @@ from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.beginning import choose_beginning
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
 from dino_ds.training.metrics import RunLog
@@ -265,16 +266,18 @@ def _build(
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     if step.applied_steps < last_step:
         saver.check_space()
+    with distributed.raise_on_all_ranks():
+        loggers = open_loggers(config.loggers, folder.path, str(folder.run_id))
     folder.write()
     notes += saver.tidy()
-    log = _open_log(folder.path, step.applied_steps, last_step)
+    log = _open_log(folder.path, step.applied_steps, last_step, loggers)
     facts = (recipe, config, folder.path, len(source), epoch_steps, last_step, predicted_gib)
     return Run(*facts, step, state, evaluations, pictures, log), saver, notes
 
 
-def _open_log(path: Path, step: int, last_step: int) -> RunLog:
+def _open_log(path: Path, step: int, last_step: int, loggers: Mapping[str, Logger]) -> RunLog:
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(path, step, last_step)
+            return RunLog(path, step, last_step, loggers)
         except OSError as error:
             raise unwritable(error.filename or path, error) from None

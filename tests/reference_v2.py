@@ -25,6 +25,14 @@ _NAMES = (
 )
 
 
+_DINOV3_NAMES = (
+    (r"\.ls([12])\.gamma$", r".gamma_\1"),
+    (r"\.mlp\.w1\.", ".mlp.fc1_g."),
+    (r"\.mlp\.w2\.", ".mlp.fc1_x."),
+    (r"(^|\.)storage_tokens$", r"\1reg_token"),
+)
+
+
 def golden_v2_folder() -> Path:
     return Path(os.environ.get("DINO_DS_GOLDEN_V2") or Path(__file__).parent / "golden_v2")
 
@@ -44,9 +52,12 @@ def _value(stored: Tensor) -> Tensor:
     return stored.float() if stored.dtype == torch.float16 else stored
 
 
-def our_name(theirs: str) -> str:
-    """A parameter's name in the reference -> ours: timm's in the backbone; its "dino_head" is "head" here."""
-    for pattern, ours in _NAMES:
+def our_name(theirs: str, dinov3: bool = False) -> str:
+    """A parameter's name in the reference -> ours: timm's in the backbone; its "dino_head" is "head" here.
+
+    dinov3: of a network with rotary positions, whose names are those of timm's Eva.
+    """
+    for pattern, ours in (*_NAMES, *(_DINOV3_NAMES if dinov3 else ())):
         theirs = re.sub(pattern, ours, theirs)
     return theirs
 
@@ -57,12 +68,33 @@ def from_reference_v2(
     """The tensors below `prefix` under our names; prototypes' lengths are all 1 and left out unless learned.
 
     With registers the place of the CLS token is added to it: our position embedding covers the patches alone then.
+    dinov3's bias of queries, keys and values is cut in three; "attn.k_bias" is left out where its mask makes it zero.
     """
-    ours = {our_name(name.removeprefix(prefix)): t for name, t in tensors.items() if name.startswith(prefix)}
+    dinov3 = not any(name.startswith(prefix) and name.endswith("pos_embed") for name in tensors)
+    ours = {our_name(name.removeprefix(prefix), dinov3): t for name, t in tensors.items() if name.startswith(prefix)}
     for name in [name for name in ours if name.endswith("prototypes.lengths") and not learned_lengths]:
         assert torch.all(ours.pop(name) == 1)
+    if dinov3:
+        return _in_three(ours)
     for name in [name for name in ours if name.endswith("reg_token")]:
         positions, cls = (name.replace("reg_token", other) for other in ("pos_embed", "cls_token"))
         ours[cls] = ours[cls] + ours[positions][:, :1]
         ours[positions] = ours[positions][:, 1:]
     return ours
+
+
+def _in_three(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`attn.qkv.bias` as q_bias, k_bias and v_bias, masked as `bias_mask` says; no periods."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("attn.qkv.bias"):
+            mask = tensors.get(f"{name}_mask")
+            parts = dict(zip("qkv", tensor.chunk(3), strict=True))
+            if mask is not None:
+                q, k, v = mask.chunk(3)
+                assert torch.all(q == 1) and torch.all(v == 1) and torch.all(k == 0)
+                del parts["k"]
+            found |= {name.replace("qkv.bias", f"{part}_bias"): bias for part, bias in parts.items()}
+        elif not name.endswith(("bias_mask", "rope_embed.periods")):
+            found[name] = tensor
+    return found

@@ -16,6 +16,7 @@ from typing import Any
 import hjson
 
 from dino_ds.config.ds_check import offloads_optimizer, override, problems_of
+from dino_ds.config.ds_schema import LOGGERS
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import did_you_mean, missing_file, nearest
 from dino_ds.text_file import is_file, read_text
@@ -48,7 +49,7 @@ class PerformanceOptions:
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON resolved for one run. `raw` is what DeepSpeed gets; `notes` say what was filled in.
+    """A ds JSON resolved for one run. `raw` is it with all that was open filled in; `notes` say what was filled in.
 
     micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
     0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
@@ -65,6 +66,14 @@ class DsConfig:
     checkpoint_on_cpu: bool
     performance: PerformanceOptions
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def for_deepspeed(self) -> dict[str, Any]:
+        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
+
+    @property
+    def loggers(self) -> dict[str, dict[str, Any]]:
+        return {key: self.raw[key] for key in LOGGERS if key in self.raw}
 
     def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
         """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a

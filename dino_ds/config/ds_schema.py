@@ -62,6 +62,9 @@ TOP: dict[str, Key] = {
     ),
     "comms_logger": Key("section", "log collectives"),
     "flops_profiler": Key("section", "DeepSpeed's profile of one step"),
+    "wandb": Key("section", "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)"),
+    "comet": Key("section", "metrics also go to Comet (pip install comet_ml; COMET_API_KEY)"),
+    "mlflow": Key("section", "metrics also go to MLflow (pip install mlflow-skinny); DeepSpeed does not read it"),
     "dino_ds": Key("section", "speed of dino_ds's own parts; DeepSpeed does not read it"),
     "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
     "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
@@ -192,6 +195,24 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
         "detailed": Key("bool", "the whole model"),
         "output_file": Key("text", "file of the table"),
     },
+    "wandb": {
+        "enabled": Key("bool", "log there", required=True),
+        "project": Key("text", "default dino_ds"),
+        "group": Key("text", "group of runs"),
+        "team": Key("text", "the entity; default: your own"),
+    },
+    "comet": {
+        "enabled": Key("bool", "log there", required=True),
+        "project": Key("text", "default dino_ds"),
+        "workspace": Key("text", "default: your own"),
+        "experiment_name": Key("text", "default: the run folder's name"),
+        "online": Key("bool", "false: into a file, for comet upload"),
+    },
+    "mlflow": {
+        "enabled": Key("bool", "log there", required=True),
+        "experiment": Key("text", "default dino_ds"),
+        "tracking_uri": Key("text", "server or file; default: MLflow's own"),
+    },
 }
 
 _REMOVED = "DeepSpeed 0.19 has removed it"
@@ -217,7 +238,8 @@ REFUSED: dict[str, str] = {
          "zero_optimization.zeropp_loco_param", "zero_optimization.legacy_stage1"),
         _REMOVED,
     ),
-    **dict.fromkeys(("tensorboard", "wandb", "csv_monitor", "comet"), _METRICS),
+    **dict.fromkeys(("tensorboard", "csv_monitor"), _METRICS),
+    "comet.api_key": "a file is no place for a secret: set COMET_API_KEY",
     "aio": _NVME,
     **{f"zero_optimization.{section}.{key}": _NVME for section, keys in _NVME_KEYS.items() for key in keys},
     "torch_autocast": _AUTOCAST,
@@ -267,6 +289,7 @@ REFUSED: dict[str, str] = {
     "activation_checkpointing.profile": _RECOMPUTE,
 }  # fmt: skip
 
+LOGGERS = ("wandb", "comet", "mlflow")  # where else metrics go; DeepSpeed would wait for the device in each step
 # Sections whose unknown keys make DeepSpeed stop; in all others it ignores them.
 STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
 

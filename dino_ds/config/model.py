@@ -94,10 +94,24 @@ class ModelSection(Section):
                     f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
                     "alone; leave it out"
                 )
-        arch = self.spec()
+        self._check_vit(self.spec())
+        return self
+
+    def _check_vit(self, arch: BackboneSpec) -> None:
         if isinstance(arch, ViTSpec) and arch.width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
-        return self
+        if not isinstance(arch, ViTSpec) or arch.rope is None:
+            given = [key for key in _OF_ROPE if getattr(self, key) is not None]
+            if given:
+                raise ValueError(
+                    f"model.{given[0]} is for ViTs with rotary positions, such as vit_small_patch16_dinov3, and "
+                    f"{self.backbone} has none: leave it out"
+                )
+        elif arch.width // arch.heads % 4:
+            raise ValueError(
+                f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each, and rotary positions "
+                "need a multiple of 4: change model.width or model.heads"
+            )
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
@@ -111,6 +125,7 @@ class ModelSection(Section):
 
 
 _OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
+_OF_ROPE = ("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale")
 _SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
 
 

@@ -166,13 +166,17 @@ class Recipe(Section):
     def _crop_problems(self) -> list[str]:
         patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
         crops, several = self.crops, parse_resolutions(self.crops.resolutions)
-        sizes = [("crops.global_size", crops.global_size)]
+        sizes, problems = [("crops.global_size", crops.global_size)], self._gram_size_problems(several)
         if crops.num_local:
             sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
             sizes += [] if several else [("crops.local_size", crops.local_size)]
+        elif self.model.local_cls_norm:
+            problems.append(
+                "model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"
+            )
         sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
         sizes += [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
-        return self._gram_size_problems(several) + [
+        return problems + [
             f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
             f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
             for name, size in sizes

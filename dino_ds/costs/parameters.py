@@ -50,8 +50,9 @@ def copied_names(recipe: Recipe) -> frozenset[str]:
 
 
 def vit_copied_names(names: Iterable[str]) -> frozenset[str]:
-    """Those of linear layers and the patch embedding."""
-    return frozenset(n for n in names if any(part in n for part in (".attn.", ".mlp.", ".patch_embed.")))
+    """Those of linear layers and the patch embedding; biases that RoPE's attention owns itself are not."""
+    layers = (".attn.qkv.", ".attn.proj.", ".mlp.", ".patch_embed.")
+    return frozenset(n for n in names if any(part in n for part in layers))
 
 
 def group_sizes(recipe: Recipe) -> list[int]:
@@ -90,7 +91,7 @@ def _layers(recipe: Recipe) -> tuple[dict[str, int], int]:
     for name in recipe_sizes(recipe):
         words = name.split(".")
         if words[0] == "backbone":
-            last = spec.depth + 1 if words[1] == "norm" else 0
+            last = spec.depth + 1 if words[1].endswith("norm") else 0
             layers[name] = int(words[2]) + 1 if words[1] == "blocks" else last
     return layers, spec.depth
 
@@ -123,7 +124,8 @@ def _backbone(arch: ViTSpec, image_size: int, mask_token: bool) -> Iterator[tupl
     yield "cls_token", (1, 1, d)
     if registers:
         yield "reg_token", (1, registers, d)
-    yield "pos_embed", (1, patches if registers else patches + 1, d)
+    if arch.rope is None:
+        yield "pos_embed", (1, patches if registers else patches + 1, d)
     if mask_token:
         yield "mask_token", (1, d)
     yield "patch_embed.proj.weight", (d, arch.in_chans, arch.patch_size, arch.patch_size)
@@ -131,26 +133,40 @@ def _backbone(arch: ViTSpec, image_size: int, mask_token: bool) -> Iterator[tupl
     for i in range(arch.depth):
         for name, shape in _block(arch):
             yield f"blocks.{i}.{name}", shape
-    yield "norm.weight", (d,)
-    yield "norm.bias", (d,)
+    yield from _norm(arch, "norm")
+    if arch.cls_norm:
+        yield from _norm(arch, "cls_norm")
+    if arch.local_cls_norm:
+        yield from _norm(arch, "local_cls_norm")
+
+
+def _norm(arch: ViTSpec, name: str) -> Iterator[tuple[str, _Shape]]:
+    yield f"{name}.weight", (arch.width,)
+    if not arch.rms_norm:
+        yield f"{name}.bias", (arch.width,)
 
 
 def _block(arch: ViTSpec) -> Iterator[tuple[str, _Shape]]:
-    d, (packed, hidden) = arch.width, mlp_widths(arch)
+    d, rotary, (packed, hidden) = arch.width, arch.rope is not None, mlp_widths(arch)
     for norm in ("norm1", "norm2"):
-        yield f"{norm}.weight", (d,)
-        yield f"{norm}.bias", (d,)
+        yield from _norm(arch, norm)
+    first = {"fc1_g": hidden, "fc1_x": hidden} if rotary and arch.swiglu else {"fc1": packed}
+    yield "attn.qkv.weight", (3 * d, d)
+    if not rotary:
+        yield "attn.qkv.bias", (3 * d,)
+    elif arch.qkv_bias:
+        yield "attn.q_bias", (d,)
+        yield "attn.v_bias", (d,)
     for name, n_in, n_out in (
-        ("attn.qkv", d, 3 * d),
         ("attn.proj", d, d),
-        ("mlp.fc1", d, packed),
+        *((f"mlp.{name}", d, n_out) for name, n_out in first.items()),
         ("mlp.fc2", hidden, d),
     ):
         yield f"{name}.weight", (n_out, n_in)
         yield f"{name}.bias", (n_out,)
     if arch.layer_scale is not None:
-        yield "ls1.gamma", (d,)
-        yield "ls2.gamma", (d,)
+        for name in ("gamma_1", "gamma_2") if rotary else ("ls1.gamma", "ls2.gamma"):
+            yield name, (d,)
 
 
 def mlp_widths(arch: ViTSpec) -> tuple[int, int]:

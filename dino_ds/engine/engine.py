@@ -74,7 +74,7 @@ class Engine:
         # torch's own: DeepSpeed's are compiled at run time.
         optimizer = build_optimizer(network, options)
         # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
-        raw = config.raw | {"timers": {"throughput": {"enabled": False}}}
+        raw = config.for_deepspeed | {"timers": {"throughput": {"enabled": False}}}
         raw["zero_allow_untested_optimizer"] = True  # by DeepSpeed; we have tested SGD and LARS
         # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
         if config.stage == 0 or by_part:

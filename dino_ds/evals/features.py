@@ -59,7 +59,7 @@ def extract_features(
     image at all, GaveUp.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    images = _Images(source, mine, reading)
+    images = LabelledImages(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
     with closing(loaded(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
         for crops, targets, unreadable in batches:
@@ -129,7 +129,7 @@ def generators_kept(device: torch.device) -> Iterator[None]:
         np.random.set_state(others[1])
 
 
-class _Images(Dataset[tuple[Tensor, int, int] | str]):
+class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
         self._source, self._indices = source, indices
         self._transform, self._range = reading.transform, reading.value_range

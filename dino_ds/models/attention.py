@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,14 +31,19 @@ class QueryKeyValue(nn.Linear):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, query_rows: Tensor | None = None
+        self, x: Tensor, query_rows: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d)."""
+        """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d).
+
+        bias (3d,) in the place of its own.
+        """
+        bias = self.bias if bias is None else bias
         if query_rows is None:
-            return (super().forward(x),)
-        d, bias = self.in_features, self.bias
-        queries = F.linear(x.index_select(0, query_rows), self.weight[:d], bias[:d])
-        return queries, F.linear(x, self.weight[d:], bias[d:])
+            return (F.linear(x, self.weight, bias),)
+        d = self.in_features
+        of_queries, of_others = (None, None) if bias is None else (bias[:d], bias[d:])
+        queries = F.linear(x.index_select(0, query_rows), self.weight[:d], of_queries)
+        return queries, F.linear(x, self.weight[d:], of_others)
 
 
 class _PerSize(torch.autograd.Function):
@@ -72,19 +78,36 @@ class Attention(nn.Module):
     """implementation: "sdpa" (one call per size), "naive" (the formula) or "varlen" (one CUDA kernel for all sizes,
     bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice."""
 
-    def __init__(self, width: int, heads: int, implementation: str, backend: str) -> None:
+    def __init__(self, width: int, heads: int, implementation: str, backend: str, bias: bool = True) -> None:
         super().__init__()
         self.heads, self.head_width = heads, width // heads
         self.implementation = implementation
         self.backend = backend
-        self.qkv = QueryKeyValue(width, 3 * width)
+        self.qkv = QueryKeyValue(width, 3 * width, bias)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, packing: Packing, selection: Selection | None = None) -> Tensor:
-        """x (tokens, d) -> (tokens, d), or (rows, d) for the selected ones alone."""
-        projected = self.qkv(x, None if selection is None else selection.rows)
+    def forward(
+        self, x: Tensor, packing: Packing, selection: Selection | None = None, tables: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """x (tokens, d) -> (tokens, d), or (rows, d) for the selected ones alone. tables: of RoPE, for each size."""
+        projected = self.projected(x, packing, selection, tables)
         attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
         return self.proj(attend(projected, packing, packing if selection is None else selection.packing))
+
+    def projected(
+        self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Queries, keys and values as of `QueryKeyValue`, with their positions."""
+        return self.qkv(x, None if selection is None else selection.rows)
+
+    @torch.no_grad()
+    def weights(self, x: Tensor, packing: Packing, tables: Sequence[Tensor], cls_only: bool) -> Tensor:
+        """x (b * n, d), sequences of one size -> (b, heads, n, n), or of the CLS token's queries (b, heads, 1, n)."""
+        (projected,) = self.projected(x, packing, None, tables)
+        ((sequences, tokens),) = packing.groups
+        q, k, _ = projected.view(sequences, tokens, 3, self.heads, -1).transpose(1, 3).unbind(2)
+        q = q[:, :, :1] if cls_only else q
+        return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
     def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
         """`packing` of the keys and values, `asking` of the queries."""

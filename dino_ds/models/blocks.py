@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,40 +68,44 @@ class ActivatedLinear(nn.Linear):
         super().__init__(n_in, n_out)
         self.swiglu = swiglu
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (tokens, n_in), of SwiGLU (tokens, 2 n_in), gate and value -> (tokens, n_out)."""
+    def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
+        """x (tokens, n_in), of SwiGLU (tokens, 2 n_in), gate and value, or both apart -> (tokens, n_out)."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return super().forward(_activate(x, self.swiglu))
-        out: Tensor = _ActivatedLinear.apply(x, self.weight, self.bias, self.swiglu)
+            return super().forward(_activate(x, value, self.swiglu))
+        out: Tensor = _ActivatedLinear.apply(x, value, self.weight, self.bias, self.swiglu)
         return out
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, swiglu: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor, swiglu: bool) -> Tensor:
+        ctx.save_for_backward(x, value, weight)
         ctx.swiglu = swiglu
-        return F.linear(_activate(x, swiglu), weight, bias)
+        return F.linear(_activate(x, value, swiglu), weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (grad,), (x, weight) = grad_outputs, ctx.saved_tensors
-        grad_weight = grad.t() @ _activate(x, ctx.swiglu)  # first: the activation is not needed after it
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
+        # First: the activation is not needed after it.
+        grads = (grad.t() @ _activate(x, value, ctx.swiglu), grad.sum(dim=0), None)
         inner = grad @ weight
         if not ctx.swiglu:
-            return torch.ops.aten.gelu_backward(inner, x), grad_weight, grad.sum(dim=0), None
+            return torch.ops.aten.gelu_backward(inner, x), None, *grads
+        if value is not None:
+            grad_value = inner * F.silu(x)
+            return torch.ops.aten.silu_backward(inner.mul_(value), x), grad_value, *grads
         gate, value = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
         grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
-        return grad_x, grad_weight, grad.sum(dim=0), None
+        return grad_x, None, *grads
 
 
-def _activate(x: Tensor, swiglu: bool) -> Tensor:
+def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
     if not swiglu:
         return F.gelu(x)
-    gate, value = x.chunk(2, dim=-1)
+    gate, value = x.chunk(2, dim=-1) if value is None else (x, value)
     return F.silu(gate) * value
 
 
@@ -118,38 +123,58 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
+def norm_layer(arch: ViTSpec) -> nn.Module:
+    return (nn.RMSNorm if arch.rms_norm else nn.LayerNorm)(arch.width, eps=arch.norm_eps)
+
+
 class Block(nn.Module):
+    """Of ViTs with learned positions; `dino_ds.models.rotary.RotaryBlock` has other parts."""
+
     def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
         super().__init__()
         width = arch.width
-        self.norm1 = nn.LayerNorm(width, eps=arch.norm_eps)
+        self.norm1 = norm_layer(arch)
         self.attn = Attention(width, arch.heads, attention, attention_backend)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
-        self.norm2 = nn.LayerNorm(width, eps=arch.norm_eps)
-        self.mlp = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
+        self.norm2 = norm_layer(arch)
+        self.mlp: nn.Module = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 
     def forward(
-        self, x: Tensor, packing: Packing, drop: Tensor | list[Kept] | None = None, selection: Selection | None = None
+        self,
+        x: Tensor,
+        packing: Packing,
+        drop: Tensor | list[Kept] | None = None,
+        selection: Selection | None = None,
+        tables: Sequence[Tensor] = (),
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d); with a selection (its rows, d): keys and values come from all tokens.
 
         drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences that
-        each computes at all, or None.
+        each computes at all, or None. tables: of RoPE, for each size.
         """
         if isinstance(drop, list):
-            return self._forward_kept(x, drop, selection)
-        branch = self.ls1(self.attn(self.norm1(x), packing, selection))
+            return self._forward_kept(x, drop, selection, tables)
+        branch = self._scale1(self.attn(self.norm1(x), packing, selection, tables))
         x = _selected(x, selection) + (branch if drop is None else branch * drop[0])
-        branch = self.ls2(self.mlp(self.norm2(x)))
+        branch = self._scale2(self.mlp(self.norm2(x)))
         return x + (branch if drop is None else branch * drop[1])
 
-    def _forward_kept(self, x: Tensor, kept: list[Kept], selection: Selection | None) -> Tensor:
+    def _forward_kept(
+        self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
+    ) -> Tensor:
         first, second = kept
-        branch = self.ls1(self.attn(self.norm1(x.index_select(0, first.rows)), first.packing, first.selection))
+        rows = self.norm1(x.index_select(0, first.rows))
+        branch = self._scale1(self.attn(rows, first.packing, first.selection, tables))
         x = _add(_selected(x, selection), branch, first)
-        branch = self.ls2(self.mlp(self.norm2(x.index_select(0, second.places))))
+        branch = self._scale2(self.mlp(self.norm2(x.index_select(0, second.places))))
         return _add(x, branch, second)
+
+    def _scale1(self, branch: Tensor) -> Tensor:
+        return self.ls1(branch)
+
+    def _scale2(self, branch: Tensor) -> Tensor:
+        return self.ls2(branch)
 
 
 def _selected(x: Tensor, selection: Selection | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Vision Transformer, with timm's parameter names, made for many crops at once.
+"""The Vision Transformer, with timm's parameter names, made for many crops at once; positions are learned or rotary.
 
 Crops of several sizes go through one forward pass: their tokens are packed into one (tokens, width) matrix, so that
 norms and linear layers run once, and only the attention runs per size. Exact, on any device.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -18,19 +18,23 @@ from torch import Tensor, nn
 
 from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
-from dino_ds.models.blocks import Block, PatchEmbed
+from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
+from dino_ds.models.rope import RopeTables
+from dino_ds.models.rotary import RotaryBlock
 from dino_ds.models.weights import init_weights
 
+LOCAL = "local"
+"""The crop group whose CLS tokens `local_cls_norm` is for."""
 _PLAIN = BackboneOptions()
 
 
 class VisionTransformer(Backbone):
     """A ViT: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size."""
 
-    training_only = ("mask_token",)
+    training_only = ("mask_token", "local_cls_norm.weight", "local_cls_norm.bias")
 
     def __init__(self, arch: ViTSpec, image_size: int, options: BackboneOptions = _PLAIN) -> None:
         super().__init__(arch)
@@ -41,18 +45,24 @@ class VisionTransformer(Backbone):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
         positions = self.grid**2 + (0 if arch.registers else 1)
-        self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width))
+        self.rope = None if arch.rope is None else RopeTables(arch, options)
+        self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width)) if self.rope is None else None
         self.mask_token = nn.Parameter(torch.zeros(1, arch.width)) if options.mask_token else None
+        block = Block if self.rope is None else RotaryBlock
         attention, kernel = options.attention, options.attention_backend
-        self.blocks = nn.ModuleList(Block(arch, attention, kernel) for _ in range(arch.depth))
-        self.norm = nn.LayerNorm(arch.width, eps=arch.norm_eps)
+        self.blocks = nn.ModuleList(block(arch, attention, kernel) for _ in range(arch.depth))
+        self.norm = norm_layer(arch)
+        self.cls_norm = norm_layer(arch) if arch.cls_norm else None
+        self.local_cls_norm = norm_layer(arch) if arch.local_cls_norm else None
         init_weights(self)
 
     def init_tokens(self) -> None:
-        nn.init.trunc_normal_(self.pos_embed, std=0.02)
-        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        rotary = self.pos_embed is None
+        if self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        (nn.init.normal_ if rotary else nn.init.trunc_normal_)(self.cls_token, std=0.02)
         if self.reg_token is not None:
-            nn.init.normal_(self.reg_token, std=1e-6)
+            nn.init.normal_(self.reg_token, std=0.02 if rotary else 1e-6)
         if self.mask_token is not None:
             nn.init.zeros_(self.mask_token)
 
@@ -70,6 +80,10 @@ class VisionTransformer(Backbone):
         """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
         runs = _adjacent_sizes(crops)
         batches = [self._batch(crops, names, patches, masks) for names in runs]
+        if self.rope is not None:
+            grids = [self._grid(batch.images) for batch in batches]
+            tables = self.rope.of(grids, batches[0].images.device, step_key)
+            batches = [replace(batch, tables=own) for batch, own in zip(batches, tables, strict=True)]
         draws = None
         if drop_keys is not None and self.options.drop_path > 0:
             draws = drop_path_draws(drop_keys, sum(len(group) for group in crops.values()), self.arch.depth)
@@ -87,16 +101,20 @@ class VisionTransformer(Backbone):
     def _batch(self, crops: Crops, names: Sequence[str], patches: Sequence[str], masks: Mapping[str, Tensor]) -> _Batch:
         """The crops of the groups `names`, which have one size. Patches are computed for all of them or none."""
         images = torch.cat([crop for name in names for crop in crops[name]])
-        grid = [side // self.arch.patch_size for side in images.shape[-2:]]
-        kept = 1 + math.prod(grid) if any(name in patches for name in names) else 1
+        patch_count = math.prod(self._grid(images))
+        sequences = {name: sum(len(crop) for crop in crops[name]) for name in names}
+        kept = 1 + patch_count if any(name in patches for name in names) else 1
         if not any(name in masks for name in names):
-            return _Batch(images, None, kept)
-        rows = {name: sum(len(crop) for crop in crops[name]) for name in names}
+            return _Batch(images, None, kept, sequences)
         hidden = [
-            masks[name] if name in masks else images.new_zeros(rows[name], math.prod(grid), dtype=torch.bool)
-            for name in names
+            masks[name] if name in masks else images.new_zeros(count, patch_count, dtype=torch.bool)
+            for name, count in sequences.items()
         ]
-        return _Batch(images, torch.cat(hidden), kept)
+        return _Batch(images, torch.cat(hidden), kept, sequences)
+
+    def _grid(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of patches of images (..., h, w)."""
+        return images.shape[-2] // self.arch.patch_size, images.shape[-1] // self.arch.patch_size
 
     def tokens(self, images: Tensor) -> Tensor:
         """Images (b, c, h, w) -> all tokens after the final norm (b, 1 + registers + patches, d)."""
@@ -107,13 +125,12 @@ class VisionTransformer(Backbone):
 
         As `get_intermediate_layers` of facebookresearch/dino.
         """
-        x = self._embed(images)
-        packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
+        x, packing, tables = self._start(images)
         flat, kept = x.flatten(0, 1), []
         for i, block in enumerate(self.blocks):
-            flat = block(flat, packing)
+            flat = block(flat, packing, tables=tables)
             if i >= len(self.blocks) - blocks:
-                kept.append(self.norm(flat).view_as(x))
+                kept.append(self._normed(flat.view_as(x)))
         return kept
 
     @torch.no_grad()
@@ -122,17 +139,29 @@ class VisionTransformer(Backbone):
 
         With `cls_only` the row of the CLS token alone, (b, heads, 1, n): n times less memory.
         """
-        x = self._embed(images)
-        packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
+        x, packing, tables = self._start(images)
         flat = x.flatten(0, 1)
         for block in self.blocks[:-1]:
-            flat = block(flat, packing)
+            flat = block(flat, packing, tables=tables)
         last = self.blocks[-1]
         assert isinstance(last, Block)
-        (projected,) = last.attn.qkv(last.norm1(flat))
-        q, k, _ = projected.view(*x.shape[:2], 3, self.arch.heads, -1).transpose(1, 3).unbind(2)
-        q = q[:, :, :1] if cls_only else q
-        return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
+        return last.attn.weights(last.norm1(flat), packing, tables, cls_only)
+
+    def _start(self, images: Tensor) -> tuple[Tensor, Packing, Sequence[Tensor]]:
+        """What all blocks need of images of one size: tokens (b, n, d), their packing and the table of RoPE."""
+        x = self._embed(images)
+        packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
+        if self.rope is None:
+            return x, packing, ()
+        ((table, *_),) = self.rope.of([self._grid(images)], x.device)
+        return x, packing, (table,)
+
+    def _normed(self, tokens: Tensor) -> Tensor:
+        """All tokens of images (b, n, d) after the final norm; registers have that of the CLS token."""
+        if self.cls_norm is None:
+            return self.norm(tokens)
+        first, patches = tokens.tensor_split([1 + self.arch.registers], dim=1)
+        return torch.cat((self.cls_norm(first), self.norm(patches)), dim=1)
 
     def _features(self, batches: Sequence[_Batch], draws: Tensor | None) -> Tensor:
         """Of each sequence the CLS token and the last tokens, `kept` of them, after the final norm: (rows, d)."""
@@ -146,10 +175,26 @@ class VisionTransformer(Backbone):
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
             own = None if drop is None else drop[i]
-            x = self.run_segment(i, block, x, packing, own, selection if i == last else None)
+            tables = [batch.tables[i] for batch in batches if batch.tables]
+            x = self.run_segment(i, block, x, packing, own, selection if i == last else None, tables)
         if wanted is not None and selection is None:
             x = x.index_select(0, wanted.rows)
-        return self.norm(x)
+        return self._normed_features(x, packing if wanted is None else wanted.packing, batches)
+
+    def _normed_features(self, x: Tensor, packing: Packing, batches: Sequence[_Batch]) -> Tensor:
+        """x (rows, d) after the final norm, with the CLS tokens' own, and that of those of local crops in training."""
+        found: Tensor = self.norm(x)  # of all, so that it has a gradient in every pass: ZeRO 3 needs one
+        of_local = self.local_cls_norm if torch.is_grad_enabled() else None
+        if self.cls_norm is None and of_local is None:
+            return found
+        at = 0
+        for name, count in (item for batch in batches for item in batch.sequences.items()):
+            norm = of_local if of_local is not None and name == LOCAL else self.cls_norm
+            if norm is not None:
+                rows = packing.cls[at : at + count]
+                found = found.index_copy(0, rows.long(), norm(x.index_select(0, rows)))
+            at += count
+        return found
 
     def _drop(
         self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
@@ -175,15 +220,16 @@ class VisionTransformer(Backbone):
         elif self.mask_token is not None:
             # Zero: ZeRO 3 would repeat an old gradient for a parameter that gets none.
             cls = cls + 0 * self.mask_token
-        size = self.arch.patch_size
-        positions = self._positions(images.shape[-2] // size, images.shape[-1] // size)
-        if self.reg_token is None:
-            return torch.cat((cls, patches), dim=1) + positions
-        registers = self.reg_token.expand(images.shape[0], -1, -1)
-        return torch.cat((cls, registers, patches + positions), dim=1)
+        positions = None if self.pos_embed is None else self._positions(*self._grid(images))
+        if self.reg_token is not None:
+            registers = self.reg_token.expand(images.shape[0], -1, -1)
+            return torch.cat((cls, registers, patches if positions is None else patches + positions), dim=1)
+        tokens = torch.cat((cls, patches), dim=1)
+        return tokens if positions is None else tokens + positions
 
     def _positions(self, height: int, width: int) -> Tensor:
         """The position embedding of a (height, width) grid of patches, (1, n, d); FP32 inside."""
+        assert self.pos_embed is not None
         if (height, width) == (self.grid, self.grid):
             return self.pos_embed
         special = 0 if self.reg_token is not None else 1
@@ -192,7 +238,7 @@ class VisionTransformer(Backbone):
 
     def _matrix(self, size: int) -> Tensor:
         """The bicubic matrix for `size` patches a side, made once."""
-        key = (size, self.options.pos_embed_interpolation, self.pos_embed.device)
+        key = (size, self.options.pos_embed_interpolation, self.cls_token.device)
         if key not in self._matrices:
             self._matrices[key] = bicubic_matrix(self.grid, *key)
         return self._matrices[key]
@@ -200,11 +246,16 @@ class VisionTransformer(Backbone):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Crops of one size: images (b, c, h, w), hidden patches (b, n) bool or None, tokens to give of each."""
+    """Crops of one size: images (b, c, h, w), hidden patches (b, n) bool or None, tokens to give of each.
+
+    sequences: b by group; tables: RoPE's of each block.
+    """
 
     images: Tensor
     mask: Tensor | None
     kept: int
+    sequences: Mapping[str, int]
+    tables: Sequence[Tensor] = ()
 
 
 def _adjacent_sizes(crops: Crops) -> list[list[str]]:

@@ -75,6 +75,7 @@ class Command:
     `ds_path` are None then). needs_images: they must be named. takes_train: what follows "--" are options of `train`;
     the function gets them as `train_words`, and as `train` what they mean. check: "module:function" that gets the
     options before torch is loaded. loads_torch: a torch that does not load stops the command before it starts.
+    `train` also gets `given`, what was given of its recipes (`dino_ds.config.stages`).
     ds_shown: what --ds_config is where it is left out, if that depends; the function then gets `ds_overrides`: what
     `--ds.` options change, or None where --ds_config is given.
     """

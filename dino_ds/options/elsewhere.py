@@ -8,7 +8,7 @@ import re
 from dino_ds.config.fields import UNITS
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
-_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard, nowhere else"
+_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
 _STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
 _METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
 _OPTIONS = {
@@ -22,14 +22,14 @@ _OPTIONS = {
     "scaling": "simulated scaling is in docs/scaling.md, made by python -m scripts.scaling in a checkout",
 }
 """What other programs call an option (its last part) -> what to do here."""
-_EMBED = "features of images are for Python: dino_ds.load(MODEL).features (docs/models.md); dino-ds eval measures them"
 _SCRIPT = "this project measures itself with it: python -m scripts.{} in a checkout"
 _COMMANDS = {
     **{f"bench {word}": f"write dino-ds bench ladder --only {word}" for word in ("engine", "memory")},
     **{f"bench {word}": _SCRIPT.format(f"bench_{word}") for word in ("attention", "knn", "plan")},
     "bench data": _SCRIPT.format("bench_data") + "; dino-ds find-workers measures your images",
-    "embed": _EMBED,
-    "predict": _EMBED,
+    **dict.fromkeys(
+        ("predict", "extract", "features"), "dino-ds embed MODEL --root DIR --out x.parquet writes features"
+    ),
     "finetune": "fine-tuning is for other programs: dino-ds export MODEL --format timm (docs/models.md)",
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }

@@ -26,7 +26,7 @@ examples
 GROUPS = {
     "train": ("train", "plan", "doctor", "find-batch-size", "find-workers"),
     "look": ("look-data", "report", "pictures", "attention-video"),
-    "evaluate and export": ("eval", "export"),
+    "evaluate and export": ("eval", "embed", "export"),
     "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
     "data and clusters": ("shard", "unshard", "launch", "convert", "simulate-goodput"),
 }

@@ -10,6 +10,7 @@ from dino_ds.options.definition import Heads, Help, Json, Model, command
 PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]
 MapMethod = Literal["tsne", "umap", "pca"]
 ClipForm = Literal["mp4", "gif", "png"]
+EmbedWhat = Literal["cls", "mean", "patches"]
 ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
 
 _Source = Annotated[str | None, Help("as data.source of a recipe", "the run's, else folder")]
@@ -33,6 +34,22 @@ class EvalOptions:
     batch: Annotated[int | None, Help("images of its steps, over all processes", "256")] = None
     workers: Annotated[int | None, Help("data loading processes per rank", "by the cores", zero=True)] = None
     out: Annotated[str | None, Help("JSON file for the results", "RUN/evaluations.json of a run")] = None
+    json: Json = False
+
+
+@command("embed", "dino_ds.tools.embed:run", check="dino_ds.tools.embed:check")
+class EmbedOptions:
+    """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
+
+    model: Model
+    out: Annotated[str, Help("file to write, whose ending says how: .parquet, .npy, .csv or .pt")]
+    source: _Source = None
+    root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
+    what: Annotated[EmbedWhat, Help("features of the image (CLS), the mean of its patches, or their map")] = "cls"
+    half: Annotated[bool, Help("16-bit numbers: half the size")] = False
+    size: Annotated[int | None, Help("pixels of a side, of whole patches", "the model's")] = None
+    batch: Annotated[int, Help("images at once, per process")] = 64
+    workers: Annotated[int | None, Help("data loading processes per rank", "by the cores", zero=True)] = None
     json: Json = False
 
 

@@ -15,8 +15,6 @@ from tqdm import tqdm
 from dino_ds import distributed
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.data.base import Source
-from dino_ds.data.find_range import look_at_values
-from dino_ds.data.images import ValueRange
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
@@ -27,7 +25,7 @@ from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images
 from dino_ds.evals.suite import evaluate, images_of
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
-from dino_ds.tools.model_options import check_unused_options, recipe_of
+from dino_ds.tools.model_options import check_unused_options, range_for, recipe_of
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -62,7 +60,10 @@ def run(options: EvalOptions) -> None:
     for name in of_images:
         preflight_eval(name, settings, lambda: subject.sources)
     if of_images:
-        subject.settings = replace(settings, value_range=_range_for(backbone, subject))
+        sources = [source for source in subject.sources if source is not None]
+        value_range, words = range_for(backbone, sources)
+        subject.note([words] if words else [])
+        subject.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
@@ -83,18 +84,6 @@ def _settings(options: EvalOptions) -> Settings:
     given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
     given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
     return Settings(**{name: value for name, value in given.items() if value is not None})
-
-
-def _range_for(backbone: Backbone, subject: EvalContext) -> ValueRange | None:
-    """The model's range for images deeper than 8 bits, else a reported one for these images; all ranks call it."""
-    sources, found = subject.sources, (backbone.value_range, "")
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and backbone.value_range is None:
-            sample = look_at_values([source for source in sources if source is not None])
-            found = sample.decide("the model has no range of its own, so make them images of 8 bits first")
-    value_range, words = distributed.gather_objects(found)[0]
-    subject.note([f"{words}: the model has no range of its own"] if words else [])
-    return value_range
 
 
 def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | None) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.find_range import look_at_values
+from dino_ds.data.images import ValueRange
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError
 from dino_ds.weights.load import Backbone, load
@@ -48,6 +51,19 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     if source is None and root is None:
         raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
     return build_source(source or "folder", root, "train", False)
+
+
+def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, str]:
+    """The model's range for images deeper than 8 bits, else one for these images, and words that say so; every rank
+    calls it. Raises ConfigError where it can't be known."""
+    found = (backbone.value_range, "")
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0 and backbone.value_range is None:
+            found = look_at_values(sources).decide(
+                "the model has no range of its own, so make them images of 8 bits first"
+            )
+    value_range, words = distributed.gather_objects(found)[0]
+    return value_range, f"{words}: the model has no range of its own" if words else ""
 
 
 def load_for_pictures(model: str) -> Backbone:

@@ -9,11 +9,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import FileIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.durable import append_whole, replace_file
+from dino_ds.errors import one_line
 from dino_ds.health.files import stamped
 from dino_ds.text_file import read_lines
+from dino_ds.training.loggers import Logger
 
 
 class Meter:
@@ -85,10 +88,14 @@ class Clock:
 class RunLog:
     """The files of a run folder that grow, and the progress bar.
 
-    On a resume at `step`, lines of later steps are removed first: they will be written again.
+    On a resume at `step`, lines of later steps are removed first: they will be written again. loggers: what else takes
+    the numbers, by name; one that fails is left out from then on.
     """
 
-    def __init__(self, run_dir: Path, step: int, total_steps: int) -> None:
+    def __init__(
+        self, run_dir: Path, step: int, total_steps: int, loggers: Mapping[str, Logger] = MappingProxyType({})
+    ) -> None:
+        self._loggers = dict(loggers)
         self._file, self._text, self._board, self._bar = None, None, None, None
         self._lost: set[str] = set()
         if distributed.rank() != 0:
@@ -121,10 +128,18 @@ class RunLog:
         """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""
         if self._file is None:
             return
-        self._append(self._file, json.dumps({k: _rounded(v) for k, v in record.items()}))
+        rounded = {name: _rounded(value) for name, value in record.items()}
+        self._append(self._file, json.dumps(rounded))
         for name, value in record.items():
             if name != "step" and isinstance(value, (int, float)):
                 self._show("add_scalar", name, value, record["step"])
+        numbers = {name: v for name, v in rounded.items() if name != "step" and isinstance(v, (int, float))}
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.write(numbers, record["step"])
+            except Exception as error:  # of any package or network: training goes on
+                del self._loggers[name]
+                self.info(f"warning  {name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
         """An RGB image (3, h, w), in [0, 1] or uint8, for TensorBoard."""
@@ -167,6 +182,9 @@ class RunLog:
         return self._bar is not None and not self._bar.disable
 
     def close(self) -> None:
+        for logger in self._loggers.values():
+            with suppress(Exception):
+                logger.close()
         for thing in (self._bar, self._file, self._text, self._board):
             if thing is not None:
                 with suppress(OSError):

@@ -178,6 +178,8 @@ def _visible(arch: ViTSpec) -> tuple[object, ...]:
     return (arch.patch_size, arch.width, arch.depth, arch.in_chans, *kind_of(arch))
 
 
-def kind_of(arch: ViTSpec) -> tuple[bool, int, bool, int]:
-    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, outputs of the first MLP layer."""
-    return arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)
+def kind_of(arch: ViTSpec) -> tuple[object, ...]:
+    """The kind of its blocks and tokens: positions, biases, norms, LayerScale, registers, SwiGLU, and last the outputs
+    of the first MLP layer."""
+    rotary = (arch.rope, arch.qkv_bias, arch.rms_norm, arch.cls_norm)
+    return *rotary, arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)

@@ -45,6 +45,7 @@ class PlainBackbone(nn.Module):
         size = vit.arch.patch_size
         patches = vit.patch_embed(images)
         positions = _resized(vit, images.shape[-2] // size, images.shape[-1] // size)
+        assert vit.pos_embed is not None
         cls = vit.cls_token.expand(images.shape[0], -1, -1)
         if vit.reg_token is None:
             x = torch.cat((cls + vit.pos_embed[:, :1], patches + positions), dim=1)
@@ -70,6 +71,7 @@ def _run(block: nn.Module, x: Tensor) -> Tensor:
 def _resized(vit: VisionTransformer, height: int, width: int) -> Tensor:
     """The patches' position embedding for a (height, width) grid, (1, height * width, d)."""
     special = 0 if vit.reg_token is not None else 1
+    assert vit.pos_embed is not None
     patches = vit.pos_embed[:, special:]
     grid = patches.unflatten(1, (vit.grid, vit.grid))[0]
     ones = torch.ones(1, device=patches.device)

@@ -61,15 +61,19 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     }
 
 
-def _of_vit(model: Backbone) -> tuple[str, dict[str, int | float]]:
+def _of_vit(model: Backbone) -> tuple[str, dict[str, Any]] | None:
     arch = model.vit.arch
     # A model of timm's whose kind of block is ours; all sizes are arguments.
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None else like
     stated = model.about.get("timm_name")
-    name, arguments = arch.timm_model(stated if _is_timm_name(stated) else usual)
-    return name, arguments | {"img_size": model.image_size, "mlp_ratio": arch.mlp_ratio}
+    known = arch.timm_model(stated if _is_timm_name(stated) else usual)
+    if known is None:
+        return None
+    name, arguments = known
+    ratio = {} if arch.rope is not None else {"mlp_ratio": arch.mlp_ratio}
+    return name, arguments | {"img_size": model.image_size, **ratio}
 
 
 def _is_timm_name(name: object) -> TypeGuard[str]:

@@ -223,9 +223,7 @@ def test_wrong_flags_stop_before_anything_starts(argv: list[str], says: str | No
 def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors() == ["no command is given: dino-ds train, for example; dino-ds --help lists all"]
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
-    assert errors("embed", "x")[0].startswith(
-        "'embed' is not a command: features of images are for Python: dino_ds.load"
-    )
+    assert errors("predict", "x")[0].startswith("'predict' is not a command: dino-ds embed MODEL")
     (line,) = errors("bench", "stp")
     assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
@@ -404,6 +402,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
     files += ["train_words", "train"] if command.takes_train else []
     files += ["ds_overrides"] if command.ds_shown else []
+    files += ["given"] if command is TRAIN else []
     assert set(parameters) == {"options", *files}
     assert inspect.signature(function, eval_str=True).parameters["options"].annotation is command.options
 

@@ -40,6 +40,7 @@ from tests.sample import sampled
 MASKS = {"crops.mask": "dinov3", "crops.mask_share": "1", "crops.mask_ratio": "0.3,0.3", "objective.ibot_weight": "1"}
 IBOT = MASKS | {"ibot_head.hidden": "48", "ibot_head.bottleneck": "16"}
 SHARED = MASKS | {"objective.ibot_head": "shared"}
+ROPE = {"rope": "separate", "layer_scale": 1e-5, "registers": 4, "swiglu": True, "mlp_ratio": 6.0}
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
 
@@ -95,7 +96,7 @@ def _saved_by(run, network) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [{}, {"swiglu": True, "mlp_ratio": 5.0}, {"layer_scale": 1e-5, "registers": 4}])
+@pytest.mark.parametrize("kind", [{}, {"swiglu": True, "mlp_ratio": 5.0}, {"layer_scale": 1e-5, "registers": 4}, ROPE])
 @pytest.mark.parametrize("attention", ["sdpa", "naive"])
 def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     """Exact in FP32; in bf16 a CPU keeps the norms' statistics in bf16 too, a GPU in FP32."""

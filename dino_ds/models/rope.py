@@ -1,0 +1,209 @@
+"""Axial rotary positions (RoPE) of a grid of patches: tables of angles, and the rotation of queries and keys by them.
+
+Half of a head's rotation pairs turn by the row of a patch, half by its column; in FP32, whatever the precision.
+Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change in training as DINOv3, arXiv 2508.10104.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.hashing import mix, shift_right
+
+_DRAWS = 5  # of each block and size: shifts and stretches of both axes, and the stretch that they share
+
+
+class RopeTables:
+    """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
+
+    `shift`, `jitter` and `rescale` change the coordinates in training; see `changed`.
+    """
+
+    def __init__(self, arch: ViTSpec, options: BackboneOptions) -> None:
+        assert arch.rope is not None
+        self._arch, self._sides = arch, arch.rope
+        self._changes = (options.rope_shift or 0.0, options.rope_jitter or 1.0, options.rope_rescale or 1.0)
+        self._frequencies: dict[torch.device, Tensor] = {}
+        self._plain: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def of(
+        self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: Tensor | None = None
+    ) -> list[Sequence[Tensor]]:
+        """For each (rows, columns) the table of each block. With a `step_key` the coordinates are changed: anew for
+        each block and place in `grids`, the same for all images."""
+        blocks = self._arch.depth
+        if step_key is None or self._changes == (0.0, 1.0, 1.0):
+            return [[self._unchanged(*grid, device)] * blocks for grid in grids]
+        turns = self._turns(device)
+        found: list[Sequence[Tensor]] = []
+        with torch.no_grad():
+            for grid, own in zip(grids, _draws(step_key, len(grids), blocks, device), strict=True):
+                axes = coordinates(*grid, self._sides, device)
+                found.append(table(*changed(axes, own, *self._changes), turns).unbind())
+        return found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _unchanged(self, height: int, width: int, device: torch.device) -> Tensor:
+        """The table of unchanged coordinates, made once."""
+        key = (height, width, device)
+        if key not in self._plain:
+            self._plain[key] = table(*coordinates(height, width, self._sides, device), self._turns(device))
+        return self._plain[key]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _turns(self, device: torch.device) -> Tensor:
+        if device not in self._frequencies:
+            self._frequencies[device] = frequencies(self._arch, device)
+        return self._frequencies[device]
+
+
+def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The centres of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
+
+    `sides` that they are normalised by: each axis by its own ("separate"), or both by the larger or smaller one
+    ("max", "min").
+    """
+    by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
+    rows, columns = (
+        (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (2 / side) - 1
+        for count, side in zip((height, width), by, strict=True)
+    )
+    return rows, columns
+
+
+def changed(
+    axes: tuple[Tensor, Tensor], draws: Tensor, shift: float, jitter: float, rescale: float
+) -> tuple[Tensor, Tensor]:
+    """Coordinates (height,), (width,) and draws (blocks, 5) in [0, 1) -> (blocks, height), (blocks, width).
+
+    In this order: a shift in [-shift, shift] for each axis, a factor in [1 / jitter, jitter] for each, and one in
+    [1 / rescale, rescale] for both; factors are uniform in their logarithm.
+    """
+    signed = draws.mul(2).sub(1).float()
+    factors = (signed[:, 2:4] * math.log(jitter) + signed[:, 4:] * math.log(rescale)).exp()
+    moved = [(axis + signed[:, i : i + 1] * shift) * factors[:, i : i + 1] for i, axis in enumerate(axes)]
+    return moved[0], moved[1]
+
+
+def rotate(
+    projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
+) -> Tensor:
+    """projected (tokens, parts * d) -> the same with the patches of the first parts rotated: `parts` (rotated, all).
+
+    groups: (sequences, tokens of each) per size; tables: of each size. A sequence ends with its patches; a sequence
+    of one token, or what comes before the patches, is not rotated. Pair j is (j, j + c / 2) of a head of width c.
+    The memory of `projected` is used: nothing else may read it.
+    """
+    if torch.compiler.is_compiling():
+        return _rotated(projected, groups, tables, parts, heads)
+    turned: Tensor = _Rotate.apply(projected, groups, parts, heads, *tables)
+    return turned
+
+
+class _Rotate(torch.autograd.Function):
+    """In place, forward and backward: the output of a linear layer and the gradient of it have no other reader."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        groups: Sequence[tuple[int, int]],
+        parts: tuple[int, int],
+        heads: int,
+        *tables: Tensor,
+    ) -> Tensor:
+        ctx.groups, ctx.parts, ctx.heads = groups, parts, heads
+        ctx.save_for_backward(*tables)
+        # Not marked as changed: autograd forbids that of the views that ZeRO 3 makes of a module's outputs.
+        for pairs, (cos, sin) in _patches(projected, groups, tables, parts, heads):
+            _turn(pairs, cos, sin, 1.0)
+        return projected
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
+        for pairs, (cos, sin) in _patches(grad, ctx.groups, ctx.saved_tensors, ctx.parts, ctx.heads):
+            _turn(pairs, cos, sin, -1.0)
+        return grad, None, None, None, *[None] * len(ctx.groups)
+
+
+def _patches(
+    x: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
+) -> list[tuple[Tensor, Tensor]]:
+    """By size what is to be rotated, views (sequences, patches, rotated parts, heads, 2, c / 2), and its table."""
+    found = []
+    cut = x.split([sequences * tokens for sequences, tokens in groups])
+    for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
+        patches = own_table.shape[1]
+        if tokens > patches:  # else it is the CLS token alone
+            pairs = rows.view(sequences, tokens, parts[1], heads, 2, -1)[:, tokens - patches :, : parts[0]]
+            found.append((pairs, own_table.view(2, patches, 1, 1, -1)))
+    return found
+
+
+def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
+    """pairs (sequences, patches, parts, heads, 2, c / 2), in place; cos and sin (patches, 1, 1, c / 2)."""
+    first, second = pairs.unbind(-2)
+    turned = pairs * cos.unsqueeze(-2)  # FP32
+    turned.select(-2, 0).addcmul_(second, sin, value=-direction)
+    turned.select(-2, 1).addcmul_(first, sin, value=direction)
+    pairs.copy_(turned)
+
+
+def _rotated(
+    projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
+) -> Tensor:
+    """As `rotate`, by plain operators, which torch.compile makes one kernel of."""
+    out = []
+    cut = projected.split([sequences * tokens for sequences, tokens in groups])
+    for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
+        patches = own_table.shape[1]
+        if tokens <= patches:
+            out.append(rows)
+            continue
+        whole = rows.view(sequences, tokens, parts[1], heads, 2, -1)
+        before, own = whole.split([tokens - patches, patches], dim=1)
+        cos, sin = own_table.view(2, patches, 1, 1, -1)
+        first, second = own[:, :, : parts[0]].float().unbind(-2)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).to(projected.dtype)
+        own = torch.cat((turned, own[:, :, parts[0] :]), dim=2)
+        out.append(torch.cat((before, own), dim=1).view(sequences * tokens, -1))
+    return torch.cat(out)
+
+
+def _draws(step_key: Tensor, sizes: int, blocks: int, device: torch.device) -> Tensor:
+    """(sizes, blocks, 5) FP64 in [0, 1): a hash of (key, size, block, which)."""
+    place = torch.arange(sizes * blocks * _DRAWS, device=device)
+    hashed = mix(mix(place) ^ step_key)  # a CPU scalar is an argument of the kernel, not a copy to the device
+    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
+
+
+def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:
+    """2 pi / period of the rotation pairs of one axis, FP32: as many as a quarter of a head's width."""
+    count = arch.width // arch.heads // 4
+    least, most = arch.rope_min_period, arch.rope_max_period
+    if least is None or most is None:
+        least, ratio = 1.0, arch.rope_base ** (1 / count)
+    else:
+        ratio = (most / least) ** (1 / max(count - 1, 1))
+    powers = torch.arange(count, device=device, dtype=torch.float64) * -math.log(ratio)
+    return (powers.exp() * (2 * math.pi / least)).float()
+
+
+def table(rows: Tensor, columns: Tensor, turns: Tensor) -> Tensor:
+    """Coordinates (..., height), (..., width) and `frequencies` -> (..., 2, height * width, c / 2): cosines, sines."""
+    vertical, horizontal = (axis.unsqueeze(-1) * turns for axis in (rows, columns))
+    grid = (*rows.shape, columns.shape[-1], len(turns))
+    parts = (vertical.unsqueeze(-2).expand(grid), horizontal.unsqueeze(-3).expand(grid))
+    angles = torch.cat(parts, dim=-1).flatten(-3, -2)
+    return torch.stack((angles.cos(), angles.sin()), dim=-3)

@@ -1,0 +1,84 @@
+"""The Transformer block of ViTs with rotary positions, with the parameter names that timm's Eva gives DINOv3's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dino_ds.backbones import ViTSpec
+from dino_ds.models.attention import Attention
+from dino_ds.models.blocks import ActivatedLinear, Block, Mlp, norm_layer
+from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.rope import rotate
+
+
+class RotaryAttention(Attention):
+    """Queries and keys are rotated by their patch's place; queries and values have a bias, or nothing has."""
+
+    def __init__(self, arch: ViTSpec, implementation: str, backend: str) -> None:
+        super().__init__(arch.width, arch.heads, implementation, backend, bias=False)
+        width = arch.width
+        self.q_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
+        self.v_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
+
+    def reset_parameters(self) -> None:
+        for bias in (self.q_bias, self.v_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def projected(
+        self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        bias = None
+        if self.q_bias is not None and self.v_bias is not None:
+            bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        if selection is None:
+            (projected,) = self.qkv(x, None, bias)
+            return (rotate(projected, packing.groups, tables, (2, 3), self.heads),)
+        queries, others = self.qkv(x, selection.rows, bias)
+        queries = rotate(queries, selection.packing.groups, tables, (1, 1), self.heads)
+        return queries, rotate(others, packing.groups, tables, (1, 2), self.heads)
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU with gate and value from two linear layers."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1_g = nn.Linear(width, hidden)
+        self.fc1_x = nn.Linear(width, hidden)
+        self.fc2 = ActivatedLinear(hidden, width, swiglu=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, d) -> (tokens, d)."""
+        out: Tensor = self.fc2(self.fc1_g(x), self.fc1_x(x))
+        return out
+
+
+class RotaryBlock(Block):
+    """LayerScale is a parameter of the block itself: `gamma_1` of the attention, `gamma_2` of the MLP."""
+
+    def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
+        nn.Module.__init__(self)
+        self._layer_scale = arch.layer_scale or 0.0
+        self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
+        self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
+        self.norm1 = norm_layer(arch)
+        self.attn = RotaryAttention(arch, attention, attention_backend)
+        self.norm2 = norm_layer(arch)
+        packed = int(arch.width * arch.mlp_ratio)
+        self.mlp = GatedMlp(arch.width, packed // 2) if arch.swiglu else Mlp(arch.width, packed, swiglu=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for gamma in (self.gamma_1, self.gamma_2):
+            if gamma is not None:
+                nn.init.constant_(gamma, self._layer_scale)
+
+    def _scale1(self, branch: Tensor) -> Tensor:
+        return branch if self.gamma_1 is None else branch * self.gamma_1
+
+    def _scale2(self, branch: Tensor) -> Tensor:
+        return branch if self.gamma_2 is None else branch * self.gamma_2

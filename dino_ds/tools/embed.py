@@ -1,0 +1,145 @@
+"""`dino-ds embed`: the features of every image, one row an image, in one file.
+
+Each rank writes parts of a few thousand images beside the file, and rank 0 puts them together: memory does not grow
+with the images, and what was done before an interruption is not done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dino_ds.durable import why_not_writable
+from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.options.model import EmbedOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dino_ds.data.base import Source
+    from dino_ds.data.images import ValueRange
+    from dino_ds.evals.features import Reading
+    from dino_ds.tools.embedding_parts import Parts
+    from dino_ds.weights.load import Backbone
+
+_ENDINGS = (".parquet", ".npy", ".csv", ".pt")
+
+
+def check(options: EmbedOptions) -> None:
+    """What can be known at once, without torch. Raises ConfigError."""
+    place = Path(options.out).expanduser()
+    if place.suffix not in _ENDINGS:
+        raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
+    if options.what == "patches" and place.suffix == ".csv":
+        raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
+    made = [place, place.with_suffix(".csv")] if place.suffix == ".npy" else [place]
+    for one in made:
+        if one.exists():
+            raise ConfigError(f"{one} is there already: remove it, or name another file with --out")
+    if reason := why_not_writable(place):
+        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
+    if place.suffix == ".parquet":
+        from dino_ds.data.parquet import import_parquet
+
+        import_parquet()
+
+
+def run(options: EmbedOptions) -> None:
+    """Write the file; every rank calls it. Rows are in the order of the source's images, which of a folder is that of
+    their sorted paths; an image that can't be read has a row of NaN and is named. Raises UserError."""
+    from dino_ds import distributed
+    from dino_ds.engine.device import device
+    from dino_ds.engine.process import init_distributed
+    from dino_ds.tools.embedding_parts import WRITERS, Parts
+    from dino_ds.tools.model_options import find_images, range_for, side_of
+    from dino_ds.weights.load import load
+
+    init_distributed()
+    check(options)
+    with distributed.raise_on_all_ranks():
+        model = load(options.model, device())
+        size = model.image_size if options.size is None else side_of(model, options.size)
+        model.network.check_image(size, size)
+        source = find_images(options.model, options.source, options.root)
+        shape = _shape(model, options.what, size)
+    value_range, words = range_for(model, [source])
+    place = Path(options.out).expanduser()
+    parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            images = hashlib.sha256("\n".join(map(source.name, range(len(source)))).encode()).hexdigest()
+            weights = _digest(model)
+            parts.begin({"what": options.what, "size": size, "images": images, "weights": weights})
+    distributed.barrier()
+    reading = _reading(options, model, size, value_range)
+    with distributed.raise_on_all_ranks():
+        bad = parts.write(_features(model, options.what), source, reading)
+    bad = [text for texts in distributed.gather_objects(bad) for text in texts]
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            if len(bad) == len(source):
+                raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
+            try:
+                WRITERS[place.suffix](place, parts, source)
+            except OSError as error:
+                raise unwritable(place, error) from None
+            parts.remove()
+    if distributed.rank() == 0:
+        _say(options, place, parts, source, [*([words] if words else []), *_about(bad)])
+
+
+def _say(options: EmbedOptions, place: Path, parts: Parts, source: Source, notes: list[str]) -> None:
+    shape = [parts.images, *parts.shape]
+    if options.json:
+        print(json.dumps({"out": str(place), "shape": shape, "dtype": parts.dtype, "notes": notes}))
+        return
+    for note in notes:
+        print(note, file=sys.stderr)
+    print(f"{place}: {' x '.join(map(str, shape))} {parts.dtype}; rows as {source.name(0)}, ...")
+
+
+def _about(bad: list[str]) -> list[str]:
+    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    return [f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}"] if bad else []
+
+
+def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
+    """Of one row. Raises ConfigError for patches of a network that gives none."""
+    if what == "cls":
+        return (model.width,)
+    if not model.has_patches:
+        raise ConfigError(f"--what {what}: {model.source} gives no features of patches; take --what cls")
+    import torch
+
+    device = next(model.network.parameters()).device
+    channels = model.network.spec.in_chans
+    grid = tuple(model.patch_tokens(torch.zeros(1, channels, size, size, device=device)).shape[1:])
+    return grid if what == "patches" else grid[-1:]
+
+
+def _features(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
+    """Images (b, c, h, w) -> (b, *shape)."""
+    if what == "cls":
+        return model.features
+    if what == "patches":
+        return model.patch_tokens
+    return lambda images: model.patch_tokens(images).mean(dim=(1, 2))
+
+
+def _reading(options: EmbedOptions, model: Backbone, size: int, value_range: ValueRange | None) -> Reading:
+    from dino_ds.data.eval_crops import EvalCrop
+    from dino_ds.evals.features import Reading
+
+    crop = EvalCrop(size, model.normalisation)
+    return Reading(crop, options.workers, value_range, options.batch, progress="embed")
+
+
+def _digest(model: Backbone) -> str:
+    found = hashlib.sha256()
+    for name, tensor in model.network.state_dict().items():
+        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
+    return found.hexdigest()

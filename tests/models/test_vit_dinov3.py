@@ -1,0 +1,137 @@
+"""Our ViT with rotary positions against the numbers recorded from facebookresearch/dinov3's, masked and not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.attention import QueryKeyValue
+from dino_ds.models.base import CLS, patches_of
+from dino_ds.models.vit import VisionTransformer
+from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
+
+pytestmark = pytest.mark.numerical
+
+_NARROW = ViTSpec(4, 48, 1, 3, layer_scale=1e-5, rope="separate")
+KINDS = {
+    "plain": {"depth": 2, "norm_eps": 1e-6},
+    "storage": {
+        "registers": 4,
+        "swiglu": True,
+        "mlp_ratio": 256 / 48,
+        "norm_eps": 1e-5,
+        "rope": "max",
+        "cls_norm": True,
+        "local_cls_norm": True,
+    },
+    "rms": {
+        "registers": 2,
+        "swiglu": True,
+        "mlp_ratio": 4.0,
+        "norm_eps": 1e-5,
+        "rms_norm": True,
+        "qkv_bias": False,
+        "rope": "min",
+        "rope_min_period": 0.8,
+        "rope_max_period": 40.0,
+    },
+}
+# FP32 sums of other kernels in another order, through at most two blocks; features are of the size of 1.
+CLOSE = {"rtol": 1e-5, "atol": 2e-5}
+
+
+class _KeyBias(QueryKeyValue):
+    """Ours has no bias of the keys, and in what is recorded of "plain" they have one."""
+
+    def __init__(self, qkv: QueryKeyValue, k_bias: torch.Tensor) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.weight, self.bias = qkv.in_features, qkv.weight, None
+        self.k_bias = nn.Parameter(k_bias)
+
+    def forward(self, x, query_rows=None, bias=None):
+        none = torch.zeros_like(self.k_bias)
+        return super().forward(x, query_rows, bias + torch.cat((none, self.k_bias, none)))
+
+
+def _recorded(kind):
+    """What was recorded of `kind`, its settings, and our network with its weights."""
+    meta, prefix = golden_v2_meta()["vit"]["dinov3"][kind], f"{kind}."
+    numbers = {name.removeprefix(prefix): t for name, t in golden_v2("vit_dinov3").items() if name.startswith(prefix)}
+    weights = from_reference_v2(numbers, "weights.")
+    vit = VisionTransformer(replace(_NARROW, **KINDS[kind]), 32, BackboneOptions(mask_token=True))
+    for name in [name for name in weights if name.endswith("k_bias")]:
+        attention = vit.get_submodule(name.removesuffix(".k_bias"))
+        attention.qkv = _KeyBias(attention.qkv, weights.pop(name))
+        weights[name.replace("k_bias", "qkv.k_bias")] = attention.qkv.k_bias.detach()
+    vit.load_state_dict(weights)
+    return numbers, meta, vit
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_are_the_reference_s(kind, masked):
+    """CLS, patches and storage tokens of each size, one by one and all sizes in one pass."""
+    numbers, meta, vit = _recorded(kind)
+    crops = {size: [numbers[f"{size}.input"]] for size in meta["sizes"]}
+    masks = {size: numbers[f"{size}.masks"] for size in crops} if masked else {}
+    with torch.no_grad():  # with a gradient the CLS tokens of local crops have a norm of their own
+        together = vit(crops, patches=list(crops), masks=masks)
+        for row, (size, (images,)) in enumerate(crops.items()):
+            prefix = f"{size}.masked" if masked else size
+            own = {name: mask for name, mask in masks.items() if name == size}
+            alone = vit({size: [images]}, patches=[size], masks=own)
+            cls, patches = numbers[f"{prefix}.x_norm_clstoken"], numbers.get(f"{prefix}.x_norm_patchtokens")
+            for found, rows in ((alone, slice(0, 2)), (together, slice(2 * row, 2 * row + 2))):
+                torch.testing.assert_close(found[CLS][rows], cls, **CLOSE)
+                if patches is not None:
+                    torch.testing.assert_close(found[patches_of(size)][:1], patches, **CLOSE)
+            if not masked and vit.arch.registers:
+                storage = vit.tokens(images)[:, 1 : 1 + vit.arch.registers]
+                torch.testing.assert_close(storage, numbers[f"{size}.x_storage_tokens"], **CLOSE)
+
+
+def test_local_crops_have_a_norm_of_their_own_in_training():
+    """With a gradient, that is; and only their CLS tokens: those of global crops and all patches have the others."""
+    numbers, _, vit = _recorded("storage")
+    crops = {size: [numbers[f"{size}.input"]] for size in ("global", "local")}
+    found = vit(crops, patches=["local"])
+    recorded = numbers["train_list.local.x_norm_clstoken"]
+    torch.testing.assert_close(found[CLS][2:], recorded, **CLOSE)
+    torch.testing.assert_close(found[CLS][:2], numbers["global.x_norm_clstoken"], **CLOSE)
+    torch.testing.assert_close(found[patches_of("local")][:1], numbers["local.x_norm_patchtokens"], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_a_masked_pass_are_the_reference_s(kind):
+    """Two tensors in full and the norms of all, the mask token's among them; relative to the largest entry: 1e-4."""
+    numbers, meta, vit = _recorded(kind)
+    features = vit({"global": [numbers["global.input"]]}, patches=["global"], masks={"global": numbers["global.masks"]})
+    width = vit.arch.width
+    probe = (features[CLS].square() * torch.linspace(0, 1, width)).sum()
+    probe = probe + (features[patches_of("global")] * torch.linspace(-1, 1, width)).sin().mean()
+    torch.testing.assert_close(probe, numbers["global.probe"].squeeze(), rtol=1e-5, atol=0)
+    probe.backward()
+    ours = _in_one({name: p.grad for name, p in vit.named_parameters() if not name.startswith("local_cls_norm")})
+    recorded = {name.removeprefix("global.grad."): t for name, t in numbers.items() if name.startswith("global.grad.")}
+    assert len(recorded) == 2
+    for name, theirs in recorded.items():
+        own = ours[our_name(name, dinov3=True)]
+        torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    norms = {our_name(name, dinov3=True): norm for name, norm in meta["gradient_norms_of_probe"].items()}
+    assert norms.keys() == ours.keys()
+    for name, norm in norms.items():
+        assert float(ours[name].norm()) == pytest.approx(norm, rel=1e-4), name
+
+
+def _in_one(gradients):
+    """The three biases as one, under the reference's name."""
+    found = dict(gradients)
+    for name in [name for name in found if name.endswith(".q_bias")]:
+        q, v = found.pop(name), found.pop(name.replace("q_bias", "v_bias"))
+        k = found.pop(name.replace("q_bias", "qkv.k_bias"), torch.zeros_like(q))
+        found[name.replace("q_bias", "qkv.bias")] = torch.cat((q, k, v))
+    return found

@@ -1,0 +1,173 @@
+"""`dino-ds embed`: every form holds what `dino_ds.load` computes, on one rank and two, after an interruption, and bad
+input."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dino_ds
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.model import EmbedOptions
+from dino_ds.tools import embed
+from dino_ds.weights.export import FORMATS
+from tests.ranks import run_on_ranks
+from tests.training.harness import image_folder
+from tests.weights.test_weights import _backbone
+
+# FP32 sums of another batch, in another order: a few roundings of numbers near 1.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+IMAGES, BAD = 150, 70
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("embed")
+    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    image_folder(path / "images", IMAGES, 2)
+    name = build_source("folder", str(path / "images"), "train", False).name(BAD)
+    (path / "images" / name).write_bytes(b"broken")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    """What a loop over the images with `dino_ds.load` gives: features, means of patches, maps; NaN for the bad one."""
+    model, source = (
+        dino_ds.load(place / "teacher.safetensors"),
+        build_source("folder", str(place / "images"), "train", False),
+    )
+    rows = []
+    for index in range(len(source)):
+        if index == BAD:
+            rows.append((torch.full((model.width,), torch.nan), torch.full_like(rows[0][1], torch.nan)))
+        else:
+            image = model.preprocess(source.load(index))[None]
+            rows.append((model.features(image)[0], model.patch_tokens(image)[0]))
+    features, maps = (torch.stack(found) for found in zip(*rows, strict=True))
+    return {"cls": features, "mean": maps.mean(dim=(1, 2)), "patches": maps}
+
+
+def _options(place, out, **changes):
+    options = EmbedOptions(
+        model=str(place / "teacher.safetensors"), root=str(place / "images"), out=str(out), workers=0
+    )
+    return dataclasses.replace(options, **changes)
+
+
+def _check(found, wanted):
+    torch.testing.assert_close(torch.as_tensor(found), wanted, **CLOSE, equal_nan=True)
+
+
+def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
+    source = build_source("folder", str(place / "images"), "train", False)
+    names = [source.name(i) for i in range(len(source))]
+    for form in ("npy", "csv", "pt", "parquet"):
+        embed.run(_options(place, tmp_path / form / f"x.{form}", batch=37))
+    assert "1 images can't be read, their rows are NaN: " + names[BAD] in capsys.readouterr().err
+    _check(np.load(tmp_path / "npy/x.npy"), expected["cls"])
+    saved = torch.load(tmp_path / "pt/x.pt", weights_only=True)
+    _check(saved["features"], expected["cls"])
+    assert saved["names"] == names and saved["labels"].tolist() == list(source.labels)
+    with (tmp_path / "csv/x.csv").open() as file:
+        head, *lines = csv.reader(file)
+    assert head[:4] == ["name", "label", "class", "f0"] and [line[0] for line in lines] == names
+    assert [line[2] for line in lines] == [source.classes[label] for label in source.labels]
+    _check(np.array([[float(x) for x in line[3:]] for line in lines], np.float32), expected["cls"])
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "parquet/x.parquet")
+    assert parquet["name"].to_pylist() == names and parquet["class"].to_pylist() == [line[2] for line in lines]
+    _check(np.array(parquet["features"].to_pylist(), np.float32), expected["cls"])
+    assert not list(tmp_path.glob("*/*.parts"))
+
+
+def test_means_maps_and_16_bits(place, expected, tmp_path):
+    embed.run(_options(place, tmp_path / "mean.npy", what="mean"))
+    _check(np.load(tmp_path / "mean.npy"), expected["mean"])
+    embed.run(_options(place, tmp_path / "maps.npy", what="patches", half=True))
+    maps = np.load(tmp_path / "maps.npy")
+    assert maps.dtype == np.float16 and maps.shape == expected["patches"].shape
+    torch.testing.assert_close(torch.tensor(maps), expected["patches"].half(), rtol=2e-3, atol=1e-3, equal_nan=True)
+
+
+def test_two_ranks_write_the_same_and_share_the_work(place, expected, tmp_path):
+    run_on_ranks(embed.run, _options(place, tmp_path / "x.npy"))
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+def test_an_interrupted_embedding_goes_on(place, expected, tmp_path, monkeypatch):
+    options, computed = _options(place, tmp_path / "x.npy"), []
+    plain = embed._features
+
+    def counted(model, what, stop=False):
+        def describe(images):
+            computed.append(len(images))
+            if stop and len(computed) == 2:
+                raise KeyboardInterrupt
+            return plain(model, what)(images)
+
+        return describe
+
+    monkeypatch.setattr(embed, "_features", lambda model, what: counted(model, what, stop=True))
+    with pytest.raises(KeyboardInterrupt):
+        embed.run(options)
+    assert not (tmp_path / "x.npy").exists()
+    with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
+        embed.run(dataclasses.replace(options, what="mean"))
+    computed.clear()
+    monkeypatch.setattr(embed, "_features", counted)
+    embed.run(options)
+    assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+def test_the_page_s_search_and_classifier_run(place, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("faiss")
+    embed.run(_options(place, tmp_path / "test.npy"))
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/embeddings.md").read_text()
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(code, names)
+    *found, classified = capsys.readouterr().out.splitlines()
+    assert len(found) == 3 and all(" -> [" in line for line in found) and "are right" in classified
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": "x.txt"}, r"--out x\.txt must end in \.parquet, \.npy, \.csv, \.pt"),
+        ({"out": "x.csv", "what": "patches"}, r"no \.csv holds: write \.npy, \.pt or \.parquet"),
+        ({"out": "/dev/null/x.npy"}, "/dev/null/x.npy can.t be written"),
+        ({"size": 33}, r"--size 33 is not a multiple of the patch size 8: use 32"),
+        ({"root": None}, "name images: --root DIR"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(place, tmp_path, changes, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=message):
+        embed.run(_options(place, **{"out": "x.npy", **changes}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_not_overwritten(place, tmp_path):
+    (tmp_path / "x.csv").write_text("mine")
+    with pytest.raises(ConfigError, match=r"x\.csv is there already"):
+        embed.check(_options(place, tmp_path / "x.npy"))  # x.csv has the names of its rows
+
+
+def test_images_of_which_none_can_be_read(place, tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match="none of 1 images can be read"):
+        embed.run(_options(place, tmp_path / "x.npy", root=str(tmp_path / "images")))
+    embed.run(_options(place, tmp_path / "y.npy", json=True))
+    assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]
