@@ -13,6 +13,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, Origin, split_origin
 from dino_ds.data.image_set import ImageSet
+from dino_ds.data.loader import Position
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.objectives.dino import HEAD
 from dino_ds.objectives.ibot import IBOT_HEAD
@@ -31,11 +32,12 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 @dataclass(frozen=True)
 class Beginning:
     """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
-    the stage takes over the whole training state, else the teacher's weights."""
+    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
 
     own: SavedCheckpoint | None = None
     before: SavedCheckpoint | None = None
     continues: bool = False
+    other_images: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -51,7 +53,12 @@ class Beginning:
             saver.load(self.own)
         if self.before is None:
             return []
-        return saver.continue_from(self.before) if self.continues else saver.restart_from(self.before)
+        if not self.continues:
+            return saver.restart_from(self.before)
+        notes = saver.continue_from(self.before)
+        if self.other_images:  # an order of other images has no use for the place in it
+            saver.state.position = Position(saver.state.position.epoch + 1)
+        return notes
 
 
 def choose_beginning(
@@ -79,10 +86,10 @@ def choose_beginning(
         return Beginning()
     if place is None or given is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
-    return _of_stage(folder, place, given)
+    return _of_stage(folder, images, place, given)
 
 
-def _of_stage(folder: RunFolder, place: str, given: Given) -> Beginning:
+def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) -> Beginning:
     (run, step), recipe = split_origin(place), folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 
@@ -100,7 +107,8 @@ def _of_stage(folder: RunFolder, place: str, given: Given) -> Beginning:
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
-    return Beginning(None, choice.saved, continues, notes)
+    changes = images.notes(saved)
+    return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
 
 
 def _recipe_of(saved: Manifest, what: str) -> Recipe:

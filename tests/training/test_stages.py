@@ -15,6 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 from dino_ds.errors import UserError
+from dino_ds.report.folder import read_run
+from dino_ds.report.origin import environment_rows, reproduction
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, TINY, image_folder, log_of, losses_of, read_manifest, whole_tensors
 from tests.training.test_resume import DINOV2, assert_same_checkpoint
@@ -102,6 +104,9 @@ def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
     assert environment["from"] == {
         "run": str(base), "run_id": read_manifest(base, 5)["run_id"], "step": 5, "stage_start": "continue"
     }  # fmt: skip
+    shown = read_run(path)
+    assert ("began with", f"{base}, step 5 (continue), run {environment['from']['run_id']}") in environment_rows(shown)
+    assert f"--from {base}/checkpoints/step_00000005" in reproduction(shown)["again"]
     log = log_of(path)
     assert f"begins with {base}, step 5 of 12 (it has not finished): all of its training state" in log
     assert "optimizer.lr 0.02 -> 0.01" in log and "length 12 steps -> 3 steps from step 5" in log
@@ -301,3 +306,23 @@ def test_stages_that_make_no_sense(words, message):
     with pytest.raises(UserError) as caught:
         read(TRAIN, parse_flags(TRAIN, words))
     assert message in str(caught.value)
+
+
+def test_launch_watches_over_one_run_folder():
+    """Its restarts go by one run's checkpoints."""
+    from dino_ds.launching.launch import run as launch
+    from dino_ds.options.machine import LaunchOptions
+    from dino_ds.options.run import TrainOptions
+
+    with pytest.raises(UserError, match="--stages makes several: launch one stage after the other"):
+        launch(LaunchOptions(), train_words=(), train={"options": TrainOptions(stages="quickstart")})
+
+
+def test_other_images_begin_a_new_epoch(base, tmp_path):
+    """Where they stand in the order of the old ones says nothing."""
+    path, other = tmp_path / "stage", image_folder(tmp_path / "other", images=9, seed=1)
+    stage = ["--from", str(base), *flags(CONTINUE), "--data.root", str(other), "--length", "2 steps"]
+    assert run(words_of(path, *stage)) is None
+    assert "images changed since step 5: 20 -> 9 images" in log_of(path)
+    assert read_manifest(base, 5)["state"]["position"] == {"epoch": 2, "samples": 8}
+    assert read_manifest(path, 7)["state"]["position"] == {"epoch": 5, "samples": 0}
