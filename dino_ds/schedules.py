@@ -54,6 +54,26 @@ class WeightSchedule:
         return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * progress))
 
 
+@dataclass(frozen=True)
+class GramSchedule:
+    """Of Gram anchoring, in optimizer steps: its weight is 0 before `start`. Its teacher is replaced by the EMA teacher
+    at `start`, if it is a `snapshot`, and after every `every` steps from then on, `most` times.
+
+    Source: facebookresearch/dinov3.
+    """
+
+    start: int = 0
+    snapshot: bool = False
+    every: int = 0
+    most: int = 0
+
+    def replaces(self, steps: int) -> bool:
+        """Whether it is replaced when so many steps have been applied: the next one sees the new teacher."""
+        past = steps - self.start
+        again = self.every > 0 and 0 < past <= self.every * self.most and past % self.every == 0
+        return again or (self.snapshot and past == 0)
+
+
 def _dino_alone() -> Mapping[str, WeightSchedule]:
     return {"dino": WeightSchedule(1.0, 1.0, 1)}
 
@@ -76,6 +96,8 @@ class ScheduleValues:
     unfreeze_backbone: bool
     weights: Mapping[str, float]
     """Of the loss terms, by name."""
+    replace_gram: bool = False
+    """Before this step the EMA teacher takes the place of Gram anchoring's."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,7 @@ class Schedules:
     warmup_shape: str = "linear"
     constant: bool = False
     weights: Mapping[str, WeightSchedule] = field(default_factory=_dino_alone)
+    gram: GramSchedule = GramSchedule()
 
     def _lr(self, step: int) -> float:
         if step < self.warmup_steps and self.warmup_shape == "cosine":
@@ -113,6 +136,9 @@ class Schedules:
     def at(self, step: int) -> ScheduleValues:
         """The knobs after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
+        weights = {name: weight.at(step) for name, weight in self.weights.items()}
+        if step < self.gram.start:
+            weights["gram"] = 0.0
         return ScheduleValues(
             lr=self._lr(step),
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
@@ -129,5 +155,6 @@ class Schedules:
             unfreeze_prototypes=absent and 0 < self.freeze_steps == step,
             backbone_frozen=step < self.freeze_backbone_steps,
             unfreeze_backbone=0 < self.freeze_backbone_steps == step,
-            weights={name: weight.at(step) for name, weight in self.weights.items()},
+            weights=weights,
+            replace_gram=self.gram.replaces(step),
         )

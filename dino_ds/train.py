@@ -53,6 +53,7 @@ from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.beginning import choose_beginning
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
@@ -260,6 +261,8 @@ def _build(
     notes = begin.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
+    elif begin.own is None and begin.before is None:
+        notes += notes_on_snapshot(recipe)
     notes += begin.load(saver)
     if begin.own is not None:
         notes += [*folder.notes_on(begin.own.manifest), *other_images.notes(begin.own.manifest)]

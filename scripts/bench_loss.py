@@ -63,7 +63,8 @@ class LossAlone:
         self._term = build_objective(recipe, device()).terms[DINO]
         self._schedule = build_schedules(recipe, EPOCH_STEPS).at(EPOCH_STEPS)
         self._prototypes, self._of_teacher = (
-            Prototypes(head.bottleneck, head.prototypes, head.learned_lengths).to(device()) for _ in range(2)
+            Prototypes(head.bottleneck, head.prototypes, head.learned_lengths, head.free_prototypes).to(device())
+            for _ in range(2)
         )
         self._student = torch.randn(len(student_sizes(crops)) * batch, head.bottleneck, device=device())
         self._teacher = torch.randn(len(teacher_sizes(crops)) * batch, head.bottleneck, device=device())

@@ -17,8 +17,9 @@ from torch import Tensor
 from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone
 from dino_ds.models.head import DinoHead
+from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network, Query
-from dino_ds.models.prototypes import Compared, Comparison, Logits, _TiledCrossEntropy
+from dino_ds.models.prototypes import _TiledCrossEntropy
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objectives.centering import RunningCenter
 from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
@@ -69,7 +70,8 @@ def product(logits: Logits) -> Tensor:
 def compare(student: Tensor, comparison: Comparison) -> Compared:
     """What a head with the axes as prototypes makes of the student's logits (v * n, k)."""
     axes = torch.eye(student.shape[1])
-    return Compared(*_TiledCrossEntropy.apply(student, axes, None, (comparison, False, False)))
+    found = _TiledCrossEntropy.apply(student, axes, None, (comparison, False, False, False))
+    return Compared(*found, comparison.share(len(student)))
 
 
 def centered(prototypes: int, student_temp: float, center_momentum: float, teacher_crops: int = 2) -> DinoTerm:

@@ -146,7 +146,7 @@ class NormalisedPrototypes(Prototypes):
     """All logits in one matrix; normalises the whole weight in each forward pass and differentiates through that."""
 
     def forward(self, z: Tensor, comparison: object = None) -> Tensor:  # type: ignore[override]
-        weight = F.normalize(self.weight, dim=-1)
+        weight = self.weight if self.free else F.normalize(self.weight, dim=-1)
         return F.linear(F.normalize(z, dim=-1), weight if self.lengths is None else weight * self.lengths)
 
 
@@ -155,7 +155,7 @@ def normalise_prototypes(network: Network) -> None:
     for head in network.heads().values():
         ours: Any = head
         k, bottleneck = ours.prototypes.weight.shape
-        plain = NormalisedPrototypes(bottleneck, k, ours.prototypes.lengths is not None)
+        plain = NormalisedPrototypes(bottleneck, k, ours.prototypes.lengths is not None, ours.prototypes.free)
         plain.weight, plain.lengths = ours.prototypes.weight, ours.prototypes.lengths
         ours.prototypes = plain
 

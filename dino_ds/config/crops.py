@@ -29,7 +29,7 @@ class CropGroup:
 
     scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colours, blur and
     solarization; every crop is flipped at random. like: the name of an earlier group of as many crops, whose
-    boxes and flips these have.
+    boxes and flips these have. hides: False: the student sees masked patches all the same, and still predicts them.
     """
 
     name: str
@@ -41,6 +41,16 @@ class CropGroup:
     masked: bool = False
     augmented: bool = True
     like: str | None = None
+    hides: bool = True
+
+
+def student_masks(groups: Iterable[CropGroup], masks: Masks) -> Masks:
+    """Of the masks of a micro-batch what the student's network is given: no "mask" where nothing is hidden."""
+    seeing = {group.name for group in groups if not group.hides}
+    return {
+        name: {key: value for key, value in mask.items() if key != "mask"} if name in seeing else mask
+        for name, mask in masks.items()
+    }
 
 
 def dino_groups(

@@ -44,6 +44,7 @@ class PerformanceOptions:
     channels_last: bool | None = None
     compile: str = "off"
     teacher_copy: bool | None = None
+    frozen_teacher: str = "whole"
     deterministic: bool = False
 
 

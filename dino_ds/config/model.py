@@ -107,7 +107,13 @@ class ModelSection(Section):
                     f"model.{given[0]} is for ViTs with rotary positions, such as vit_small_patch16_dinov3, and "
                     f"{self.backbone} has none: leave it out"
                 )
-        elif arch.width // arch.heads % 4:
+            return
+        if self.pos_embed_interpolation != "dino":
+            raise ValueError(
+                f"model.pos_embed_interpolation {self.pos_embed_interpolation} is for learned positions, and those of "
+                f"{self.backbone} are rotary: leave it out"
+            )
+        if arch.width // arch.heads % 4:
             raise ValueError(
                 f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each, and rotary positions "
                 "need a multiple of 4: change model.width or model.heads"

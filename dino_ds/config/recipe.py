@@ -30,6 +30,7 @@ from dino_ds.config.fields import (
     Length,
     LengthField,
     Positive,
+    Ramp,
     SaveEvery,
     Seconds,
     Section,
@@ -38,6 +39,7 @@ from dino_ds.config.fields import (
     option,
     positive,
 )
+from dino_ds.config.gram_checks import gram_problems
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
@@ -94,6 +96,7 @@ class Recipe(Section):
     def _check(self) -> Recipe:
         problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
         problems += [*self._optimizer_problems(), *self._channel_problems()]
+        problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
         if problems:
@@ -128,7 +131,7 @@ class Recipe(Section):
             teachers += (GRAM,)
         sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
         first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
-        first = replace(first, teachers=teachers)
+        first = replace(first, teachers=teachers, hides=crops.mask_hides)
         if not self._gram_has_crops:
             return (first, *others)
         assert resolution.gram_size is not None
@@ -163,8 +166,13 @@ class Recipe(Section):
         if self.objective.koleo_weight:
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
 
+    @property
+    def _patch(self) -> int:
+        """Sides of crops are multiples of it, as far as is known."""
+        return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
+
     def _crop_problems(self) -> list[str]:
-        patch = 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
+        patch = self._patch
         crops, several = self.crops, parse_resolutions(self.crops.resolutions)
         sizes, problems = [("crops.global_size", crops.global_size)], self._gram_size_problems(several)
         if crops.num_local:
@@ -186,16 +194,19 @@ class Recipe(Section):
     def _gram_size_problems(self, several: Iterable[Resolution]) -> list[str]:
         """Where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
         for one in several:
-            if one.gram_size and not self._gram_has_crops:
+            name, size = f"crops.resolutions {one}", one.gram_size
+            if size and not self._gram_has_crops:
                 return [
-                    f"crops.resolutions {one} has a Gram size, and Gram anchoring has no crops of its own here: set "
-                    "gram.weight and gram.crop_size, or leave out the third number"
+                    f"{name} has a Gram size, and Gram anchoring has no crops of its own here: set gram.weight and "
+                    "gram.crop_size, or leave out the third number"
                 ]
-            if self._gram_has_crops and not one.gram_size:
+            if self._gram_has_crops and not size:
                 return [
-                    f"crops.resolutions {one} has no Gram size, and gram.crop_size is {self.gram.crop_size}: write "
+                    f"{name} has no Gram size, and gram.crop_size is {self.gram.crop_size}: write "
                     "GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"
                 ]
+            if size and not one.global_size <= size <= 2 * one.global_size:
+                return [f"{name}: Gram size {size} must be 1 to 2 times the global size {one.global_size}"]
         return []
 
     def _channel_problems(self) -> list[str]:
@@ -225,6 +236,13 @@ class Recipe(Section):
             problems.append(
                 f"crops.mask {self.crops.mask} hides patches that no loss predicts: set it none, or "
                 "objective.ibot_weight above 0"
+            )
+        if not self.crops.mask_hides and self.crops.mask == "none":
+            problems.append("crops.mask_hides false has no effect with crops.mask none: leave it out")
+        if objective.dino_local_weight != Ramp(1.0) and not (objective.dino_weight and self.crops.num_local):
+            problems.append(
+                f"objective.dino_local_weight {objective.dino_local_weight} has no effect without local crops and "
+                "objective.dino_weight: leave it out"
             )
         if objective.centering == "sinkhorn" and objective.center_momentum != ObjectiveSection().center_momentum:
             problems.append(
@@ -268,6 +286,7 @@ class Recipe(Section):
             "optimizer.warmup": self.optimizer.warmup,
             "objective.freeze_prototypes": self.objective.freeze_prototypes,
             "objective.teacher_temp_warmup": self.objective.teacher_temp_warmup,
+            "gram.start": self.gram.start,
         }
         return [
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "

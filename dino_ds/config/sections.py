@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dino_ds.config.crops import parse_resolutions
+from dino_ds.config.crops import EMA, GRAM, parse_resolutions
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
@@ -129,6 +129,15 @@ class HeadSection(Section):
     learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
     free_prototypes: bool = option(False, "prototypes are the plain weights of a linear layer, of any length (DINOv3)")
 
+    @model_validator(mode="after")
+    def _check(self) -> HeadSection:
+        if self.learned_lengths and self.free_prototypes:
+            raise ValueError(
+                "learned_lengths true and free_prototypes true: free prototypes have their lengths in themselves; "
+                "leave one of them out"
+            )
+        return self
+
 
 class ObjectiveSection(Section):
     student_temp: Temperature = option(0.1, "softmax temperature of the student")
@@ -179,10 +188,15 @@ class OptimizerSection(Section):
     )
 
 
+SNAPSHOT = "snapshot"
+
+
 class GramSection(Section):
-    weight: WeightField = option(Ramp(0.0), "weight of Gram anchoring: similarities of patches stay a teacher's")
+    weight: WeightField = option(
+        Ramp(0.0), "weight of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
+    )
     teacher: PathText = option(
-        "snapshot", "snapshot = the EMA teacher as it was at gram.start, ema = as it is, or a run folder or checkpoint"
+        SNAPSHOT, "snapshot = the EMA teacher as it was at gram.start, ema = as it is, or a run folder or checkpoint"
     )
     start: StageLengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
     refresh_every: LengthField = option(
@@ -194,6 +208,11 @@ class GramSection(Section):
     )
     whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
     drop_negative: bool = option(False, "similarities below 0 count as 0")
+
+    @property
+    def teacher_name(self) -> str:
+        """Of the run's teachers the one whose patches are compared with."""
+        return EMA if self.teacher == EMA else GRAM
 
 
 class TeacherSection(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import crop_sizes, student_sizes
+from dino_ds.config.crops import GRAM, crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
@@ -17,6 +17,8 @@ _FP32 = 4
 # gradient is finished at a time.
 _TILE = (32 * 2**20, 128 * 2**20)
 _PART = (2**20, 128 * 2**20)
+# As in objectives/gram.py.
+_GRAM_PIECE = (4 * 2**20, 128 * 2**20)
 # As in objectives/centering.py.
 _KEPT = (160 * 2**20, 0)
 _PROTOTYPE_BLOCK = (16384, 65536)
@@ -55,10 +57,12 @@ class MicroBatch:
         self.one_batch = _FP32 * pixels
         self.crops = self.one_batch * window
         rows = sum(one.teacher_rows * one.sizes.bottleneck for one in objective.cross_entropies)
-        self.targets = round(_FP32 * rows * images) * window
+        self.targets = round(_FP32 * rows * images) * window + self._gram_targets(recipe, objective)
         extra = features if objective.patches else 0
         self._part, self._block = _PART[on_gpu], _PROTOTYPE_BLOCK[on_gpu]
-        self.head_and_loss = extra + self._fullest_loss(objective, _TILE[on_gpu])
+        self.head_and_loss = extra + max(
+            self._fullest_loss(objective, _TILE[on_gpu]), self._gram_bytes(objective, _GRAM_PIECE[on_gpu])
+        )
         passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
         self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
 
@@ -140,6 +144,24 @@ class MicroBatch:
             block = _FP32 * min(largest.prototypes, self._block) * largest.bottleneck
             moments.append(waiting + (_weights(largest) * self._element if low else 0) + block * (2 if low else 1))
         return max(moments)
+
+    def _gram_targets(self, recipe: Recipe, objective: ObjectiveCosts) -> int:
+        """The patches of Gram anchoring's teacher, of its own grid."""
+        if objective.gram is None:
+            return 0
+        sides = teacher_sizes(recipe.groups, GRAM) or [0]
+        stride = recipe.model.spec().stride
+        patches = sum((side // stride) ** 2 for side in sides) or objective.gram.crops * objective.gram.patches
+        return _FP32 * patches * self._width * self._images
+
+    def _gram_bytes(self, objective: ObjectiveCosts, piece: int) -> int:
+        """Rows of both in FP32, of length 1, and the gradient; pieces of both matrices of similarities."""
+        gram = objective.gram
+        if gram is None:
+            return 0
+        rows = _FP32 * gram.crops * gram.patches * self._images * self._width
+        low = self._element < _FP32
+        return (4 if low else 3) * rows + 2 * min(piece, _FP32 * gram.numbers(self._images))
 
     def _tile_bytes(self, one: CrossEntropy, tile: int) -> int:
         """Room for the logits of both; and for a part of it, which is all on a GPU, softmax, sums and products."""

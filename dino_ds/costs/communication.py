@@ -17,6 +17,7 @@ from dino_ds.costs.activations import element_bytes
 from dino_ds.costs.memory import persistent_below
 from dino_ds.costs.objective import SINKHORN_ITERATIONS, ObjectiveCosts
 from dino_ds.costs.parameters import group_sizes, recipe_sizes
+from dino_ds.costs.teachers import frozen_sizes
 
 _FP32, _FP64 = 4, 8
 # DeepSpeed's defaults, elements.
@@ -25,6 +26,8 @@ _MAX_REUSE = 1_000_000_000
 _PREFETCH = 50_000_000
 # As in teacher.py.
 _TEACHER_CHUNK = 128 * 2**20
+# As in engine/inference.py.
+_FROZEN_PERSISTENT = 100_000
 # As in engine/optim.py, for DINO's recipe, and training/step.py.
 _GROUPS = 3
 _VOTES = 3
@@ -60,7 +63,18 @@ def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Tr
     return [
         *step_traffic(recipe_sizes(recipe), objective.centers, config, world_size, groups, parts),
         *objective_traffic(objective, width, config, world_size),
+        *_frozen_traffic(recipe, config, world_size),
     ]
+
+
+def _frozen_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Traffic]:
+    """The weights of a distilled teacher that is in shards, for each micro-batch."""
+    if world_size == 1 or config.performance.frozen_teacher == "whole":
+        return []
+    sizes = [n for name, n in frozen_sizes(recipe).items() if name.startswith("backbone.")]
+    sharded = sum(n for n in sizes if n > _FROZEN_PERSISTENT)
+    payload, calls = config.accumulation * element_bytes(config) * sharded, config.accumulation * len(sizes)
+    return [Traffic("frozen teacher", "all-gather", payload, calls, world_size, "micro-batch")] if sharded else []
 
 
 def step_traffic(

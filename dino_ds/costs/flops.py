@@ -14,9 +14,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.objective import HeadSizes, ObjectiveCosts
+from dino_ds.costs.frozen import frozen_spec
+from dino_ds.costs.objective import HeadSizes, ObjectiveCosts, groups_of_steps, last_tokens
 from dino_ds.errors import NotEstimated
 
 
@@ -28,12 +29,18 @@ def vit_of(recipe: Recipe) -> ViTSpec:
     return spec
 
 
-def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool, precision: str = "fp32") -> dict[str, int]:
-    """`step_flops` of a recipe; of a backbone that is not ours as one part of student and of teacher, counted in
-    this precision, which changes nothing but what else is measured with it. Raises NotEstimated."""
+def recipe_step_flops(
+    recipe: Recipe, cls_only_last_block: bool, precision: str = "fp32", images: int = 1
+) -> dict[str, int]:
+    """`step_flops` of a recipe, of several resolutions the mean over the steps; of a backbone that is not ours as one
+    part of student and of teacher, counted in this precision, which changes nothing but what else is measured with it.
+
+    images: of a micro-batch, for Gram anchoring over all of it. A frozen teacher of unknown architecture counts
+    nothing. Raises NotEstimated.
+    """
     spec, objective = recipe.model.spec(), ObjectiveCosts.of(recipe)
     if isinstance(spec, ViTSpec):
-        return step_flops(spec, objective, recipe.groups, cls_only_last_block)
+        return _of_all_resolutions(recipe, spec, cls_only_last_block, images)
     from dino_ds.costs.measured import measure_student, measure_teacher
 
     found: dict[str, int] = {}
@@ -43,22 +50,62 @@ def recipe_step_flops(recipe: Recipe, cls_only_last_block: bool, precision: str 
     return found
 
 
+def _of_all_resolutions(recipe: Recipe, arch: ViTSpec, cls_only: bool, images: int) -> dict[str, int]:
+    mean: dict[str, float] = {}
+    for share, groups in groups_of_steps(recipe):
+        objective = ObjectiveCosts.of(recipe, groups)
+        teacher = arch if recipe.teacher.source is None else frozen_spec(recipe)
+        one = step_flops(arch, objective, groups, cls_only, teacher) | gram_flops(arch, objective, groups, images)
+        mean = {name: mean.get(name, 0.0) + share * n for name, n in one.items()}
+    return {name: round(n) for name, n in mean.items()}
+
+
 def step_flops(
-    arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGroup], cls_only_last_block: bool = False
+    arch: ViTSpec,
+    objective: ObjectiveCosts,
+    crops: Sequence[CropGroup],
+    cls_only_last_block: bool = False,
+    teacher: ViTSpec | None = None,
 ) -> dict[str, int]:
-    """Per image, by part; hidden patches by their expected number.
+    """Per image, by part; hidden patches by their expected number. teacher: who gives the targets, of a frozen one
+    that is not known None.
 
     With `cls_only_last_block` what is done then, else the whole model's, the usual base of MFU.
     """
-    found: dict[str, int] = {}
+    if teacher is None and objective.teacher == EMA:
+        teacher = arch
+    found = _network_flops("student", arch, student_sizes(crops), objective, crops, cls_only_last_block)
+    found |= _head_flops("student", arch.width, objective)
+    if teacher is None:
+        return found
+    sizes = teacher_sizes(crops, objective.teacher)
+    found |= _network_flops("teacher", teacher, sizes, objective, crops, cls_only_last_block)
+    return found | _head_flops("teacher", teacher.width, objective)
+
+
+def _network_flops(
+    who: str, arch: ViTSpec, sizes: Sequence[int], objective: ObjectiveCosts, crops: Sequence[CropGroup], cls_only: bool
+) -> dict[str, int]:
     # The backward pass costs twice the forward pass, that of the patch embedding once.
-    for who, sizes, times in (("student", student_sizes(crops), 3), ("teacher", teacher_sizes(crops), 1)):
-        kept = objective.last_tokens(crops, sizes, arch.patch_size) if cls_only_last_block else {}
-        patch, linear, attention = zip(*(_forward(arch, side, kept) for side in sizes), strict=True)
-        found[f"{who}_patch"] = min(times, 2) * sum(patch)
-        found[f"{who}_linear"] = times * sum(linear)
-        found[f"{who}_attention"] = times * sum(attention)
-        found |= _head_flops(who, arch.width, objective)
+    times, patches = (3, objective.patches) if who == "student" else (1, objective.teacher_patches)
+    kept = last_tokens(patches, crops, sizes, arch.patch_size) if cls_only else {}
+    patch, linear, attention = zip(*(_forward(arch, side, kept) for side in sizes), strict=True)
+    return {
+        f"{who}_patch": min(times, 2) * sum(patch),
+        f"{who}_linear": times * sum(linear),
+        f"{who}_attention": times * sum(attention),
+    }
+
+
+def gram_flops(arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGroup], images: int = 1) -> dict[str, int]:
+    """Of Gram anchoring, per image: its teacher's pass, if it has one of its own, and the matrices of similarities
+    of both, with one more product for the gradient."""
+    gram = objective.gram
+    if gram is None:
+        return {}
+    found = {"gram_matrices": 3 * 2 * gram.numbers(images) * arch.width // images}
+    if sizes := teacher_sizes(crops, GRAM):
+        found["gram_teacher"] = sum(sum(_forward(arch, side, {})) for side in sizes)
     return found
 
 
@@ -67,8 +114,11 @@ def _head_flops(who: str, width: int, objective: ObjectiveCosts) -> dict[str, in
     times, passes = (3, 3) if who == "student" else (1, objective.teacher_passes)
     rows = [(getattr(one, f"{who}_rows"), one.sizes) for one in objective.cross_entropies]
     products = sum(n * 2 * head.bottleneck * head.prototypes for n, head in rows)
+    heads = sum(n * mlp_flops(width, head) for n, head in rows)
+    if who == "student":
+        heads += sum(n * 2 * width * theirs for n, theirs in objective.regressions.values())
     return {
-        f"{who}_head": round(times * sum(n * mlp_flops(width, head) for n, head in rows)),
+        f"{who}_head": round(times * heads),
         f"{who}_prototypes": round(passes * products),
     }
 

@@ -14,6 +14,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import MicroBatch, element_bytes
 from dino_ds.costs.parameters import copied_names, group_sizes, prototype_sizes, recipe_sizes, vit_copied_names
+from dino_ds.costs.teachers import pass_bytes, teacher_bytes
 
 GIB = 2**30
 _FP32 = 4
@@ -54,6 +55,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     """
     sizes = recipe_sizes(recipe)
     state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, copied_names(recipe))
+    state |= teacher_bytes(recipe, sizes, config, world_size)
     step = MicroBatch(recipe, config, on_gpu)
     gradients = gradient_bytes(sizes, config, world_size, on_gpu)
     buckets = bucket_bytes(config)
@@ -66,6 +68,7 @@ def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: b
     whole = _gradient_element(config) * sum(sizes.values()) if late else gradients
     moments = {
         "the targets": {"Sinkhorn-Knopp": step.making_targets, "gradients": held},
+        "a teacher's forward pass": {"teacher's activations": pass_bytes(recipe, config), "gradients": held},
         "the loss": {
             "activations": step.saved,
             "head and loss": step.head_and_loss,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
-from dino_ds.config.crops import CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
+from dino_ds.costs.frozen import frozen_spec
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
 # As of objectives/centering.py.
@@ -52,32 +55,72 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
+class GramCosts:
+    """Gram anchoring compares the `patches` of each of an image's `crops` with each other; whole_batch: with those of
+    all images of a micro-batch."""
+
+    crops: int
+    patches: int
+    whole_batch: bool
+
+    def rows(self, images: int) -> int:
+        """Of each square matrix of similarities."""
+        return self.patches * (self.crops * images if self.whole_batch else 1)
+
+    def numbers(self, images: int) -> int:
+        """Of all matrices of one network in a micro-batch."""
+        return self.rows(images) * self.patches * self.crops * images
+
+
+@dataclass(frozen=True)
 class ObjectiveCosts:
-    """The terms of a recipe. patches: the names of the crop groups whose patches are computed to the end; koleo_crops:
-    of an image, 0 without the term; koleo_all: over all ranks' images."""
+    """The terms of a recipe. patches: the names of the crop groups whose patches the student computes to the end;
+    teacher: who gives the targets, and teacher_patches: those that it does; koleo_crops: of an image, 0 without the
+    term; koleo_all: over all ranks' images; regressions: linear layers to a teacher's features, the rows of an image
+    and their width by the name of the head."""
 
     cross_entropies: tuple[CrossEntropy, ...]
     sinkhorn: bool = False
     patches: tuple[str, ...] = ()
     koleo_crops: int = 0
     koleo_all: bool = False
+    gram: GramCosts | None = None
+    teacher: str = EMA
+    teacher_patches: tuple[str, ...] = ()
+    regressions: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     @staticmethod
-    def of(recipe: Recipe) -> ObjectiveCosts:
-        how, groups, found = recipe.objective, recipe.groups, list[CrossEntropy]()
-        seen = len(teacher_sizes(groups))
-        if how.dino_weight:
+    def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> ObjectiveCosts:
+        """groups: of a step of one of several resolutions; None: the recipe's."""
+        how, found = recipe.objective, list[CrossEntropy]()
+        groups = recipe.groups if groups is None else groups
+        teacher = EMA if recipe.teacher.source is None else FROZEN
+        regresses = teacher == FROZEN and recipe.teacher.distill == "features"
+        seen = len(teacher_sizes(groups, teacher))
+        if how.dino_weight and not regresses:
             rows = len(student_sizes(groups))
             found.append(CrossEntropy("dino", HEAD, HeadSizes.of(recipe.head), rows, seen, seen, rows))
-        if how.ibot_weight:
+        if how.ibot_weight and not regresses:
             own = how.ibot_head == "own"
             sizes = HeadSizes.of(recipe.ibot_head if own else recipe.head)
-            hidden = hidden_patches(recipe)
+            hidden = hidden_patches(recipe, groups)
             found.append(CrossEntropy("ibot", IBOT_HEAD if own else HEAD, sizes, hidden, hidden))
         patches = tuple(group.name for group in groups if group.masked) if how.ibot_weight else ()
         koleo = seen if how.koleo_weight else 0
+        gram = _gram_groups(recipe, groups)
+        side = gram[0].size // recipe.model.spec().stride if gram else 0
+        count = sum(group.count for group in gram)
+        compared = tuple(group.name for group in gram)
         return ObjectiveCosts(
-            tuple(found), how.centering == "sinkhorn", patches, koleo, koleo > 0 and how.koleo_ranks == "all"
+            tuple(found),
+            how.centering == "sinkhorn" and not regresses,
+            tuple(dict.fromkeys(patches + compared)),
+            koleo,
+            koleo > 0 and how.koleo_ranks == "all",
+            GramCosts(count, side**2, recipe.gram.whole_batch) if gram else None,
+            teacher,
+            tuple(dict.fromkeys(patches + (compared if recipe.gram.teacher == EMA else ()))),
+            _regressions(recipe, groups) if regresses else {},
         )
 
     @property
@@ -97,14 +140,49 @@ class ObjectiveCosts:
 
     def last_tokens(self, groups: Sequence[CropGroup], sides: Sequence[int], patch_size: int) -> dict[int, int]:
         """By size of a crop the tokens that a last block reduced to what is read computes: CLS, or with its patches."""
-        whole = {group.size for group in groups if group.name in self.patches}
-        return {side: 1 + (side // patch_size) ** 2 if side in whole else 1 for side in sides}
+        return last_tokens(self.patches, groups, sides, patch_size)
 
 
-def hidden_patches(recipe: Recipe) -> float:
+def _regressions(recipe: Recipe, groups: Sequence[CropGroup]) -> dict[str, tuple[int, int]]:
+    """None for a teacher whose architecture is not known."""
+    spec, how, found = frozen_spec(recipe), recipe.objective, dict[str, tuple[int, int]]()
+    sizes = teacher_sizes(groups, FROZEN)
+    if spec is not None and how.dino_weight:
+        found["cls_regression"] = (len(sizes), spec.width)
+    if spec is not None and how.ibot_weight:
+        found["patch_regression"] = (sum((size // recipe.model.spec().stride) ** 2 for size in sizes), spec.width)
+    return found
+
+
+def groups_of_steps(recipe: Recipe) -> list[tuple[float, tuple[CropGroup, ...]]]:
+    """The crops of each resolution that optimizer steps have, with its share of them."""
+    several: Any = getattr(recipe, "resolutions", ())
+    groups_of: Any = getattr(recipe, "groups_of", None)
+    return [(one.share, groups_of(one)) for one in several] or [(1.0, recipe.groups)]
+
+
+def last_tokens(
+    patches: Sequence[str], groups: Sequence[CropGroup], sides: Sequence[int], patch_size: int
+) -> dict[int, int]:
+    """By size of a crop: CLS, or with its patches where it is of a group that is named."""
+    whole = {group.size for group in groups if group.name in patches}
+    return {side: 1 + (side // patch_size) ** 2 if side in whole else 1 for side in sides}
+
+
+def _gram_groups(recipe: Recipe, groups: Sequence[CropGroup]) -> list[CropGroup]:
+    """Those whose patches the student gives to Gram anchoring."""
+    if not recipe.gram.weight:
+        return []
+    seeing = EMA if recipe.gram.teacher == EMA else GRAM
+    names = {group.like or group.name for group in groups if seeing in group.teachers}
+    return [group for group in groups if group.student and group.name in names]
+
+
+def hidden_patches(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> float:
     """Expected number of hidden patches of an image. Masks of the law dinov2 fall about 1 % short of it."""
     crops, stride = recipe.crops, recipe.model.spec().stride
-    patches = sum(group.count * (group.size // stride) ** 2 for group in recipe.groups if group.masked)
+    groups = recipe.groups if groups is None else groups
+    patches = sum(group.count * (group.size // stride) ** 2 for group in groups if group.masked)
     return patches * crops.mask_share * sum(crops.mask_ratio) / 2
 
 
@@ -124,6 +202,11 @@ def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, rank
         warnings.append(
             f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
             "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"
+        )
+    if recipe.gram.weight and recipe.gram.whole_batch:
+        warnings.append(
+            f"gram.whole_batch compares the patches of a micro-batch of {micro_batch} images at a time, not of the "
+            f"{batch} of a step: with another accumulation it is another loss"
         )
     if objective.koleo_crops:
         images = micro_batch * (ranks if objective.koleo_all else 1)

@@ -22,9 +22,11 @@ def parameter_sizes(
     head: HeadSizes | None = None,
     ibot_head: HeadSizes | None = None,
     mask_token: bool = False,
+    regressions: tuple[tuple[str, int], ...] = (),
 ) -> Mapping[str, int]:
-    """Elements of every parameter of backbone and heads, by the network's names; `image_size` of the global crops."""
-    shapes = _shapes(arch, image_size, head, ibot_head, mask_token)
+    """Elements of every parameter of backbone and heads, by the network's names; `image_size` of the global crops;
+    regressions: names and widths of linear heads."""
+    shapes = _shapes(arch, image_size, head, ibot_head, mask_token, regressions)
     return MappingProxyType({name: math.prod(shape) for name, shape in shapes.items()})
 
 
@@ -96,14 +98,22 @@ def _layers(recipe: Recipe) -> tuple[dict[str, int], int]:
     return layers, spec.depth
 
 
-def _network_of(recipe: Recipe) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool]:
-    heads = ObjectiveCosts.of(recipe).heads
-    crops = recipe.crops
-    return recipe.model.spec(), crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD), crops.mask != "none"
+def _network_of(
+    recipe: Recipe,
+) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool, tuple[tuple[str, int], ...]]:
+    objective, crops = ObjectiveCosts.of(recipe), recipe.crops
+    heads, linear = objective.heads, tuple((name, width) for name, (_, width) in objective.regressions.items())
+    size, hides = crops.global_size, crops.mask != "none"
+    return recipe.model.spec(), size, heads.get(HEAD), heads.get(IBOT_HEAD), hides, linear
 
 
 def _shapes(
-    arch: BackboneSpec, image_size: int, head: HeadSizes | None, ibot_head: HeadSizes | None, mask_token: bool
+    arch: BackboneSpec,
+    image_size: int,
+    head: HeadSizes | None,
+    ibot_head: HeadSizes | None,
+    mask_token: bool,
+    regressions: tuple[tuple[str, int], ...],
 ) -> dict[str, _Shape]:
     if isinstance(arch, ViTSpec):
         backbone = dict(_backbone(arch, image_size, mask_token))
@@ -115,6 +125,8 @@ def _shapes(
     for part, sizes in ((HEAD, head), (IBOT_HEAD, ibot_head)):
         if sizes is not None:
             shapes |= {f"{part}.{name}": shape for name, shape in _head(arch.width, sizes)}
+    for part, width in regressions:
+        shapes |= {f"{part}.weight": (width, arch.width), f"{part}.bias": (width,)}
     return shapes
 
 

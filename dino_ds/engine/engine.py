@@ -26,8 +26,8 @@ from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layer
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops, Masks
 from dino_ds.models.batch_norm import unsynced_statistics
+from dino_ds.models.logits import Comparison
 from dino_ds.models.network import Network, Output
-from dino_ds.models.prototypes import Comparison
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")

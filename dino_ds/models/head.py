@@ -11,7 +11,8 @@ import itertools
 from torch import Tensor, nn
 
 from dino_ds.models.batch_norm import use_own_batch_norm
-from dino_ds.models.prototypes import Compared, Comparison, Logits, Prototypes
+from dino_ds.models.logits import Compared, Comparison, Logits
+from dino_ds.models.prototypes import Prototypes
 from dino_ds.models.weights import init_weights
 
 
@@ -35,6 +36,12 @@ class DinoHead(nn.Module):
         self.mlp = nn.Sequential(*modules)
         self.prototypes = Prototypes(bottleneck, prototypes, learned_lengths)
         init_weights(self)
+
+    def free_prototypes(self) -> DinoHead:
+        """With the prototypes of a plain linear layer, of any length (facebookresearch/dinov3)."""
+        prototypes, bottleneck = self.prototypes.weight.shape
+        self.prototypes = Prototypes(bottleneck, prototypes, free=True)
+        return self
 
     def add_batch_norm(self, synced: bool) -> DinoHead:
         """With BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""

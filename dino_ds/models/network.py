@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, masked_of, patches_of
-from dino_ds.models.prototypes import Compared, Comparison, Logits
+from dino_ds.models.logits import Compared, Comparison, Logits
 
 Output = Tensor | Logits | Compared
 

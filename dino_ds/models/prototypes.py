@@ -1,97 +1,42 @@
-"""Prototypes, and cross-entropies over them that never hold a whole (rows, prototypes) matrix.
-
-Logits stay factored: unit rows (n, c) and prototypes (k, c). Who needs logits makes them tile by tile, as often as
-needed, in FP32 whatever the engine's precision.
-"""
+"""Prototypes, and cross-entropies over them that never hold a whole (rows, prototypes) matrix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Bytes of the logits in one tile.
-_TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
-# Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
-_PART = {"cpu": 2**20}
-# Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
-_CPU_BLOCK = 1024
+from dino_ds.models.logits import Compared, Comparison, Logits, part_rows, tf32, tile_rows
+
 # Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256, on a GPU 64 in a quarter of launches.
 _BLOCK = {"cpu": 16384, "cuda": 65536}
-
-
-class Logits(NamedTuple):
-    """Logits (n, k) = (rows @ weight.T) * scale, not multiplied out.
-
-    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: that the engine computes in bf16 or fp16.
-    """
-
-    rows: Tensor
-    weight: Tensor
-    scale: Tensor
-    low: bool = False
-
-    def sum(self) -> Tensor:
-        """(k,) the sum over rows: linear, so no tile is needed."""
-        with torch.autocast(self.rows.device.type, enabled=False):
-            return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
-
-    def multiply(self, rows: Tensor, room: Tensor) -> Tensor:
-        """Of some rows (r, c) the products with the weight, without scale, written into the first rows of `room`."""
-        out = room[: len(rows)]
-        with torch.autocast(rows.device.type, enabled=False), _tf32(self.low):
-            block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
-            for start in range(0, len(self.weight), block):
-                torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
-        return out
-
-
-class Comparison(NamedTuple):
-    """What a head compares its rows with, and how.
-
-    teacher: logits of g * n rows, of which the targets are softmax(logits / temperature + shift), shift (k,). The
-    student's rows are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself
-    if `exclude_own`. weights (n,) of the images, None: 1. The sum is divided by `divisor`, None: the number of pairs.
-    """
-
-    teacher: Logits
-    shift: Tensor
-    temperature: float
-    student_temp: float
-    crops: int = 1
-    exclude_own: bool = False
-    weights: Tensor | None = None
-    divisor: float | None = None
-
-
-class Compared(NamedTuple):
-    """loss: scalar with gradient, the weighted sum of cross-entropies / divisor; entropy: of the targets, their
-    weighted mean, without gradient."""
-
-    loss: Tensor
-    entropy: Tensor
 
 
 class Prototypes(nn.Module):
     """Cosines between bottleneck features and k prototypes, times the lengths of these if `learned_lengths`. FP32.
 
+    free: prototypes are the rows of a plain linear layer, of the length that they have (facebookresearch/dinov3).
     While `frozen`, the weight takes part with a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a
     parameter that gets none, and the frozen gradient must not enter the clipping norm.
     """
 
-    def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False) -> None:
+    def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False, free: bool = False) -> None:
         super().__init__()
+        assert not (free and learned_lengths), "free prototypes have their lengths in themselves"
+        self.free = free
         self.weight = nn.Parameter(torch.empty(prototypes, bottleneck))
         self.lengths = nn.Parameter(torch.empty(prototypes, 1)) if learned_lengths else None
         self.frozen = False
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        if self.free:
+            nn.init.trunc_normal_(self.weight, std=0.02)
+            return
         # The reference leaves this layer to torch's default for Linear. Only directions count, but the length of the
         # rows sets how far one step of Adam turns them.
         bound = self.weight.shape[1] ** -0.5
@@ -106,13 +51,17 @@ class Prototypes(nn.Module):
             rows = F.normalize(z.float(), dim=-1)
             if comparison is None:
                 weight = self.weight.float()
-                return Logits(rows, weight, _scale(weight, self.lengths)[0], low)
-            how = comparison, self.frozen, low
-            return Compared(*_TiledCrossEntropy.apply(rows, self.weight, self.lengths, how))
+                return Logits(rows, weight, _scale(weight, self.lengths, self.free)[0], low)
+            how = comparison, self.frozen, self.free, low
+            loss, entropy = _TiledCrossEntropy.apply(rows, self.weight, self.lengths, how)
+            return Compared(loss, entropy, comparison.share(len(rows)))
 
 
-def _scale(weight: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of the weight in FP32: (k,) what turns products with it into logits; 1 / lengths of its rows."""
+def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
+    """Of the weight in FP32: (k,) what turns products with it into logits; 1 / lengths of its rows, unless `free`."""
+    if free:
+        ones = weight.new_ones(len(weight))
+        return ones, ones
     inverse = torch.linalg.vector_norm(weight, dim=-1).clamp_min(1e-12).reciprocal()
     return inverse if lengths is None else inverse * lengths.float().squeeze(-1), inverse
 
@@ -123,16 +72,16 @@ class _TiledCrossEntropy(torch.autograd.Function):
     A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
     sum of its pairs = w lse(l) - <T, l>, T = the sum of the targets it is compared with, w = their number.
     With g' = gradient of the logits * length / |w|: rows get g' w; A = g'^T rows (k, c) gives the weight
-    A - w (w . A) / |w|^2 and the length w . A / length.
+    A - w (w . A) / |w|^2 and the length w . A / length. Of free prototypes length / |w| is 1 and the weight gets A.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weight: Tensor, lengths: Tensor | None, how: tuple[Comparison, bool, bool]
+        ctx: Any, rows: Tensor, weight: Tensor, lengths: Tensor | None, how: tuple[Comparison, bool, bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        comparison, frozen, low = how
+        comparison, frozen, ctx.free, low = how
         w = weight.float()
-        scale, inverse = _scale(w, lengths)
+        scale, inverse = _scale(w, lengths, ctx.free)
         wanted = any(ctx.needs_input_grad)
         grad_rows = torch.zeros_like(rows) if wanted else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not frozen else None
@@ -159,6 +108,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
         grad_lengths = None if lengths is None else torch.zeros_like(lengths)
         if grad_weight is None:
             return grad_rows * grad, torch.zeros_like(weight), grad_lengths, None
+        if ctx.free:
+            return grad_rows * grad, grad_weight.mul_(grad).to(weight.dtype), None, None
         size = _BLOCK.get(weight.device.type, _BLOCK["cuda"])
         for start in range(0, len(weight), size):
             block = slice(start, start + size)
@@ -205,18 +156,20 @@ class _Tile:
         scale = tiles.grad_scale if weights is None else weights.unsqueeze(-1) * tiles.grad_scale
         loss = torch.zeros_like(entropy[0])
         for crops, target, pairs in _summed(targets, len(logits), how.exclude_own):
-            own = logits[crops]
+            own, factor = logits[crops], how.others if how.exclude_own and crops.start else 1.0
             probs = torch.softmax(own, dim=-1, out=tiles.probs[1][: len(own), : own.shape[1]])
             products = torch.linalg.vecdot(target, own.sum(dim=0) if target.dim() == 2 else own)
-            loss += pairs * _lse(own, probs).sum(dim=0) - products.view(-1, len(loss)).sum(dim=0)
-            torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=own).mul_(scale)
+            found = pairs * _lse(own, probs).sum(dim=0) - products.view(-1, len(loss)).sum(dim=0)
+            loss += found if factor == 1 else found * factor
+            torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=own)
+            own.mul_(scale if factor == 1 else scale * factor)
         if weights is not None:
             loss, entropy = loss * weights, entropy * weights
         return loss.sum(), entropy.sum()
 
     def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
         tiles, student = self._tiles, self._tiles.student
-        with _tf32(student.low):
+        with tf32(student.low):
             own = grad_rows.view(tiles.rows.shape)[:, self._images]
             own.copy_((self._grad @ student.weight).view(own.shape))
             if grad_weight is not None:
@@ -233,7 +186,7 @@ class _Tiles:
         self.teacher_rows = teacher.rows.view(g, self._images, teacher.rows.shape[-1])
         crops = len(student.rows) // self._images if self._images else 1
         self.rows = student.rows.view(crops, self._images, student.rows.shape[-1])
-        pairs = g * crops - (g if comparison.exclude_own else 0)
+        pairs, _ = comparison.pairs(len(student.rows))
         self.divisor = comparison.divisor or float(max(pairs * self._images, 1))
         self.teacher_scale = teacher.scale / comparison.temperature
         self.student_scale = student.scale / comparison.student_temp
@@ -267,31 +220,3 @@ def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[sl
 def _lse(logits: Tensor, probs: Tensor) -> Tensor:
     """ln of the sum of exp(logits), of which probs are the softmax."""
     return logits.amax(dim=-1) - probs.amax(dim=-1).log()
-
-
-def tile_rows(weight: Tensor) -> int:
-    """Rows of logits that are made at a time."""
-    return max(1, _TILE.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
-
-
-def part_rows(weight: Tensor) -> int:
-    """Rows of a tile that are worked on at a time."""
-    return max(1, _PART.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
-
-
-@contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
-    """FP32 products of a GPU in TF32, which rounds them less than bf16 and fp16 do.
-
-    Only inside: the switch is the whole process's, evaluations want FP32, and compilers of some versions of torch ask
-    for it by its older name, which refuses to answer while it is switched by this one (pytorch issue 166387).
-    """
-    if not wanted:
-        yield
-        return
-    matmul = torch.backends.cuda.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

@@ -30,7 +30,7 @@ class RopeTables:
         assert arch.rope is not None
         self._arch, self._sides = arch, arch.rope
         self._changes = (options.rope_shift or 0.0, options.rope_jitter or 1.0, options.rope_rescale or 1.0)
-        self._frequencies: dict[torch.device, Tensor] = {}
+        self._periods: dict[torch.device, Tensor] = {}
         self._plain: dict[tuple[int, int, torch.device], Tensor] = {}
 
     def of(
@@ -41,12 +41,12 @@ class RopeTables:
         blocks = self._arch.depth
         if step_key is None or self._changes == (0.0, 1.0, 1.0):
             return [[self._unchanged(*grid, device)] * blocks for grid in grids]
-        turns = self._turns(device)
+        own_periods = self._own_periods(device)
         found: list[Sequence[Tensor]] = []
         with torch.no_grad():
             for grid, own in zip(grids, _draws(step_key, len(grids), blocks, device), strict=True):
                 axes = coordinates(*grid, self._sides, device)
-                found.append(table(*changed(axes, own, *self._changes), turns).unbind())
+                found.append(table(*changed(axes, own, *self._changes), own_periods).unbind())
         return found
 
     @torch.inference_mode(False)
@@ -55,15 +55,15 @@ class RopeTables:
         """The table of unchanged coordinates, made once."""
         key = (height, width, device)
         if key not in self._plain:
-            self._plain[key] = table(*coordinates(height, width, self._sides, device), self._turns(device))
+            self._plain[key] = table(*coordinates(height, width, self._sides, device), self._own_periods(device))
         return self._plain[key]
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _turns(self, device: torch.device) -> Tensor:
-        if device not in self._frequencies:
-            self._frequencies[device] = frequencies(self._arch, device)
-        return self._frequencies[device]
+    def _own_periods(self, device: torch.device) -> Tensor:
+        if device not in self._periods:
+            self._periods[device] = periods(self._arch, device)
+        return self._periods[device]
 
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def coordinates(height: int, width: int, sides: str, device: torch.device) -> tu
     """
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
     rows, columns = (
-        (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (2 / side) - 1
+        (torch.arange(count, device=device, dtype=torch.float32) + 0.5) / side * 2 - 1
         for count, side in zip((height, width), by, strict=True)
     )
     return rows, columns
@@ -188,22 +188,23 @@ def _draws(step_key: Tensor, sizes: int, blocks: int, device: torch.device) -> T
     return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
 
 
-def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:
-    """2 pi / period of the rotation pairs of one axis, FP32: as many as a quarter of a head's width."""
+def periods(arch: ViTSpec, device: torch.device) -> Tensor:
+    """Of the rotation pairs of one axis, FP32: as many as a quarter of a head's width, each longer than the one before
+    by the same factor."""
     count = arch.width // arch.heads // 4
     least, most = arch.rope_min_period, arch.rope_max_period
     if least is None or most is None:
-        least, ratio = 1.0, arch.rope_base ** (1 / count)
+        least, factor = 1.0, arch.rope_base ** (1 / count)
     else:
-        ratio = (most / least) ** (1 / max(count - 1, 1))
-    powers = torch.arange(count, device=device, dtype=torch.float64) * -math.log(ratio)
-    return (powers.exp() * (2 * math.pi / least)).float()
+        factor = (most / least) ** (1 / max(count - 1, 1))
+    powers = torch.arange(count, device=device, dtype=torch.float64) * math.log(factor)
+    return (powers.exp() * least).float()
 
 
-def table(rows: Tensor, columns: Tensor, turns: Tensor) -> Tensor:
-    """Coordinates (..., height), (..., width) and `frequencies` -> (..., 2, height * width, c / 2): cosines, sines."""
-    vertical, horizontal = (axis.unsqueeze(-1) * turns for axis in (rows, columns))
-    grid = (*rows.shape, columns.shape[-1], len(turns))
+def table(rows: Tensor, columns: Tensor, periods: Tensor) -> Tensor:
+    """Coordinates (..., height), (..., width) and `periods` -> (..., 2, height * width, c / 2): cosines, sines."""
+    vertical, horizontal = (axis.unsqueeze(-1) * (2 * math.pi) / periods for axis in (rows, columns))
+    grid = (*rows.shape, columns.shape[-1], len(periods))
     parts = (vertical.unsqueeze(-2).expand(grid), horizontal.unsqueeze(-3).expand(grid))
     angles = torch.cat(parts, dim=-1).flatten(-3, -2)
     return torch.stack((angles.cos(), angles.sin()), dim=-3)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.models.base import Masks
+from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.network import Output, Query
-from dino_ds.models.prototypes import Comparison, Logits
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.distributed import max_across_ranks, sum_across_ranks
-from dino_ds.models.prototypes import Logits, part_rows, tile_rows
+from dino_ds.models.logits import Logits, part_rows, tile_rows
 from dino_ds.objectives.running import RunningMean
 
 # Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from dino_ds.config.crops import EMA
 from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
-from dino_ds.models.prototypes import Compared, Comparison
 from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
 from dino_ds.objectives.centering import Centering
 from dino_ds.schedules import ScheduleValues

@@ -8,6 +8,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.costs.objective import ObjectiveCosts
+from dino_ds.costs.parameters import recipe_sizes
+from dino_ds.costs.teachers import has_gram_teacher, host_bytes_of_frozen
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
 PROCESS_BYTES = 3 * GIB
@@ -21,8 +23,12 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint on disk: masters and moments, the teacher and its centers."""
-    return (_STATE + _FP32) * count_parameters(recipe) + _FP32 * sum(ObjectiveCosts.of(recipe).centers)
+    """Size of a checkpoint on disk: masters and moments, the teacher and its centers, and a Gram teacher that moves, in
+    FP32: at most, since low precision stores its matrices so."""
+    student = (_STATE + _FP32) * count_parameters(recipe) + _FP32 * sum(ObjectiveCosts.of(recipe).centers)
+    if not (has_gram_teacher(recipe) and recipe.gram.teacher == "snapshot"):
+        return student
+    return student + _FP32 * sum(n for name, n in recipe_sizes(recipe).items() if name.startswith("backbone."))
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
@@ -37,6 +43,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         # FP32 gradients lie beside the state.
         "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if _offloads_weights(config) else 0,
+        "offloaded frozen teacher": host_bytes_of_frozen(recipe, config, gpus, world_size),
         _SAVED: (_STATE + _FP32) * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}

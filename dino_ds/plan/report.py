@@ -7,8 +7,11 @@ from typing import Any
 
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import describe_crops
+from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import saved_bytes
 from dino_ds.costs.communication import recipe_traffic
+from dino_ds.costs.flops import recipe_step_flops
+from dino_ds.costs.frozen import is_unknown
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.costs.objective import accumulation_notes
 from dino_ds.measure.tables import markdown_table, short
@@ -65,14 +68,39 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
             for one in traffic
         ],
         "flops_per_gpu": time.flops,
+        "flops_share": _shares(recipe, config.micro_batch, config.precision),
         "step_seconds": time.parts,
         "images_per_second": time.images_per_second,
         "mfu": time.mfu,
         "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
         "ds_config": dict(setup.ds),
         "ds_path": setup.path,
-        "notes": [*config.notes, *about_terms],
+        "notes": [*config.notes, *about_terms, *_not_counted(recipe)],
     }
+
+
+def _shares(recipe: Recipe, images: int, precision: str) -> dict[str, float]:
+    """Of a step's FLOPs, by network."""
+    names = {
+        "student": "student",
+        "teacher": "teacher",
+        "gram_teacher": "Gram teacher",
+        "gram_matrices": "Gram matrices",
+    }
+    flops = recipe_step_flops(recipe, False, precision, images)
+    found = dict.fromkeys(names.values(), 0.0)
+    for part, n in flops.items():
+        found[names[part if part in names else part.partition("_")[0]]] += n / sum(flops.values())
+    return {name: share for name, share in found.items() if share}
+
+
+def _not_counted(recipe: Recipe) -> list[str]:
+    if not is_unknown(recipe):
+        return []
+    return [
+        f"teacher.source {recipe.teacher.source} does not say its architecture without being read: neither its memory "
+        "nor its time is counted"
+    ]
 
 
 def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
@@ -151,6 +179,7 @@ def _speed_lines(result: Mapping[str, Any]) -> list[str]:
     return [
         f"estimate: {short(result['images_per_second'])} images/s, MFU {100 * result['mfu']:.0f} %, "
         f"{result['flops_per_gpu'] / 1e12:.3g} TFLOP a step and GPU: {parts}",
+        "of its FLOPs: " + ", ".join(f"{name} {100 * share:.3g} %" for name, share in result["flops_share"].items()),
         f"assumed, not measured: matrix products reach {100 * result['assumptions']['matmul_share']:.0f} % of the "
         f"card's peak, links {100 * ASSUMPTIONS['link_share']:.0f} % of theirs, collectives hide behind "
         f"{100 * ASSUMPTIONS['overlap']:.0f} % of the computation (docs/scaling.md)",

@@ -97,7 +97,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         "offload": _offload_seconds(recipe, config, cluster, work.kept),
     }
     parts["waiting for other ranks"] = waiting_share(cluster) * sum(parts.values())
-    whole = sum(recipe_step_flops(recipe, False, config.precision).values())
+    whole = sum(recipe_step_flops(recipe, False, config.precision, config.micro_batch).values())
     return StepTime(
         {name: seconds for name, seconds in parts.items() if seconds},
         whole * config.micro_batch * times,
@@ -172,7 +172,7 @@ def _backward_share(flops: dict[str, int]) -> float:
 
 
 def _of_prototypes(flops: dict[str, int]) -> int:
-    return flops["student_prototypes"] + flops["teacher_prototypes"]
+    return flops["student_prototypes"] + flops.get("teacher_prototypes", 0)
 
 
 def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, operators: int) -> float:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, FROZEN, GRAM, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes, recomputed_blocks
 from dino_ds.costs.flops import recipe_step_flops, tokens_of, vit_of
+from dino_ds.costs.frozen import frozen_spec
+from dino_ds.costs.objective import groups_of_steps
 from dino_ds.costs.parameters import recipe_sizes
 
 ASSUMPTIONS = {
@@ -55,9 +57,20 @@ class Work:
 
 def _of_vit(recipe: Recipe, config: DsConfig) -> Work:
     arch, images, in_engine = vit_of(recipe), config.micro_batch, config.stage > 0
-    flops = recipe_step_flops(recipe, config.performance.cls_only_last_block)
-    tokens = sum(tokens_of(arch, side) for side in student_sizes(recipe.groups))
-    seen = sum(tokens_of(arch, side) for side in teacher_sizes(recipe.groups))
+    flops = recipe_step_flops(recipe, config.performance.cls_only_last_block, images=images)
+    steps = groups_of_steps(recipe)
+    tokens = sum(share * sum(tokens_of(arch, side) for side in student_sizes(groups)) for share, groups in steps)
+    by_teacher = [
+        (
+            spec,
+            sum(share * sum(tokens_of(spec, side) for side in teacher_sizes(groups, name)) for share, groups in steps),
+        )
+        for name, spec in ((EMA, arch), (GRAM, arch), (FROZEN, frozen_spec(recipe)))
+        if spec is not None
+    ]
+    # In tokens of the student.
+    seen = sum(n * spec.width * spec.depth for spec, n in by_teacher) / (arch.width * arch.depth)
+    passes = sum(spec.depth for spec, n in by_teacher if n)
     moved = ASSUMPTIONS["elementwise_bytes"] * arch.width * arch.depth * element_bytes(config) / 2
     moved *= ASSUMPTIONS["compiled_share"] if config.performance.compile != "off" else 1.0
     per_block = ASSUMPTIONS["launches_per_block"] + in_engine * ASSUMPTIONS["bucket_launches_per_block"]
@@ -72,7 +85,12 @@ def _of_vit(recipe: Recipe, config: DsConfig) -> Work:
     return Work(
         {name: images * n for name, n in flops.items()},
         images * moved * (tokens + seen / 3),
-        int(arch.depth * per_block + ASSUMPTIONS["launches_of_head_and_loss"]),
+        # Those of a teacher's forward pass are a fifth of a block's.
+        int(
+            arch.depth * per_block
+            + (passes - arch.depth) * ASSUMPTIONS["launches_per_block"] / 5
+            + ASSUMPTIONS["launches_of_head_and_loss"]
+        ),
         int(in_engine * arch.depth * ASSUMPTIONS["optimizer_launches_per_block"]),
         again,
         segments * images * tokens * arch.width * element_bytes(config),

@@ -45,6 +45,13 @@ class Teacher:
             for norm in self._batch_norms:
                 norm.training = False
 
+    def begin_step(self, schedule: ScheduleValues) -> None:
+        """Before each step on every rank, and once more where a run is resumed there."""
+
+    def rests(self, schedule: ScheduleValues) -> bool:
+        """Whether no term asks for it in this step."""
+        return False
+
     def update(self, schedule: ScheduleValues) -> None:
         """After each applied step, on every rank."""
 
@@ -97,12 +104,12 @@ class Teachers:
         self.exported = self._teachers[exported]
         self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
 
-    def __call__(self, crops: Crops, masks: Masks) -> dict[str, dict[str, Output]]:
+    def __call__(self, crops: Crops, masks: Masks, schedule: ScheduleValues) -> dict[str, dict[str, Output]]:
         """All crops of a micro-batch by group -> the outputs of each teacher for those it sees, if any, by its name."""
         return {
             name: teacher({group: crops[group] for group in self._groups[name]}, masks)
             for name, teacher in self._teachers.items()
-            if self._groups[name]
+            if self._groups[name] and not teacher.rests(schedule)
         }
 
     def __getitem__(self, name: str) -> Teacher:
@@ -112,6 +119,11 @@ class Teachers:
         """After each applied step, on every rank."""
         for teacher in self._teachers.values():
             teacher.update(schedule)
+
+    def begin_step(self, schedule: ScheduleValues) -> None:
+        """Before each step on every rank, and once more where a run is resumed there."""
+        for teacher in self._teachers.values():
+            teacher.begin_step(schedule)
 
     def moving_buffers(self) -> dict[str, Tensor]:
         """Of all teachers."""

@@ -8,10 +8,11 @@ import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import describe_crops
+from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
 from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
@@ -64,12 +65,14 @@ def _objective_lines(recipe: Recipe) -> list[str]:
         for name, head in objective.heads.items()
     ]
     weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
+    weights |= {"gram": recipe.gram.weight}
     terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
     targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
     return [
         f"crops    {_sizes_in_words(recipe)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
+        *_gram_lines(recipe),
     ]
 
 
@@ -79,6 +82,24 @@ def _sizes_in_words(recipe: Recipe) -> str:
     if len(several) == 1:
         return several[0][0]
     return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
+
+
+def _gram_lines(recipe: Recipe) -> list[str]:
+    """Whose similarities of patches are kept, from when on, and on what crops."""
+    gram, start = recipe.gram, recipe.gram.start
+    if not gram.weight:
+        return []
+    if gram.teacher == EMA:
+        who = "the EMA teacher as it is"
+    else:
+        when = f"{start}" if start.value or not start.begin else f"step {start.begin}"
+        who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
+        if gram.refresh_every.value:
+            who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
+    pixels = ", ".join(str(size) for size in dict.fromkeys(one.gram_size for one in recipe.resolutions))
+    crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
+    begin = f" from {start} on" if start.value else ""
+    return [f"gram     weight {gram.weight}{begin}; teacher {who}; it sees {crops}"]
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:

@@ -26,6 +26,8 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
             network.backbone.check_image(side, side)
         except ConfigError as error:
             raise ConfigError(f"{error}; change {given}") from None
+    if recipe.gram.weight:
+        _check_patches(recipe, network)
     _check_batch_norm(recipe, network)
 
 
@@ -56,6 +58,15 @@ def check_frozen_statistics(recipe: Recipe) -> None:
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"
         )
+
+
+def _check_patches(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a backbone that Gram anchoring has nothing of."""
+    side = recipe.crops.global_size
+    try:
+        network.backbone.patch_grid(side, side)
+    except ConfigError as error:
+        raise ConfigError(f"gram.weight compares patches: {error}; set it 0, or take a ViT") from None
 
 
 def _check_batch_norm(recipe: Recipe, network: Network) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.config.crops import EMA, teacher_sizes
+from dino_ds.config.crops import EMA, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection
+from dino_ds.config.sections import SNAPSHOT, HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
@@ -32,12 +33,14 @@ from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_we
 from dino_ds.objectives.base import Objective, Term
 from dino_ds.objectives.centering import Centering, RunningCenter, SinkhornKnopp
 from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
+from dino_ds.objectives.gram import GRAM_TERM
 from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
 from dino_ds.objectives.koleo import KoLeoTerm
-from dino_ds.schedules import Schedules, WeightSchedule
-from dino_ds.teachers.base import Teachers
+from dino_ds.schedules import GramSchedule, Schedules, WeightSchedule
+from dino_ds.teachers.base import Teacher, Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.backbone_checks import check_backbone, check_levers
+from dino_ds.training.gram import build_gram_teacher, build_gram_term
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.read import Weights
 from dino_ds.weights.start import InitialWeights, find_start
@@ -113,17 +116,21 @@ def build_objective(recipe: Recipe, device: torch.device) -> Objective:
 
     if how.dino_weight:
         prototypes = recipe.head.prototypes
-        terms[DINO] = DinoTerm(prototypes, how.student_temp, centering("center", prototypes), crops)
+        weighs_local = how.dino_local_weight != Ramp(1.0)
+        center = centering("center", prototypes)
+        terms[DINO] = DinoTerm(prototypes, how.student_temp, center, crops, weighs_local=weighs_local)
     if how.ibot_weight:
         head, prototypes = (IBOT_HEAD, recipe.ibot_head.prototypes) if own else (HEAD, recipe.head.prototypes)
         terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head)
     if how.koleo_weight:
         terms["koleo"] = KoLeoTerm(crops, how.koleo_ranks == "all")
+    if recipe.gram.weight:
+        terms[GRAM_TERM] = build_gram_term(recipe)
     return Objective(terms)
 
 
 def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective) -> Teachers:
-    """The EMA teacher of the engine's student, equal to it."""
+    """The EMA teacher of the engine's student, equal to it; and that of Gram anchoring, where it has its own."""
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(EMA))
     network = network.to_empty(device=device())
     with torch.no_grad():
@@ -137,7 +144,11 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
         batch_norm=recipe.teacher.batch_norm,
     )
     ema = EmaTeacher(network, engine.masters(), options, engine.buffers)
-    return Teachers({EMA: ema}, recipe.groups, exported=EMA)
+    teachers: dict[str, Teacher] = {EMA: ema}
+    if recipe.gram.weight and recipe.gram.teacher != EMA:
+        like = build_meta(recipe, config.performance, {}, objective.teacher_features(GRAM))
+        teachers[GRAM] = build_gram_teacher(recipe, config, like, ema.network)
+    return Teachers(teachers, recipe.groups, exported=EMA)
 
 
 def build_meta(
@@ -186,6 +197,7 @@ def _heads_of(queries: Mapping[str, Query]) -> list[str]:
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
     """A recipe's head for features of `width`."""
     found = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
+    found = found.free_prototypes() if head.free_prototypes else found
     return found.add_batch_norm(sync_batch_norm) if head.batch_norm else found
 
 
@@ -195,7 +207,9 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
     objective, optimizer = recipe.objective, recipe.optimizer
     warmup = objective.teacher_temp_warmup
     weights = {"dino": objective.dino_weight, "ibot": objective.ibot_weight, "koleo": objective.koleo_weight}
-    weights |= {"dino_local": objective.dino_local_weight, "gram": recipe.gram.weight}
+    weights |= {"dino_local": objective.dino_local_weight}
+    gram, gram_weight = gram_schedule(recipe, epoch_steps), _weight_schedule(recipe.gram.weight, batch, epoch_steps)
+    of_gram = {GRAM_TERM: replace(gram_weight, begin=max(gram_weight.begin, gram.start))}
     by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=recipe.length.in_steps(batch, epoch_steps),
@@ -215,7 +229,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         freeze_steps=objective.freeze_prototypes.in_steps(batch, epoch_steps),
         freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
         frozen_prototypes=objective.frozen_prototypes,
-        weights={name: _weight_schedule(ramp, batch, epoch_steps) for name, ramp in weights.items()},
+        weights={name: _weight_schedule(ramp, batch, epoch_steps) for name, ramp in weights.items()} | of_gram,
+        gram=gram,
     )
 
 
@@ -224,6 +239,13 @@ def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule
         return WeightSchedule(ramp.start, ramp.start, 1)
     begin = ramp.length.begin
     return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps) - begin, begin)
+
+
+def gram_schedule(recipe: Recipe, epoch_steps: int) -> GramSchedule:
+    """When Gram anchoring begins, and when its teacher is replaced."""
+    gram, batch = recipe.gram, recipe.data.global_batch
+    start, every = (length.in_steps(batch, epoch_steps) for length in (gram.start, gram.refresh_every))
+    return GramSchedule(start, gram.teacher == SNAPSHOT, every, gram.refreshes)
 
 
 def build_prefetcher(

@@ -39,6 +39,7 @@ class Loop:
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
         self._crops = MultiCrop.of(run.recipe)
+        self._hidden = {group.name for group in run.recipe.groups if group.hides}
         recipe, start = run.recipe, run.step.applied_steps
         every = recipe.save_every
         self._saves = SaveClock(
@@ -147,7 +148,8 @@ class Loop:
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
-            self._log.picture("crops", self._crops.picture(batch.crops, masks=batch.masks), done)
+            masks = {name: mask for name, mask in batch.masks.items() if name in self._hidden}
+            self._log.picture("crops", self._crops.picture(batch.crops, masks=masks), done)
         if not stop:
             self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:

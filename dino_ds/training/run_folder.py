@@ -235,7 +235,7 @@ class RunFolder:
         model, size = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size
         own = {} if isinstance(arch, ViTSpec) else {"backbone": self.recipe.model.backbone, "image_size": size}
         if model is None:
-            return own
+            return {"image_size": size, **own}
         name, arguments = model
         arguments |= timm_arguments(arch, size) if isinstance(arch, ForeignSpec) else {"img_size": size}
         arguments |= {"num_classes": 0}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import CropGroup
+from dino_ds.config.crops import CropGroup, student_masks
 from dino_ds.distributed import RankFlags, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
@@ -65,6 +65,7 @@ class TrainingStep:
     ) -> None:
         self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
         self._seed = seed
+        self._groups = groups
         self._student_groups = [group.name for group in groups if group.student]
         self.applied_steps = 0
         self._targets: list[dict[str, Any]] = []
@@ -83,7 +84,7 @@ class TrainingStep:
         if self.engine.config.performance.compile == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
         with named_range("teacher"):
-            outputs = [self.teachers(inputs.crops, inputs.masks) for inputs in window]
+            outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
         with named_range("targets"):
             self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
 
@@ -98,7 +99,8 @@ class TrainingStep:
         targets = self._targets.pop(0)
         with named_range("student"):
             seen = {name: crops[name] for name in self._student_groups}
-            outputs = self.engine(seen, drop_keys, masks, self.objective.comparisons(targets), self._step_key)
+            hidden = student_masks(self._groups, masks)
+            outputs = self.engine(seen, drop_keys, hidden, self.objective.comparisons(targets), self._step_key)
         with named_range("loss"):
             loss, scalars = self.objective.loss(outputs, targets, schedule)
         with named_range("backward"):
@@ -156,6 +158,7 @@ class TrainingStep:
 
     def _begin_step(self) -> None:
         schedule = self.schedule = self.schedules.at(self.applied_steps)
+        self.teachers.begin_step(schedule)
         self._step_key = step_key(self._seed, self.applied_steps)
         buffers = self._moving_buffers()
         if len(self._buffers) != len(buffers):

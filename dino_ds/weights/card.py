@@ -68,7 +68,7 @@ def _sizes(model: Backbone) -> str:
 
 
 def _on_sizes(model: Backbone) -> str:
-    if not model.is_vit:
+    if not model.is_vit or model.vit.arch.rope is not None:
         return ""
     return (
         f" Position embeddings of other sizes were resized as {model.vit.options.pos_embed_interpolation!r} in "

@@ -24,7 +24,8 @@ from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.weights.card import model_card
-from dino_ds.weights.huggingface import hf_config, to_huggingface
+from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
+from dino_ds.weights.huggingface_dinov3 import hf_config_dinov3, to_huggingface_dinov3
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
@@ -39,12 +40,12 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     spec: Any = model.network.spec  # a frozen dataclass
     about: dict[str, Any] = {"architecture": dataclasses.asdict(spec)}
     if model.is_vit:
-        about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation}
+        about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation, "image_size": model.image_size}
     else:
         about |= {"backbone": backbone_name(spec), "image_size": model.image_size}
     if (timm := timm_model(model)) is not None:
         about |= {"timm_arguments": timm[1], **({} if model.is_vit else {"timm_name": timm[0]})}
-    about |= model.about
+    about |= {key: value for key, value in model.about.items() if key != "image_size"}
     with _written(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
         replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
@@ -74,25 +75,14 @@ def export_hf(model: Backbone, out: Path) -> str:
         _write_folder(out, _tensors(model), model_card(model, "transformers", out.name), {"config.json": config})
         return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     arch, size = model.vit.arch, model.image_size
-    config = hf_config(arch, size, model.mask_token is not None)
-    mean, std = model.normalisation.mean, model.normalisation.std
-    processor = {
-        "image_processor_type": "BitImageProcessor",
-        "do_resize": True,
-        "size": {"shortest_edge": int(size * 256 / 224)},
-        "resample": 3,
-        "do_center_crop": True,
-        "crop_size": {"height": size, "width": size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "do_convert_rgb": arch.in_chans == 3,
-        "image_mean": list(mean),
-        "image_std": list(std),
-    }
+    tensors, mask = _tensors(model), _mask_token(model)
+    if arch.rope is None:
+        config, tensors = hf_config(arch, size, mask is not None), to_huggingface(tensors, arch, mask)
+    else:
+        config, tensors = hf_config_dinov3(arch, size), to_huggingface_dinov3(tensors, mask)
     card = model_card(model, "transformers", out.name)
-    jsons = {"config.json": config, "preprocessor_config.json": processor}
-    _write_folder(out, to_huggingface(_tensors(model), arch, _mask_token(model)), card, jsons)
+    jsons = {"config.json": config, "preprocessor_config.json": hf_processor(size, model.normalisation)}
+    _write_folder(out, tensors, card, jsons)
     return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
@@ -102,6 +92,7 @@ def export_dino(model: Backbone, out: Path) -> str:
     The only head that it has is that of the CLS token. Raises ConfigError for a network that these scripts can't build.
     """
     tensors = _tensors(model)
+    _refuse_rope(model, "dino")
     if not model.is_vit and not {"conv1.weight", "layer1.0.conv1.weight"} <= tensors.keys():
         raise ConfigError(
             f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {_name(model)} is neither: "
@@ -120,10 +111,16 @@ def export_dinov2(model: Backbone, out: Path) -> str:
     """
     if not model.is_vit:
         raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {_name(model)} is none: take another format")
+    _refuse_rope(model, "dinov2")
     network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
     with _written(out) as file:
         torch.save({"teacher": network}, file)
     return f"dinov2/run/eval/knn.py --pretrained-weights {out} ({', '.join(model.heads) or 'without a head'})"
+
+
+def _refuse_rope(model: Backbone, form: str) -> None:
+    if model.is_vit and model.vit.arch.rope is not None:
+        raise ConfigError(f"--format {form}: its ViTs have learned positions, this one rotary ones: take hf or timm")
 
 
 def export_onnx(model: Backbone, out: Path) -> str:

@@ -13,14 +13,16 @@ from typing import Any
 
 from torch import Tensor
 
-from dino_ds.backbones import BACKBONES
+from dino_ds.backbones import BACKBONES, VITS
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
+from dino_ds.weights.checks import check_beside, checked
+from dino_ds.weights.dinov3 import LOCAL_NORM, has_rope
 from dino_ds.weights.normalisation import timm_statistics
-from dino_ds.weights.read import Weights, check_beside, checked, read_weights
+from dino_ds.weights.read import Weights, read_weights
 from dino_ds.weights.reference import split_network
 
 _TEACHER, _MASK_TOKEN = "teacher.", "teacher.backbone.mask_token"
@@ -70,10 +72,12 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
         check_present(folder, manifest)
         whole = SavedCheckpoint(folder, manifest).whole()
         heads, mask_token = _heads(whole), whole.get(_MASK_TOKEN)
-        check_beside(folder, heads, mask_token)
+        start = f"{_TEACHER}backbone."
+        local = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(f"{start}{LOCAL_NORM}")}
+        check_beside(folder, heads | ({"backbone": local} if local else {}), mask_token)
     except (CheckpointError, OSError) as error:
         return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
-    return replace(weights, heads=heads, mask_token=mask_token)
+    return replace(weights, heads=heads, mask_token=mask_token, local_norm=local)
 
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
@@ -123,12 +127,14 @@ def _from_timm(name: str) -> Weights:
     try:
         network = split_network(tensors, "teacher")
         backbone = checked(network.backbone)
+        if has_rope(backbone) and base not in VITS:
+            raise CheckpointError("its rotary positions are another kind")
     except CheckpointError as error:
         if base in BACKBONES:
             raise CheckpointError(f"timm's {name}: {error}") from None
         return Weights("timm", tensors, about=about, spec=ForeignSpec(base), image_size=config["input_size"][-1])
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
-    about |= {"num_attention_heads": heads, "layer_norm_eps": eps}
+    about |= {"num_attention_heads": heads, "layer_norm_eps": eps, "image_size": config["input_size"][-1]}
     return Weights("timm", backbone, about=about, notes=network.notes)
 
 

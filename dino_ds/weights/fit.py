@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,29 +14,36 @@ from dino_ds.backbones import VITS, ViTSpec
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.dinov3 import BASE, EPS, has_rope
 from dino_ds.weights.read import Weights
 from dino_ds.weights.reference import few
 
+_USUAL_SIZE, _MOST_SIZE = 224, 16384
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[ViTSpec, int]:
-    """The architecture of the tensors, and the side of its native image in pixels.
+    """The architecture of the tensors, and the side of its native image in pixels, 0 for one with rotary positions.
 
-    They do not show the number of heads: None takes that of the known backbone of this width and depth. Raises
-    CheckpointError where tensors of a ViT are missing, and for impossible or unknown heads.
+    They do not show the number of heads: None takes that of the known backbone of this width and depth; nor what
+    rotary positions are: those of the released DINOv3. Raises CheckpointError where tensors of a ViT are missing, and
+    for impossible or unknown heads.
     """
+    rope, side = has_rope(backbone), 0
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
         depth = 1 + max(int(m[1]) for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name)))
-        packed = backbone["blocks.0.mlp.fc1.weight"].shape[0]
         hidden = backbone["blocks.0.mlp.fc2.weight"].shape[1]
+        gate, first = "blocks.0.mlp.fc1_g.weight", "blocks.0.mlp.fc1.weight"
+        packed = 2 * backbone[gate].shape[0] if gate in backbone else backbone[first].shape[0]
         registers = backbone["reg_token"].shape[1] if "reg_token" in backbone else 0
-        positions = backbone["pos_embed"].shape[1] - (0 if registers else 1)
+        positions = 0 if rope else backbone["pos_embed"].shape[1] - (0 if registers else 1)
     except (KeyError, ValueError, IndexError) as error:
         raise CheckpointError(f"these are not the weights of a Vision Transformer: {error} is missing") from None
-    if positions < 1 or math.isqrt(positions) ** 2 != positions:
-        raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
+    if not rope:
+        side = math.isqrt(max(positions, 0))
+        if positions < 1 or side**2 != positions:
+            raise CheckpointError(f"its position embedding has {positions} places for patches, which is not a square")
     arch = ViTSpec(
         patch,
         width,
@@ -43,13 +51,25 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
         _checked_heads(heads or _usual_heads(width, depth), width),
         mlp_ratio=packed / width,
         swiglu=packed == 2 * hidden,
-        layer_scale=1e-5 if "blocks.0.ls1.gamma" in backbone else None,
+        layer_scale=1e-5 if backbone.keys() & {"blocks.0.ls1.gamma", "blocks.0.gamma_1"} else None,
         registers=registers,
         in_chans=in_chans,
+        **(_of_rope(backbone) if rope else {}),
     )
     if int(width * arch.mlp_ratio) != packed:  # the quotient was rounded down
         arch = replace(arch, mlp_ratio=math.nextafter(arch.mlp_ratio, math.inf))
-    return arch, math.isqrt(positions) * patch
+    return arch, side * patch
+
+
+def _of_rope(backbone: dict[str, Tensor]) -> dict[str, Any]:
+    return {
+        "rope": "separate",
+        "rope_base": BASE,
+        "norm_eps": EPS,
+        "qkv_bias": "blocks.0.attn.q_bias" in backbone,
+        "rms_norm": "norm.bias" not in backbone,
+        "cls_norm": "cls_norm.weight" in backbone,
+    }
 
 
 def _usual_heads(width: int, depth: int) -> int:
@@ -150,6 +170,10 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     notes = []
     if not stated and heads is None:
         notes = [f"no file says its attention heads: taken for {arch.heads}, usual for this width and depth"]
+    if arch.rope is not None:
+        arch, size = _with_facts(arch, about)
+        if "image_size" not in about:
+            notes.append(f"no file says the size of its images: taken for {size} pixels")
     eps = about.get("layer_norm_eps", arch.norm_eps)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: layer_norm_eps {str(eps)[:20]} is not a number above 0 and below 1")
@@ -157,20 +181,45 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     return Description(replace(arch, norm_eps=eps), size, interpolation, bool(stated), notes)
 
 
+def _with_facts(arch: ViTSpec, about: dict[str, Any]) -> tuple[ViTSpec, int]:
+    """What a file says of rotary positions, and the side of native images. Raises CheckpointError."""
+    base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", _USUAL_SIZE)
+    if not isinstance(base, int | float) or not 1 < base < math.inf:
+        raise CheckpointError(f"config.json: rope_theta {str(base)[:20]} is not a number above 1")
+    if not isinstance(size, int) or not arch.patch_size <= size <= _MOST_SIZE:
+        raise CheckpointError(f"config.json: image_size {str(size)[:20]} is not a number of pixels")
+    return replace(arch, rope_base=float(base)), size
+
+
 def _described_by_us(weights: Weights) -> Description:
     """The network that our JSON describes, if the tensors agree: it is built before they are copied into it."""
     about = weights.about
     try:
-        arch = ViTSpec(**about["architecture"])
-        size, resizing = int(about["timm_arguments"]["img_size"]), about["pos_embed_interpolation"]
+        arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # which no file of ours has
+        size, resizing = _our_size(about), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)
-        agree = _visible(arch) == _visible(seen) and size == seen_size and resizing in ("dino", "antialias")
+        agree = _visible(arch) == _visible(seen) and resizing in ("dino", "antialias")
+        agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= _MOST_SIZE)
         agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0 and 0 < arch.norm_eps < 1
+        agree = agree and (arch.rope is None or _is_rope(arch))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
     if not agree:
         raise CheckpointError("the JSON beside the weights describes another network than theirs: remove or fix it")
     return Description(arch, size, resizing)
+
+
+def _our_size(about: dict[str, Any]) -> int:
+    """Raises KeyError, TypeError or ValueError."""
+    return int(about["image_size"] if "image_size" in about else about["timm_arguments"]["img_size"])
+
+
+def _is_rope(arch: ViTSpec) -> bool:
+    """Whether the numbers of rotary positions are such. Raises TypeError."""
+    low, high = arch.rope_min_period, arch.rope_max_period
+    given = low is not None and high is not None and 0 < low <= high < math.inf
+    is_base = low is None and high is None and 1 < arch.rope_base < math.inf
+    return arch.rope in ("separate", "max", "min") and arch.width // arch.heads % 4 == 0 and (given or is_base)
 
 
 def _visible(arch: ViTSpec) -> tuple[object, ...]:
@@ -179,7 +228,7 @@ def _visible(arch: ViTSpec) -> tuple[object, ...]:
 
 
 def kind_of(arch: ViTSpec) -> tuple[object, ...]:
-    """The kind of its blocks and tokens: positions, biases, norms, LayerScale, registers, SwiGLU, and last the outputs
-    of the first MLP layer."""
-    rotary = (arch.rope, arch.qkv_bias, arch.rms_norm, arch.cls_norm)
-    return *rotary, arch.layer_scale is not None, arch.registers, arch.swiglu, int(arch.width * arch.mlp_ratio)
+    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, of one with rotary positions biases and norms;
+    last the outputs of the first MLP layer."""
+    rope = (arch.qkv_bias, arch.rms_norm, arch.cls_norm) if arch.rope is not None else ()
+    return arch.layer_scale is not None, arch.registers, arch.swiglu, rope, int(arch.width * arch.mlp_ratio)

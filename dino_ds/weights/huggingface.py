@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.backbones import ViTSpec
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.weights.reference import unused
 
@@ -77,6 +78,24 @@ def hf_config(arch: ViTSpec, image_size: int, mask_token: bool = False) -> dict[
         **common,
     }
     return config | ({"num_register_tokens": arch.registers} if arch.registers else {"use_mask_token": mask_token})
+
+
+def hf_processor(size: int, normalisation: Normalisation) -> dict[str, Any]:
+    """Their preprocessor_config.json: what `dino_ds.data.eval_crops` does to images of `size` pixels."""
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "do_resize": True,
+        "size": {"shortest_edge": int(size * 256 / 224)},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": size, "width": size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "do_convert_rgb": len(normalisation.mean) == 3,
+        "image_mean": list(normalisation.mean),
+        "image_std": list(normalisation.std),
+    }
 
 
 def _mlp_ratio(arch: ViTSpec) -> int:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from dino_ds.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.blocks import Block
 from dino_ds.models.foreign import ForeignBackbone
+from dino_ds.models.rope import frequencies, table
+from dino_ds.models.rotary import RotaryAttention, RotaryBlock
 from dino_ds.models.vit import VisionTransformer
 
 
@@ -42,19 +44,25 @@ class PlainBackbone(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         vit = self.vit
+        turns: Tensor | None = None
         size = vit.arch.patch_size
         patches = vit.patch_embed(images)
-        positions = _resized(vit, images.shape[-2] // size, images.shape[-1] // size)
-        assert vit.pos_embed is not None
+        height, width = images.shape[-2] // size, images.shape[-1] // size
         cls = vit.cls_token.expand(images.shape[0], -1, -1)
-        if vit.reg_token is None:
-            x = torch.cat((cls + vit.pos_embed[:, :1], patches + positions), dim=1)
+        if vit.pos_embed is None:
+            turns = _rope_table(vit, height, width)
         else:
-            registers = vit.reg_token.expand(images.shape[0], -1, -1)
-            x = torch.cat((cls, registers, patches + positions), dim=1)
+            patches = patches + _resized(vit, height, width)
+            if vit.reg_token is None:
+                cls = cls + vit.pos_embed[:, :1]
+        if vit.reg_token is not None:
+            cls = torch.cat((cls, vit.reg_token.expand(images.shape[0], -1, -1)), dim=1)
+        x = torch.cat((cls, patches), dim=1)
         for block in vit.blocks:
-            x = _run(block, x)
-        return vit.norm(x[:, 0])
+            x = _run(block, x) if turns is None else _run_rotary(block, x, turns)
+        norm = vit.norm if vit.cls_norm is None else vit.cls_norm
+        features: Tensor = norm(x[:, 0])
+        return features
 
 
 def _run(block: nn.Module, x: Tensor) -> Tensor:
@@ -66,6 +74,46 @@ def _run(block: nn.Module, x: Tensor) -> Tensor:
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
     x = x + block.ls1(attention.proj(mixed))
     return x + block.ls2(block.mlp(block.norm2(x)))
+
+
+def _run_rotary(block: nn.Module, x: Tensor, turns: Tensor) -> Tensor:
+    """Tokens (b, n, d), which end with the patches, and RoPE's table `turns` (2, patches, c / 2) -> (b, n, d)."""
+    assert isinstance(block, RotaryBlock) and isinstance(block.attn, RotaryAttention)
+    attention, heads = block.attn, block.attn.heads
+    qkv = F.linear(block.norm1(x), attention.qkv.weight)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+    if attention.q_bias is not None and attention.v_bias is not None:
+        q, v = (t + bias.view(heads, 1, -1) for t, bias in ((q, attention.q_bias), (v, attention.v_bias)))
+    q, k = (_rotated(t, turns) for t in (q, k))
+    branch = attention.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    x = x + (branch if block.gamma_1 is None else branch * block.gamma_1)
+    branch = block.mlp(block.norm2(x))
+    return x + (branch if block.gamma_2 is None else branch * block.gamma_2)
+
+
+def _rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Queries or keys (b, heads, n, c) with their patches rotated."""
+    cos, sin = turns.unbind()
+    special = x.shape[2] - turns.shape[1]
+    first, second = x[:, :, special:].chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((x[:, :, :special], turned), dim=2)
+
+
+def _rope_table(vit: VisionTransformer, height: int, width: int) -> Tensor:
+    """Cosines and sines (2, height * width, c / 2), whose entries are arithmetic of the grid's size."""
+    arch, device = vit.arch, vit.cls_token.device
+    ones = torch.ones(1, device=device)
+    rows, columns = ones * height, ones * width
+    if arch.rope == "separate":
+        by = (rows, columns)
+    else:
+        by = ((torch.maximum if arch.rope == "max" else torch.minimum)(rows, columns),) * 2
+    axes = [
+        (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (2 / side) - 1
+        for count, side in zip((height, width), by, strict=True)
+    ]
+    return table(axes[0], axes[1], frequencies(arch, device))
 
 
 def _resized(vit: VisionTransformer, height: int, width: int) -> Tensor:

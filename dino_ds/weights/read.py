@@ -6,8 +6,8 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from dino_ds.backbones import VITS, BackboneSpec
 from dino_ds.data.images import ValueRange
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.weights.checks import check_beside, check_numbers, checked
+from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface
+from dino_ds.weights.huggingface_dinov3 import from_huggingface_dinov3, is_huggingface_dinov3
 from dino_ds.weights.normalisation import processor_statistics, timm_statistics
-from dino_ds.weights.reference import about_dinov3, few, split_network
+from dino_ds.weights.reference import few, split_network
 
-_BACKBONE = re.compile(
-    r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
-    r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
-)
 _STARTS = (b"PK\x03\x04", b"\x80")
 """A zip archive, or a bare pickle as torch wrote them before 1.6."""
 _HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
@@ -43,7 +42,8 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 class Weights:
     """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
     `Network`; `about`: the JSON beside it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d):
-    what hidden patches are, None where the file does not say. `spec`: of a network that is not one of our ViTs, whose
+    what hidden patches are, None where the file does not say; `local_norm`: of the CLS tokens of local crops, by its
+    names in the backbone, which is without it. `spec`: of a network that is not one of our ViTs, whose
     names and buffers it then has, made for images of `image_size` pixels a side."""
 
     kind: str
@@ -52,6 +52,7 @@ class Weights:
     about: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mask_token: Tensor | None = None
+    local_norm: dict[str, Tensor] = field(default_factory=dict)
     spec: BackboneSpec | None = None
     image_size: int = 0
 
@@ -69,9 +70,10 @@ def read_weights(
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
     trusts = (trusted, asked.name if asked else None)
     try:
-        if any(".attention.attention.query." in name for name in tensors):
+        of_dinov3 = is_huggingface_dinov3(tensors)
+        if of_dinov3 or any(".attention.attention.query." in name for name in tensors):
             _check_huggingface(about)
-            backbone, mask_token, notes = from_huggingface(tensors)
+            backbone, mask_token, notes = (from_huggingface_dinov3 if of_dinov3 else from_huggingface)(tensors)
             if path.is_dir():
                 about = about | processor_statistics(_read_json(path / "preprocessor_config.json"))
             weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
@@ -81,7 +83,7 @@ def read_weights(
         raise CheckpointError(f"{path}: {error}") from None
     is_vit = weights.spec is None
     check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
-    check_beside(path, weights.heads, weights.mask_token)
+    check_beside(path, {**weights.heads, "backbone": weights.local_norm}, weights.mask_token)
     return weights
 
 
@@ -108,18 +110,25 @@ def _of_network(
     kind = "dino_ds" if "backbone" in about else "dino or timm"
     if isinstance(about.get("architecture"), str):
         kind, about = "timm", {"timm_name": about["architecture"], **timm_statistics(about.get("pretrained_cfg"))}
-    return Weights(kind, other.backbone, other.heads, about, other.notes, None, other.spec, other.image_size)
+    found = Weights(kind, other.backbone, other.heads, about, other.notes)
+    return replace(found, spec=other.spec, image_size=other.image_size)
 
 
 def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any], network: str) -> Weights:
     found = split_network(tensors, network)
     kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
-    own = checked(found.backbone)
+    own, notes = found.backbone, found.notes
+    if is_dinov3(own):
+        kind, (own, facts, more) = "dinov3", from_dinov3(own)
+        about, notes = about | facts, [*notes, *more]
+    own, local_norm = split_local_norm(checked(own))
     if isinstance(about.get("architecture"), str):
+        if has_rope(own) and about["architecture"] not in VITS:
+            raise CheckpointError(f"config.json: its rotary positions are those of timm's {about['architecture']}")
         kind, about = "timm", _from_timm_config(about)
     elif "architecture" in about:
         kind = "dino_ds"
-    return Weights(kind, own, found.heads, about, found.notes, found.mask_token)
+    return Weights(kind, own, found.heads, about, notes, found.mask_token, local_norm)
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +140,21 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(heads, int | None):
         raise CheckpointError(f"config.json: num_heads {heads!r} is not a whole number")
     about = {"timm_name": name, **({"num_attention_heads": heads} if heads else {})}
-    return about | timm_statistics(config.get("pretrained_cfg"))
+    return about | _rope_of_timm_config(config) | timm_statistics(config.get("pretrained_cfg"))
+
+
+def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a ViT with rotary positions does not tell by its tensors, under Hugging Face's names."""
+    known = VITS.get(config["architecture"])
+    if known is None or known.rope is None:
+        return {}
+    given, pretrained = (
+        value if isinstance(value := config.get(key), dict) else {} for key in ("model_args", "pretrained_cfg")
+    )
+    sizes = pretrained.get("input_size")
+    size = given.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
+    found = {"image_size": size, "rope_theta": given.get("rope_temperature"), "layer_norm_eps": known.norm_eps}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _read_folder(folder: Path) -> Content:
@@ -241,31 +264,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:
-    """What no tensor tells: our MLP has GELU. Raises CheckpointError."""
-    activation = config.get("hidden_act", "gelu")
-    if activation != "gelu" and not config.get("use_swiglu_ffn"):
-        raise CheckpointError(f"its MLP has {activation}, and dino_ds's has gelu")
-
-
-def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A backbone that has nothing that ours lacks, and positions in our form. Raises CheckpointError."""
-    unknown = sorted(name for name in backbone if not _BACKBONE.fullmatch(name))
-    if unknown:
-        raise CheckpointError(
-            f"it is another kind of network: dino_ds's ViT has no {few(unknown)}{about_dinov3(unknown)}"
-        )
-    cls, positions = backbone.get("cls_token"), backbone.get("pos_embed")
-    if cls is None or positions is None:
-        raise CheckpointError(f"it lacks {'a class token' if cls is None else 'learned positions: pos_embed'}")
-    if positions.ndim != 3 or cls.shape != (1, 1, positions.shape[2]):
-        raise CheckpointError(f"it has a class token of {list(cls.shape)} and positions of {list(positions.shape)}")
-    only_patches = math.isqrt(positions.shape[1]) ** 2 == positions.shape[1]
-    if "reg_token" in backbone and not only_patches:
-        # As timm: the class token's own position is added to it once and for all.
-        return backbone | {"cls_token": cls + positions[:, :1], "pos_embed": positions[:, 1:]}
-    if "reg_token" not in backbone and only_patches:
-        return backbone | {"pos_embed": torch.cat((torch.zeros_like(cls), positions), dim=1)}
-    return backbone
+    """What no tensor tells: our MLP has GELU, and SwiGLU SiLU. Raises CheckpointError."""
+    activation, gated = config.get("hidden_act", "gelu"), config.get("use_gated_mlp")
+    wanted = "silu" if gated else "gelu"
+    if activation != wanted and not config.get("use_swiglu_ffn"):
+        raise CheckpointError(f"its MLP has {activation}, and dino_ds's has {wanted}")
 
 
 def range_of(about: dict[str, Any]) -> ValueRange | None:
@@ -281,19 +284,3 @@ def range_of(about: dict[str, Any]) -> ValueRange | None:
             f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
         ) from None
     return low, high
-
-
-def check_beside(path: Path, heads: Mapping[str, dict[str, Tensor]], mask_token: Tensor | None) -> None:
-    """As `check_numbers`, of what lies beside a backbone."""
-    for head in heads.values():
-        check_numbers(path, head)
-    if mask_token is not None:
-        check_numbers(path, {"mask_token": mask_token})
-
-
-def check_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raises CheckpointError for NaN, infinity and integers that are not BatchNorm's counters."""
-    weights = {name: t for name, t in tensors.items() if not name.endswith("num_batches_tracked")}
-    wrong = [name for name, t in weights.items() if not (t.is_floating_point() and torch.isfinite(t.float()).all())]
-    if wrong:
-        raise CheckpointError(f"{path} has NaN, infinity or whole numbers for weights in {few(wrong)}")

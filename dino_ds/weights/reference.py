@@ -75,7 +75,7 @@ def _prefix(tensors: dict[str, Tensor], network: str) -> str:
     if not found:
         names = sorted(tensors)
         raise CheckpointError(
-            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}{about_dinov3(names)}; "
+            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}; "
             "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
         )
     chosen = [prefix for prefix in found if network in prefix] if len(found) > 1 else found
@@ -161,12 +161,6 @@ def _is_swiglu(backbone: dict[str, Tensor]) -> bool:
     if "blocks.0.mlp.fc1.weight" not in backbone:
         return False
     return backbone["blocks.0.mlp.fc1.weight"].shape[0] == 2 * backbone["blocks.0.mlp.fc2.weight"].shape[1]
-
-
-def about_dinov3(names: list[str]) -> str:
-    """What to add where a network of these tensors is refused."""
-    theirs = any("rope" in n or "storage_tokens" in n or ".attention.q_proj." in n for n in names)
-    return " (DINOv3's rotary positions are not supported)" if theirs else ""
 
 
 def unused(names: list[str]) -> list[str]:

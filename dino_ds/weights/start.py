@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import FROM_SOURCE, VITS, BackboneSpec, ViTSpec, backbone_name
+from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_name
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
@@ -18,19 +18,13 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
+from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
+from dino_ds.weights.dinov3 import LOCAL_NORM, with_biases
 from dino_ds.weights.find import find_weights
-from dino_ds.weights.fit import Description, describe, fit_tensors, kind_of
+from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of
 from dino_ds.weights.read import Weights, range_of
 
-_NUMBERS = {
-    "patch_size": "patches of {} pixels",
-    "width": "width {}",
-    "depth": "{} blocks",
-    "heads": "{} attention heads",
-    "in_chans": "{} channels",
-}
-_FLAGS = (*_NUMBERS, "registers")
 _MASK_TOKEN = "backbone.mask_token"
 
 
@@ -49,14 +43,17 @@ def find_start(
         notes = [*weights.notes, *_notes_on_other(weights, model, value_range)]
         return replace(weights, notes=notes + _notes_on_normalisation(weights, wanted.in_chans, normalisation))
     ours = wanted
+    if ours.rope is not None:
+        own, said = with_biases(weights.backbone, ours.qkv_bias)
+        weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
     try:
         found, theirs = describe(weights, ours.heads), range_of(weights.about)
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
-    if other := _differences(found.arch, ours):
+    if other := differences(found.arch, ours):
         flags = flags_for(found.arch, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
-        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else _not_built(found.arch)
+        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(found.arch)
         raise CheckpointError(
             f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
         )
@@ -111,7 +108,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     if run_dir is not None and begun.is_file():
         before = load_recipe(str(begun), {}).model
         if before.init_from == model.init_from:
-            values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *_FLAGS)}
+            values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}
             return change_recipe(
                 recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
             )
@@ -124,7 +121,7 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     flags = flags_for(arch, model)
     if flags is None:
-        raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {_not_built(arch)}")
+        raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
     return change_recipe(recipe, flags)
 
 
@@ -138,51 +135,6 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
                 "weights; set --model.arguments {}"
             )
     return {"model.backbone": backbone_name(spec), "model.in_chans": str(spec.in_chans), **arguments}
-
-
-def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
-    """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
-    found = []
-    for name, known in VITS.items():
-        wanted = {} if name == model.backbone else {"model.backbone": name}
-        for key in _FLAGS:
-            given = getattr(model, key)
-            if getattr(arch, key) != (getattr(known, key) if given is None else given):
-                wanted[f"model.{key}"] = str(getattr(arch, key))
-        scale = known.layer_scale if model.layer_scale is None else model.layer_scale
-        if arch.layer_scale is None and known.layer_scale is None and scale is not None:
-            wanted["model.layer_scale"], scale = "none", None
-        if kind_of(replace(known, layer_scale=scale, **{key: getattr(arch, key) for key in _FLAGS})) == kind_of(arch):
-            found.append(wanted)
-    return min(found, key=len, default=None)
-
-
-def _differences(theirs: ViTSpec, ours: ViTSpec) -> list[str]:
-    """How their network differs from ours, such as "4 blocks, not 2"."""
-    found = [
-        f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
-        for key, text in _NUMBERS.items()
-        if getattr(theirs, key) != getattr(ours, key)
-    ]
-    kinds = [_parts(arch) for arch in (theirs, ours)]
-    if kinds[0] != kinds[1]:
-        found.append(f"{kinds[0]}, not {kinds[1]}")
-    elif theirs.width == ours.width and kind_of(theirs) != kind_of(ours):
-        found.append(f"{kind_of(theirs)[-1]} outputs of the MLP's first layer, not {kind_of(ours)[-1]}")
-    return found
-
-
-def _parts(arch: ViTSpec) -> str:
-    parts = ["LayerScale"] if arch.layer_scale is not None else []
-    parts += [f"{arch.registers} registers"] if arch.registers else []
-    return " and ".join(parts + (["SwiGLU"] if arch.swiglu else [])) or "blocks of a plain ViT"
-
-
-def _not_built(arch: ViTSpec) -> str:
-    return (
-        f"dino_ds builds no network with {_parts(arch)} whose MLP has {kind_of(arch)[-1]} outputs in its first layer "
-        f"for a width of {arch.width}"
-    )
 
 
 def _notes(found: Description, model: ModelSection, ours: ViTSpec) -> list[str]:
@@ -252,12 +204,26 @@ class InitialWeights:
             self._said.append("it has no mask token: our own starts at zero")
         elif weights.mask_token is not None:
             self._said.append("its mask token is left out: this run hides no patches")
+        theirs |= self._fit_local_norm(weights, shapes)
         start = f"model.init_from {self._source}"
         fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
         place = "backbone.pos_embed"
         if place in fitting and fitting[place].shape != theirs[place].shape:
             self._said.append(f"position embedding resized to {shapes[place][1]} places")
         return fitting
+
+    def _fit_local_norm(self, weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Their norm of local crops' CLS tokens if ours has one; what it is not there for is taken out of `shapes`."""
+        wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
+        if wanted and weights.local_norm:
+            return {f"backbone.{name}": tensor for name, tensor in weights.local_norm.items()}
+        for name in wanted:
+            del shapes[name]
+        if wanted:
+            self._said.append("it has no norm for CLS tokens of local crops: our own starts anew")
+        elif weights.local_norm:
+            self._said.append("its norm for CLS tokens of local crops is left out")
+        return {}
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:

@@ -305,6 +305,41 @@ def test_masks_need_a_backbone_that_hides_patches(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("backbone", "changes", "said"),
+    [
+        ("vit_small_patch16_224", {"model__rope_rescale": "2"}, "model.rope_rescale is for ViTs with rotary positions"),
+        ("resnet50", {"model__rope_shift": "0.1"}, "and resnet50 has none: leave it out"),
+        ("vit_small_patch14_dinov2", {"model__local_cls_norm": "true"}, "model.local_cls_norm is for ViTs with rotary"),
+        ("resnet50", {"model__local_cls_norm": "true"}, "model.local_cls_norm is not something that resnet50 has"),
+        (
+            "vit_small_patch16_dinov3",
+            {"model__local_cls_norm": "true", "crops__num_local": "0"},
+            "model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0",
+        ),
+        ("vit_small_patch16_dinov3", {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
+        (
+            "vit_small_patch16_dinov3",
+            {"model__pos_embed_interpolation": "antialias"},
+            "model.pos_embed_interpolation antialias is for learned positions",
+        ),
+        ("vit_small_patch16_dinov3", {"model__rope_jitter": "0.5"}, "model.rope_jitter"),
+    ],
+)
+def test_what_does_not_go_with_rotary_positions(backbone: str, changes: dict[str, str], said: str):
+    (problem,) = _problems(model__backbone=backbone, **changes)
+    assert said in problem
+
+
+def test_a_backbone_with_rotary_positions_takes_the_overrides():
+    changes = {"depth": "2", "width": "96", "heads": "3", "registers": "0", "layer_scale": "0.1", "patch_size": "8"}
+    keys = {f"model.{key}": value for key, value in (changes | {"local_cls_norm": "true"}).items()}
+    spec = load_recipe(None, {"model.backbone": "vit_small_plus_patch16_dinov3", **keys}).model.spec()
+    known = BACKBONES["vit_small_plus_patch16_dinov3"]
+    numbers = {"depth": 2, "width": 96, "heads": 3, "registers": 0, "layer_scale": 0.1, "patch_size": 8}
+    assert spec == dataclasses.replace(known, **numbers, local_cls_norm=True)
+
+
 def test_unknown_backbone_names_the_three_nearest():
     (problem,) = _problems(model__backbone="vit_smal_patch16")
     named = problem.split("The nearest are ")[1].split(", ")

@@ -63,7 +63,7 @@ def step(
         drops = student.backbone.options.drop_path > 0
         keys = sample_keys(0, 0, torch.empty(IMAGES, dtype=torch.long, device=CUDA)) if drops else None
     with gpu.part("teacher"):
-        outputs = teachers(crops, {})
+        outputs = teachers(crops, {}, schedule)
     with gpu.part("loss"):
         (targets,) = objective.targets([outputs], [{}], schedule)
     with gpu.part("student"):

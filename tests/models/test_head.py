@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dino_ds.models import logits as factored
 from dino_ds.models import prototypes
 from dino_ds.models.head import DinoHead
-from dino_ds.models.prototypes import Comparison
+from dino_ds.models.logits import Comparison
 from tests.reference import as_logits, product
 
 pytestmark = pytest.mark.numerical
@@ -38,7 +39,7 @@ def test_equals_torch_s_weight_norm(block, learned, monkeypatch):
     The logits multiplied out are the same, and differentiable as well.
     """
     monkeypatch.setitem(prototypes._BLOCK, "cpu", block)
-    monkeypatch.setattr(prototypes, "_CPU_BLOCK", block)
+    monkeypatch.setattr(factored, "_CPU_BLOCK", block)
     head, features, how = _head(learned), torch.randn(6, 12), _comparison()
     last = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 15, bias=False))
     lengths, directions = last.parametrizations.weight.original0, last.parametrizations.weight.original1

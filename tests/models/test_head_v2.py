@@ -48,3 +48,22 @@ def test_the_gradient_of_free_prototypes_is_that_of_directions_and_lengths_toget
     prototypes = head.prototypes
     along = F.normalize(prototypes.weight.detach(), dim=-1) * prototypes.lengths.grad
     torch.testing.assert_close(prototypes.weight.grad + along, numbers["grad.last_layer"], **CLOSE)
+
+
+def test_free_prototypes_are_dinov3_s():
+    """Logits, and the gradient of the last layer; it begins as a normal distribution of width 0.02."""
+    numbers = {name.removeprefix("dinov3."): t for name, t in golden_v2("heads").items() if name.startswith("dinov3.")}
+    sizes = golden_v2_meta()["head"]
+    head = DinoHead(sizes["in_dim"], sizes["hidden_dim"], sizes["bottleneck_dim"], sizes["out_dim"], sizes["nlayers"])
+    head = head.free_prototypes()
+    assert head.prototypes.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    weights = head_to_ours(
+        {name.removeprefix("weights."): t for name, t in numbers.items() if name.startswith("weights.")}
+    )
+    weights["prototypes.weight"] = numbers["weights.last_layer.weight"]
+    del weights["prototypes.lengths"]
+    head.load_state_dict(weights)
+    logits = product(head(numbers["input"]))
+    logits.square().sum().backward()
+    torch.testing.assert_close(logits.detach(), numbers["output"], **CLOSE)
+    torch.testing.assert_close(head.prototypes.weight.grad, numbers["grad.last_layer"], **CLOSE)

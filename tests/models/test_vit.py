@@ -29,6 +29,13 @@ NAMES = [
     "vit_giant_patch14_reg4_dinov2",
     "vit_huge_patch16_224",
     "vit_7b_patch16_reg4",
+    "vit_tiny_patch16_dinov3_qkvb",
+    *(
+        f"vit_{size}_patch16_dinov3{kind}"
+        for size in ("small", "small_plus", "base", "large", "huge_plus")
+        for kind in ("", "_qkvb")
+    ),
+    "vit_7b_patch16_dinov3",
 ]
 
 

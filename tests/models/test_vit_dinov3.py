@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 from torch import nn
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.backbones import VITS, BackboneOptions, ViTSpec
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.models.weights import init_weights_in_pieces
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical
@@ -125,6 +127,63 @@ def test_gradients_of_a_masked_pass_are_the_reference_s(kind):
     assert norms.keys() == ours.keys()
     for name, norm in norms.items():
         assert float(ours[name].norm()) == pytest.approx(norm, rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("vit_small_patch16_dinov3", {"registers": 0, "layer_scale": 0.1}),
+        ("vit_small_plus_patch16_dinov3_qkvb", {"width": 40, "heads": 2, "registers": 2, "patch_size": 8}),
+        ("vit_7b_patch16_dinov3", {"width": 24, "heads": 3, "in_chans": 5, "local_cls_norm": True}),
+        ("vit_huge_plus_patch16_dinov3", {"rope_base": 50.0}),
+        ("a_name_of_ours", {"swiglu": True, "mlp_ratio": 6.0, "qkv_bias": True}),
+    ],
+)
+def test_timm_builds_what_a_recipe_changed(name, changes):
+    """Same parameters, same start of LayerScale, same features. Other kernels: 1e-4."""
+    known = VITS.get(name, VITS["vit_small_patch16_dinov3"])
+    arch = replace(known, **{"width": 48, "heads": 3, "depth": 2, **changes})
+    timm_name, arguments = arch.timm_model(name)
+    side = 4 * arch.patch_size
+    theirs = timm.create_model(timm_name, num_classes=0, **arguments).eval()
+    ours = VisionTransformer(arch, side)
+    assert torch.all(theirs.blocks[1].gamma_2 == torch.tensor(arch.layer_scale))
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    theirs.load_state_dict({n: t for n, t in ours.state_dict().items() if n not in ours.training_only})
+    images = torch.randn(2, arch.in_chans, side, side + arch.patch_size)
+    torch.testing.assert_close(ours.features(images), theirs(images), rtol=1e-4, atol=1e-4)
+
+
+def test_timm_has_no_network_of_another_kind():
+    arch = VITS["vit_small_patch16_dinov3"]
+    others = [{"rope": "max"}, {"rms_norm": True}, {"cls_norm": True}, {"norm_eps": 1e-6}]
+    others += [{"rope_min_period": 1.0, "rope_max_period": 9.0}]
+    for changes in others:
+        assert replace(arch, **changes).timm_model("vit_small_patch16_dinov3") is None, changes
+
+
+def test_initial_weights():
+    """Tokens of a deviation of 0.02 (4 x 4096 numbers: 1 % is the standard error), a mask token and biases of zeros,
+    LayerScale as given; piece by piece the same as whole."""
+    arch = replace(VITS["vit_small_plus_patch16_dinov3_qkvb"], width=4096, depth=0, heads=64, patch_size=1)
+    vit = VisionTransformer(arch, 2, BackboneOptions(mask_token=True))
+    for tokens in (vit.cls_token, vit.reg_token):
+        assert float(tokens.detach().std()) == pytest.approx(0.02, rel=0.05)
+    assert not vit.mask_token.any()
+    narrow = replace(arch, width=48, depth=2, heads=3, patch_size=4, local_cls_norm=True)
+    torch.manual_seed(0)
+    whole = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True))
+    with torch.device("meta"):
+        pieces = VisionTransformer(narrow, 8, BackboneOptions(mask_token=True))
+    torch.manual_seed(0)
+    init_weights_in_pieces(pieces, lambda module: None)
+    assert all(torch.equal(t, pieces.state_dict()[name]) for name, t in whole.state_dict().items())
+    block = whole.blocks[0]
+    assert not block.attn.q_bias.any() and not block.attn.v_bias.any() and not block.mlp.fc1_g.bias.any()
+    assert torch.all(block.gamma_1 == 1e-5) and float(block.mlp.fc1_g.weight.detach().std()) == pytest.approx(
+        0.02, rel=0.05
+    )
 
 
 def _in_one(gradients):

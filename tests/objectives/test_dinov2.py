@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds import distributed
-from dino_ds.models import prototypes
-from dino_ds.models.prototypes import Comparison, Logits, Prototypes
+from dino_ds.models import logits as factored
+from dino_ds.models.logits import Comparison, Logits
+from dino_ds.models.prototypes import Prototypes
 from dino_ds.objectives.centering import RunningCenter, SinkhornKnopp
 from dino_ds.objectives.dino import DINO, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IbotTerm
@@ -50,7 +51,7 @@ class TestSinkhorn:
     @pytest.mark.parametrize("parts", [(), (1, 5)])
     def test_equals_the_reference_s(self, monkeypatch, rows, name, temperature, iterations, parts):
         """Also of a window of unequal micro-batches, and in tiles of five rows."""
-        monkeypatch.setitem(prototypes._TILE, "cpu", 5 * 96 * 4)
+        monkeypatch.setitem(factored._TILE, "cpu", 5 * 96 * 4)
         recorded = golden_v2("sinkhorn")
         logits = list(recorded[f"{rows}.logits"].tensor_split(parts))
         _close(_targets(logits, temperature, iterations), recorded[name])
@@ -69,6 +70,35 @@ class TestSinkhorn:
             q = q / q.sum(dim=0)
             q = q / q.sum(dim=1, keepdim=True)
         torch.testing.assert_close(_targets([logits], 0.04).double(), q, rtol=0, atol=2e-4)
+
+    def test_free_prototypes_of_any_length(self):
+        """Logits over the temperature to 400: targets, the loss and its gradients are those in double precision.
+
+        In FP32 such a logit is rounded by 2e-5, and so is the logarithm of a probability.
+        """
+        torch.manual_seed(0)
+        ours, theirs = (Prototypes(8, 33, free=True) for _ in range(2))
+        for head in (ours, theirs):
+            torch.nn.init.normal_(head.weight, std=6)
+        z, seen = torch.randn(12, 8, requires_grad=True), theirs(torch.randn(6, 8))
+        seen = seen._replace(**{name: getattr(seen, name).detach() for name in ("rows", "weight", "scale")})
+        assert (seen.rows @ seen.weight.t()).max() / 0.04 > 400
+        how = Comparison(seen, SinkhornKnopp().shift([seen], 0.04), 0.04, 0.1, crops=2, exclude_own=True)
+        compared = ours(z, how)
+        compared.loss.backward()
+        found = [z.grad, ours.weight.grad]
+        z.grad, ours.weight.grad = None, None
+        q = (seen.rows.double() @ seen.weight.double().t() / 0.04).exp()
+        for _ in range(3):
+            q = q / q.sum(dim=0)
+            q = q / q.sum(dim=1, keepdim=True)
+        student = (F.normalize(z.double(), dim=-1) @ ours.weight.double().t() / 0.1).log_softmax(-1).view(4, 3, 33)
+        pairs = [(t, s) for t in range(2) for s in range(4) if s != t]
+        expected = -sum((q.view(2, 3, 33)[t] * student[s]).sum() for t, s in pairs) / (3 * len(pairs))
+        expected.backward()
+        _close(compared.loss, expected.float(), part=1e-4)
+        for mine, reference in zip(found, [z.grad, ours.weight.grad], strict=True):
+            _close(mine, reference, part=1e-4)
 
     def test_on_two_ranks_equals_the_joint_batch(self):
         assert run_on_ranks(_sinkhorn_of_a_rank) == [True, True]
@@ -105,21 +135,28 @@ def test_the_running_center_equals_the_reference_s(rows):
     _close(center.center.value, recorded[f"centre.{rows}.after"].flatten())
 
 
+@pytest.mark.parametrize("weight", [None, 1.0, 0.5, 0.0])
 @pytest.mark.parametrize("way", ["softmax", "sinkhorn"])
-def test_dino_equals_the_reference_s(way):
-    """Loss = local and global terms as they enter its total."""
+def test_dino_equals_the_reference_s(way, weight):
+    """Loss = local and global terms as they enter its total; weight: of the local one, as in dinov3's Gram stage."""
     recorded, meta = golden_v2("dino_loss"), golden_v2_meta()["dino_loss"]
     centering = RunningCenter("center", 96, 0.9) if way == "softmax" else SinkhornKnopp()
     if way == "softmax":
         centering.center.load(recorded["centre"].flatten())
-    term = DinoTerm(96, meta["student_temp"], centering)
-    schedule = SimpleNamespace(teacher_temp=meta["teacher_temp"])
+    term = DinoTerm(96, meta["student_temp"], centering, weighs_local=weight is not None)
+    schedule = SimpleNamespace(teacher_temp=meta["teacher_temp"], weights={"dino_local": weight})
     (targets,) = term.targets([{"ema": {DINO: as_logits(recorded["teacher"])}}], [{}], schedule)
     student = torch.cat((recorded["student_global"], recorded["student_local"])).requires_grad_()
-    loss, _ = term.loss({DINO: compare(student, targets)}, targets, schedule)
+    loss, scalars = term.loss({DINO: compare(student, targets)}, targets, schedule)
     loss.backward()
-    _close(loss, recorded[f"{way}.local"] + recorded[f"{way}.global"])
-    _close(student.grad, torch.cat((recorded[f"{way}.global.grad"], recorded[f"{way}.local.grad"])))
+    w = 1.0 if weight is None else weight
+    _close(loss, w * recorded[f"{way}.local"] + recorded[f"{way}.global"])
+    _close(student.grad, torch.cat((recorded[f"{way}.global.grad"], w * recorded[f"{way}.local.grad"])))
+    assert scalars.keys() == set(term.scalars)
+    if weight is not None:  # of the 8 pairs 6 are local
+        _close(scalars["dino_cross_entropy"], loss * 8 / (2 + 6 * w))
+    if w == 1:
+        assert torch.equal(loss, compare(student, targets._replace(others=1.0)).loss)
 
 
 def test_ibot_equals_the_reference_s():
@@ -165,9 +202,10 @@ def test_koleo_equals_the_reference_s():
 class TestTiles:
     """The loss of a head against the plain form that holds all logits."""
 
-    def _head(self, learned):
+    def _head(self, lengths):
         torch.manual_seed(0)
-        head = Prototypes(8, 33, learned)
+        learned = lengths is True
+        head = Prototypes(8, 33, learned, free=lengths == "free")
         if learned:
             torch.nn.init.uniform_(head.lengths, 0.5, 2.0)
         return head
@@ -175,10 +213,16 @@ class TestTiles:
     @pytest.mark.parametrize("tile", [1, 11, 1000])
     @pytest.mark.parametrize(
         ("crops", "seen", "own", "weighted", "learned"),
-        [(4, 2, True, False, False), (2, 2, True, False, True), (3, 2, False, True, False), (1, 1, False, True, True)],
+        [
+            (4, 2, True, False, False),
+            (2, 2, True, False, True),
+            (3, 2, False, True, False),
+            (1, 1, False, True, True),
+            (4, 2, True, True, "free"),
+        ],
     )
     def test_loss_and_gradients(self, monkeypatch, tile, crops, seen, own, weighted, learned):
-        monkeypatch.setitem(prototypes._TILE, "cpu", tile * 33 * 4)
+        monkeypatch.setitem(factored._TILE, "cpu", tile * 33 * 4)
         head, images = self._head(learned), 7
         z = torch.randn(crops * images, 8, requires_grad=True)
         teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))
@@ -205,7 +249,7 @@ class TestTiles:
 
 
 def _plain(z, head, how):
-    directions = F.normalize(head.weight, dim=-1)
+    directions = head.weight if head.free else F.normalize(head.weight, dim=-1)
     directions = directions if head.lengths is None else directions * head.lengths
     student = (F.normalize(z, dim=-1) @ directions.t() / how.student_temp).log_softmax(-1)
     teacher = how.teacher.rows @ how.teacher.weight.t() * how.teacher.scale

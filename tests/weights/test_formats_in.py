@@ -229,7 +229,7 @@ class TestRefused:
         path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
         assert "is not a readable" in self._line(path)
 
-    @pytest.mark.parametrize("name", ["convnext_atto", "vit_small_patch16_dinov3"])
+    @pytest.mark.parametrize("name", ["convnext_atto", "vit_small_patch16_rope_224"])
     def test_other_networks_of_timm(self, tmp_path, name):
         with torch.device("meta"):
             model = timm.create_model(name)
@@ -241,15 +241,6 @@ class TestRefused:
         assert "another kind of network: dino_ds's ViT has no norm_pre.weight" in self._line(clip)
         deit = self._saved(tmp_path, lambda s: s | {"dist_token": torch.zeros(1, 1, 64)})
         assert "has no dist_token" in self._line(deit)
-
-    def test_dinov3(self, tmp_path):
-        """Facebook's names, and Hugging Face's."""
-        add = {"storage_tokens": torch.zeros(1, 4, 64), "rope_embed.periods": torch.zeros(8)}
-        path = self._saved(tmp_path, lambda s: s | add)
-        assert "DINOv3's rotary positions are not supported" in self._line(path)
-        names = ("embeddings.cls_token", "layer.0.attention.q_proj.weight")
-        torch.save({name: torch.zeros(1) for name in names}, tmp_path / "a.pth")
-        assert "DINOv3's rotary positions are not supported" in self._line(tmp_path / "a.pth")
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_numbers_that_are_none(self, tmp_path, value):

@@ -110,12 +110,80 @@ def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
         assert "\n" not in str(caught.value)
 
 
-def test_rotary_positions_are_refused_by_name(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    numbers = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
-    transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**numbers)).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="DINOv3's rotary positions are not supported"):
-        _from_source(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({"intermediate_size": 256}, "--model.backbone vit_tiny_patch16_dinov3_qkvb --model.registers 0"),
+        (
+            {"num_register_tokens": 4, "use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 256}
+            | {"query_bias": False, "value_bias": False},
+            "--model.backbone vit_small_plus_patch16_dinov3",
+        ),
+    ],
+)
+def test_rotary_positions(tmp_path, changes, flags):
+    """As another architecture; also into one without biases, where those of the file are zero, and the other way."""
+    theirs = _huggingface(tmp_path, "DINOv3ViT", **changes)
+    with pytest.raises(CheckpointError) as caught:
+        build_network(_recipe(tmp_path), PerformanceOptions())
+    line = str(caught.value)
+    assert "\n" not in line and "it has rotary positions and" in line and "not blocks of a plain ViT" in line
+    assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
+    given = dict(re.findall(r"--(\S+) (\S+)", flags))
+    for recipe in (_recipe(tmp_path, **given), _from_source(tmp_path)):
+        network = build_network(recipe, PerformanceOptions())
+        torch.testing.assert_close(_features(network), theirs, rtol=1e-5, atol=1e-5)
+
+
+def _rotary(tmp_path, backbone: str, **changes: str):
+    """A file of a student with a mask token and a norm for local crops, and that student."""
+    ours = OURS | {"model.backbone": backbone, "model.init_from": "none"}
+    masks = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
+    network = build_network(load_recipe(None, TINY | ours | masks | changes), PerformanceOptions())
+    for name, parameter in network.named_parameters():
+        nn.init.normal_(parameter, std=0.0 if name.endswith(("q_bias", "v_bias")) else 0.2)
+    torch.save(network.backbone.state_dict(), tmp_path / "a.pth")
+    return network
+
+
+def test_what_training_alone_needs_of_rotary_vits(tmp_path):
+    """Mask token and norm of local crops' CLS tokens; biases that are zero, or that the file has not."""
+    theirs = _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")
+    masks = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
+    both = {"model.backbone": "vit_small_patch16_dinov3_qkvb", **masks}
+    same = build_network(_recipe(tmp_path / "a.pth", **both), PerformanceOptions())
+    for name, parameter in same.backbone.named_parameters():
+        assert parameter.equal(theirs.backbone.get_parameter(name)), name
+    other = build_network(
+        _recipe(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"}), PerformanceOptions()
+    )
+    assert "its norm for CLS tokens of local crops is left out" in other.started_from
+    assert "its biases of queries and values, all zero, are left out" in other.started_from
+    assert "its mask token is left out" in other.started_from
+    torch.testing.assert_close(_features(other), _features(theirs), rtol=1e-5, atol=1e-5)
+    torch.save(other.backbone.state_dict(), tmp_path / "a.pth")
+    back = build_network(_recipe(tmp_path / "a.pth", **both), PerformanceOptions())
+    assert "it has no biases of queries and values: ours start at zero" in back.started_from
+    assert "it has no norm for CLS tokens of local crops: our own starts anew" in back.started_from
+    torch.testing.assert_close(_features(back), _features(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_learned_positions_do_not_start_rotary_ones(tmp_path):
+    """In one line, either way."""
+    _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")
+    with pytest.raises(
+        CheckpointError, match="it has rotary positions and LayerScale and 4 registers, not blocks of a"
+    ):
+        build_network(_recipe(tmp_path / "a.pth"), PerformanceOptions())
+    torch.save(Original(32, 8, 64, 2, 2).state_dict(), tmp_path / "a.pth")
+    with pytest.raises(
+        CheckpointError, match="it has blocks of a plain ViT, not rotary positions and no biases"
+    ) as line:
+        build_network(
+            _recipe(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"}), PerformanceOptions()
+        )
+    assert "\n" not in str(line.value)
 
 
 def test_tensors_that_the_model_has_no_place_for(tmp_path):

@@ -1,0 +1,116 @@
+"""Logits that are not multiplied out, and what is asked of them: tiles of a bounded size, and comparisons.
+
+Logits stay factored: unit rows (n, c) and prototypes (k, c). Who needs logits makes them tile by tile, as often as
+needed, in FP32 whatever the engine's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Bytes of the logits in one tile.
+_TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+# Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
+_PART = {"cpu": 2**20}
+# Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
+_CPU_BLOCK = 1024
+
+
+class Logits(NamedTuple):
+    """Logits (n, k) = (rows @ weight.T) * scale, not multiplied out.
+
+    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: that the engine computes in bf16 or fp16.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    scale: Tensor
+    low: bool = False
+
+    def sum(self) -> Tensor:
+        """(k,) the sum over rows: linear, so no tile is needed."""
+        with torch.autocast(self.rows.device.type, enabled=False):
+            return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
+
+    def multiply(self, rows: Tensor, room: Tensor) -> Tensor:
+        """Of some rows (r, c) the products with the weight, without scale, written into the first rows of `room`."""
+        out = room[: len(rows)]
+        with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
+            block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
+            for start in range(0, len(self.weight), block):
+                torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
+        return out
+
+
+class Comparison(NamedTuple):
+    """What a head compares its rows with, and how.
+
+    teacher: logits of g * n rows, of which the targets are softmax(logits / temperature + shift), shift (k,). The
+    student's rows are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself
+    if `exclude_own`. weights (n,) of the images, None: 1. others: weight, with `exclude_own`, of the pairs of student
+    crops that no target is of. The sum is divided by `divisor`, None: the number of pairs.
+    """
+
+    teacher: Logits
+    shift: Tensor
+    temperature: float
+    student_temp: float
+    crops: int = 1
+    exclude_own: bool = False
+    weights: Tensor | None = None
+    divisor: float | None = None
+    others: float = 1.0
+
+    def pairs(self, rows: int) -> tuple[int, int]:
+        """Of `rows` of the student: the pairs that an image has, and how many of these `others` is the weight of."""
+        images = max(len(self.teacher.rows) // self.crops, 1)
+        crops = rows // images if len(self.teacher.rows) else 1
+        others = self.crops * (crops - self.crops) if self.exclude_own else 0
+        return self.crops * crops - (self.crops if self.exclude_own else 0), others
+
+    def share(self, rows: int) -> float:
+        """The mean weight of a pair, of `rows` of the student."""
+        pairs, others = self.pairs(rows)
+        return 1.0 if self.others == 1 else 1 + (self.others - 1) * others / pairs
+
+
+class Compared(NamedTuple):
+    """loss: scalar with gradient, the weighted sum of cross-entropies / divisor; entropy: of the targets, their
+    weighted mean, without gradient; share: the mean weight of a pair, 1 unless `Comparison.others` is not."""
+
+    loss: Tensor
+    entropy: Tensor
+    share: float = 1.0
+
+
+def tile_rows(weight: Tensor) -> int:
+    """Rows of logits that are made at a time."""
+    return max(1, _TILE.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+
+
+def part_rows(weight: Tensor) -> int:
+    """Rows of a tile that are worked on at a time."""
+    return max(1, _PART.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+
+
+@contextmanager
+def tf32(wanted: bool) -> Iterator[None]:
+    """FP32 products of a GPU in TF32, which rounds them less than bf16 and fp16 do.
+
+    Only inside: the switch is the whole process's, evaluations want FP32, and compilers of some versions of torch ask
+    for it by its older name, which refuses to answer while it is switched by this one (pytorch issue 166387).
+    """
+    if not wanted:
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

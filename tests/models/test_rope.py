@@ -1,0 +1,283 @@
+"""Rotary positions: recorded tables, the laws of their change in training, the rotation, and all ways through it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.models import rope
+from dino_ds.models.base import CLS, patches_of
+from dino_ds.models.drop_path import sample_keys, step_key
+from dino_ds.models.rope import RopeTables
+from dino_ds.models.vit import VisionTransformer
+from tests.reference import by_group
+from tests.reference_v2 import golden_v2, golden_v2_meta
+
+CPU = torch.device("cpu")
+_HEAD16 = ViTSpec(4, 48, 2, 3, rope="separate")
+_KINDS = {
+    "separate": _HEAD16,
+    "max": replace(_HEAD16, rope="max"),
+    "min": replace(_HEAD16, rope="min"),
+    "periods": replace(_HEAD16, rope_min_period=0.8, rope_max_period=40.0),
+}
+_LEVELS = (0.05, 0.25, 0.5, 0.75, 0.95)
+_CHANGED = {"rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
+
+
+@pytest.mark.numerical
+class TestRecorded:
+    @pytest.mark.parametrize("kind", _KINDS)
+    def test_tables(self, kind):
+        """FP32, angles up to 8: 1e-6. Theirs have the columns of both halves of a head."""
+        numbers, tables = golden_v2("rope"), RopeTables(_KINDS[kind], BackboneOptions())
+        grids = [name.split(".")[1] for name in numbers if name.startswith(f"{kind}.") and name.endswith(".cos")]
+        assert grids
+        for grid in grids:
+            height, width = map(int, grid.split("x"))
+            (((cos, sin), *_),) = tables.of([(height, width)], CPU)
+            for name, ours in (("cos", cos), ("sin", sin)):
+                theirs = numbers[f"{kind}.{grid}.{name}"]
+                torch.testing.assert_close(torch.cat((ours, ours), dim=1), theirs, rtol=0, atol=1e-6)
+
+    def test_periods_of_a_wide_head(self):
+        ours = rope.periods(replace(_HEAD16, width=64, heads=1), CPU)
+        torch.testing.assert_close(ours, golden_v2("rope")["head64.periods"], rtol=1e-6, atol=0)
+
+
+def _axes(options, draws=4000):
+    """Coordinates of 4,000 blocks of a grid of two by two patches, whose centres are -0.5 and 0.5: (blocks, 2) each."""
+    arch = replace(_HEAD16, depth=draws)
+    values = rope._draws(step_key(0, 7), 1, draws, CPU)[0]
+    changes = [(options.rope_shift or 0.0), (options.rope_jitter or 1.0), (options.rope_rescale or 1.0)]
+    return rope.changed(rope.coordinates(2, 2, arch.rope, CPU), values, *changes)
+
+
+class TestLaws:
+    """Quantiles of 4,000 draws against those of the reference's: four standard errors of their difference are 2.2 % of
+    the range at the median."""
+
+    def test_shift(self):
+        recorded = golden_v2_meta()["rope"]["shift_coords=0.25"]["quantiles"]
+        moved = [axis.mean(dim=1) for axis in _axes(BackboneOptions(rope_shift=0.25))]
+        for axis in moved:
+            assert axis.abs().max() <= 0.25
+            torch.testing.assert_close(_quantiles(axis), recorded[1:-1], rtol=0, atol=0.022 * 0.5)
+        assert abs(torch.corrcoef(torch.stack(moved))[0, 1]) < 0.06
+
+    @pytest.mark.parametrize(("name", "key"), [("jitter", "jitter_coords=1.5"), ("rescale", "rescale_coords=2")])
+    def test_factors(self, name, key):
+        """Of each axis its own, or one for both; uniform in the logarithm."""
+        most = float(key.split("=")[1])
+        recorded = golden_v2_meta()["rope"][key]["log_quantiles"]
+        logs = [(axis[:, 1] / 0.5).log() for axis in _axes(BackboneOptions(**{f"rope_{name}": most}))]
+        for axis in logs:
+            assert axis.abs().max() <= math.log(most) + 1e-6
+            torch.testing.assert_close(_quantiles(axis), recorded[1:-1], rtol=0, atol=0.022 * 2 * math.log(most))
+        if name == "rescale":
+            assert torch.equal(*logs)
+        else:
+            assert abs(torch.corrcoef(torch.stack(logs))[0, 1]) < 0.06
+
+    def test_factors_scale_the_shift(self):
+        """First the shift: the centre of the grid, 0, ends at shift * factors."""
+        draws = torch.tensor([[1.0, 0.0, 1.0, 0.5, 1.0]])
+        moved = rope.changed((torch.zeros(1), torch.zeros(1)), draws, 0.25, 1.5, 2.0)
+        assert [float(axis) for axis in moved] == pytest.approx([0.25 * 1.5 * 2, -0.25 * 2], rel=1e-6)
+
+    def test_each_block_and_size_has_its_own_table_in_each_step(self):
+        tables = RopeTables(_HEAD16, BackboneOptions(**_CHANGED))
+        made = [tables.of([(8, 8), (8, 8)], CPU, step_key(seed, step)) for seed, step in ((0, 0), (0, 1), (1, 0))]
+        flat = [table for sizes in made for blocks in sizes for table in blocks]
+        assert len(flat) == 12
+        assert not any(torch.equal(flat[i], flat[j]) for i in range(12) for j in range(i))
+        again = tables.of([(8, 8), (8, 8)], CPU, step_key(0, 0))
+        assert all(torch.equal(a, b) for x, y in zip(again, made[0], strict=True) for a, b in zip(x, y, strict=True))
+
+    def test_none_without_a_key_or_an_option(self):
+        changed, plain = (RopeTables(_HEAD16, BackboneOptions(**options)) for options in (_CHANGED, {}))
+        ((first, second),) = changed.of([(8, 8)], CPU)
+        assert first is second and first is changed.of([(8, 8)], CPU)[0][0], "made once"
+        assert torch.equal(first, plain.of([(8, 8)], CPU, step_key(0, 0))[0][0])
+
+
+def _quantiles(values):
+    return torch.quantile(values.double(), torch.tensor(_LEVELS, dtype=torch.float64)).tolist()
+
+
+class TestRotation:
+    groups, heads, width = ((3, 5), (2, 7)), 2, 8
+
+    def _case(self, parts, dtype=torch.float64):
+        torch.manual_seed(0)
+        projected = torch.randn(3 * 5 + 2 * 7, parts * self.heads * self.width, dtype=dtype)
+        angles = [torch.randn(4, 4), torch.randn(6, 4)]  # one token, or one, before the patches
+        return projected, angles, [torch.stack((a.cos(), a.sin())) for a in angles]
+
+    def test_by_hand(self):
+        """Each pair (j, j + c / 2) as a complex number, turned by its angle; the rest stays, to the bit."""
+        projected, _, tables = self._case(3)
+        ours = rope.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads)
+        start = 0
+        for (sequences, tokens), (cos, sin) in zip(self.groups, tables, strict=True):
+            for row in range(sequences * tokens):
+                was, own = (x[start + row].view(3, self.heads, 2, 4) for x in (projected, ours))
+                patch = row % tokens - (tokens - len(cos))
+                assert torch.equal(was[2], own[2])
+                if patch < 0:
+                    assert torch.equal(was, own)
+                    continue
+                turned = torch.complex(was[:2, :, 0], was[:2, :, 1]) * torch.complex(cos[patch], sin[patch])
+                torch.testing.assert_close(own[:2], torch.stack((turned.real, turned.imag), dim=2), rtol=0, atol=1e-12)
+            start += sequences * tokens
+
+    @pytest.mark.parametrize("parts", [(2, 3), (1, 1), (1, 2)])
+    def test_gradient(self, parts):
+        """Of the rotation in place, against autograd's of plain operators, which compiled blocks run; FP32: 1e-6."""
+        projected, _, tables = self._case(parts[1], torch.float32)
+        found = []
+        for run in (rope.rotate, rope._rotated):
+            x = projected.clone().requires_grad_()
+            out = run(x * 1, self.groups, tables, parts, self.heads)
+            found += [out.detach(), *torch.autograd.grad(out.sin().sum(), x)]
+        assert not torch.equal(found[0], projected)
+        torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=1e-6)
+
+    def test_fp32_inside(self):
+        """In bf16 the result is that in FP32, rounded once."""
+        projected, _, tables = self._case(3, torch.bfloat16)
+        exact = rope.rotate(projected.float(), self.groups, tables, (2, 3), self.heads).bfloat16()
+        assert torch.equal(rope.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads), exact)
+
+    def test_a_lone_cls_token_is_not_turned(self):
+        x = torch.randn(3, 16)
+        assert torch.equal(rope.rotate(x.clone(), ((3, 1),), [torch.randn(2, 4, 4)], (1, 1), 2), x)
+
+
+_ARCH = ViTSpec(
+    4, 32, 3, 2, layer_scale=0.5, registers=2, swiglu=True, mlp_ratio=5.0, norm_eps=1e-5, rope="separate",
+    local_cls_norm=True,
+)  # fmt: skip
+_PATCHES, _STEP = ("global",), step_key(0, 3)
+
+
+def _model(arch=_ARCH, **options):
+    torch.manual_seed(1)
+    vit = VisionTransformer(arch, 24, BackboneOptions(**{"drop_path": 0.3, **_CHANGED, **options}))
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)  # so much that attention is far from uniform
+    return vit
+
+
+def _outputs_and_gradients(vit, patches=_PATCHES, step=_STEP):
+    generator = torch.Generator().manual_seed(2)
+    crops = by_group([torch.randn(5, 3, s, s, generator=generator) for s in (24, 24, 12, 12, 12)])
+    found = vit(crops, sample_keys(0, 1, torch.arange(5)), patches, step_key=step)
+    torch.cat([feature.flatten() for feature in found.values()]).sin().sum().backward()
+    return found[CLS].detach(), found[patches_of("global")].detach() if patches else None, _gradients(vit)
+
+
+def _gradients(vit):
+    return {name: parameter.grad for name, parameter in vit.named_parameters()}
+
+
+@pytest.mark.numerical
+class TestFastPaths:
+    """Against the one that all have by default; FP32 sums in another order: 1e-5, gradients 1e-4 of the largest."""
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"packed": False}, {"cls_only_last_block": False}, {"attention": "naive"}, {"attention_backend": "math"}],
+        ids=lambda change: next(iter(change)),
+    )
+    @pytest.mark.parametrize("patches", [(), _PATCHES], ids=["cls", "patches"])
+    def test_change_nothing(self, change, patches):
+        _assert_equal(_outputs_and_gradients(_model(), patches), _outputs_and_gradients(_model(**change), patches))
+
+    def test_batched_stochastic_depth_is_the_same_per_size_and_packed(self):
+        """Cut by sequence, with selected rows in the last block, or with all of them."""
+        ways = [{}, {"cls_only_last_block": False}, {"attention": "naive"}]
+        results = [_outputs_and_gradients(_model(stochastic_depth="batched", **way)) for way in ways]
+        for other in results[1:]:
+            _assert_equal(results[0], other)
+
+    def test_varlen(self, monkeypatch):
+        """The CUDA kernel is replaced by a loop over its sequences."""
+
+        def loop(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+            out = []
+            for s in range(len(bounds_k) - 1):
+                rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
+                weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
+                out.append(torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys]))
+            return torch.cat(out)
+
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", loop)
+        _assert_equal(_outputs_and_gradients(_model()), _outputs_and_gradients(_model(attention="varlen")))
+
+    def test_recomputation(self):
+        """To the bit: the tables are made once, outside of what is computed again."""
+        vit = _model()
+        vit.checkpoint_segments(None)
+        ours, plain = _outputs_and_gradients(vit), _outputs_and_gradients(_model())
+        assert torch.equal(ours[0], plain[0]) and torch.equal(ours[1], plain[1])
+        assert all(torch.equal(ours[2][name], grad) for name, grad in plain[2].items())
+
+    @pytest.mark.slow
+    def test_compiled(self):
+        """Four programs whatever the depth: blocks before the last and the last, with a gradient and without."""
+        arch = replace(_ARCH, depth=6)
+        torch._dynamo.reset()
+        counters.clear()
+        vit = _model(arch)
+        vit.compile_segments(backend="aot_eager")
+        for step in range(3):
+            vit.zero_grad()
+            with torch.no_grad():
+                vit.features(torch.randn(5, 3, 24, 24))
+            ours = _outputs_and_gradients(vit, step=step_key(0, step))
+        assert counters["stats"]["unique_graphs"] <= 4, counters["stats"]
+        assert not counters["graph_break"], counters["graph_break"]
+        _assert_equal(ours, _outputs_and_gradients(_model(arch), step=step_key(0, 2)))
+
+    @pytest.mark.parametrize("key", _CHANGED)
+    def test_each_change_of_coordinates_changes_the_features_of_training_alone(self, key):
+        options = dict.fromkeys(_CHANGED) | {key: _CHANGED[key]}
+        vit, plain = _model(**options), _model(**dict.fromkeys(_CHANGED))
+        (moved, *_), (still, *_) = (_outputs_and_gradients(model) for model in (vit, plain))
+        assert (moved - still).abs().max() > 1e-3
+        (moved, *_), (still, *_) = (_outputs_and_gradients(model, step=None) for model in (vit, plain))
+        assert torch.equal(moved, still)
+
+
+def _assert_equal(ours, theirs):
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for name, grad in theirs[2].items():
+        assert (ours[2][name] - grad).abs().max() <= 1e-4 * grad.abs().max() + 1e-7, name
+
+
+@pytest.mark.parametrize("size", [(24, 24), (12, 20), (36, 8)])
+def test_attention_and_tokens_of_any_size(size):
+    """Attention is the softmax of rotated queries and keys: its product with the values gives the block's output."""
+    vit = _model(**dict.fromkeys(_CHANGED))
+    images = torch.randn(2, 3, *size)
+    patches = size[0] * size[1] // 16
+    weights = vit.last_attention(images)
+    assert weights.shape == (2, 2, 3 + patches, 3 + patches)
+    torch.testing.assert_close(vit.last_attention(images, cls_only=True), weights[:, :, :1])
+    torch.testing.assert_close(vit.tokens(images)[:, 0], vit.features(images), rtol=1e-5, atol=1e-5)
+    inputs, outputs = [], []
+    attention = vit.blocks[-1].attn
+    attention.qkv.register_forward_hook(lambda module, x, out: inputs.append(out[0].detach().clone()))
+    attention.proj.register_forward_hook(lambda module, x, out: outputs.append(x[0].detach()))
+    vit.tokens(images)
+    values = inputs[0].view(2, 3 + patches, 3, 2, 16)[:, :, 2].transpose(1, 2)
+    mixed = (weights @ values).transpose(1, 2).flatten(2).flatten(0, 1)
+    torch.testing.assert_close(mixed, outputs[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,264 @@
+"""DINOv3's weights: read under each project's names, and written so that timm and transformers compute the same.
+
+Features are compared to 1e-4, the issue's bound; what was measured is below 2e-5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor, nn
+
+from dino_ds.backbones import VITS, BackboneOptions, ViTSpec
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.dinov3 import from_dinov3
+from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
+from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.plain import PlainBackbone
+
+KINDS = [name for name, spec in VITS.items() if spec.rope is not None]
+SIZE, TOLERANCE = 64, 1e-4
+
+
+def _images(*size: int) -> Tensor:
+    return torch.randn(2, 3, *(size or (SIZE, SIZE)), generator=torch.Generator().manual_seed(1))
+
+
+def _same(ours: Tensor, theirs: Tensor) -> None:
+    assert theirs.std() > 0.05
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _random(model: nn.Module) -> nn.Module:
+    """Weights that matter everywhere, and keep what passes through many blocks of a size."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.5 / parameter.shape[-1] ** 0.5 if parameter.ndim > 1 and "token" not in name else 0.3
+            parameter.normal_(std=scale)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1)
+    return model.eval()
+
+
+def _spec(name: str, whole: bool = True) -> ViTSpec:
+    """The released one, but for the 7B; or two blocks of ViT-S and its like, and narrower ones of larger networks."""
+    spec = VITS[name]
+    if whole and spec.width < 2000:
+        return spec
+    width = min(spec.width, 512)
+    return dataclasses.replace(spec, depth=2, width=width, heads=width * spec.heads // spec.width)
+
+
+def _backbone(name: str, **changes: object) -> Backbone:
+    spec = dataclasses.replace(VITS[name], **{"width": 128, "heads": 2, "depth": 2, **changes})
+    vit = VisionTransformer(spec, SIZE, BackboneOptions())
+    _random(vit)
+    return Backbone(vit, SIZE, "a test", {"timm_name": name, "step": 3, "images": 24})
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", KINDS)
+def test_timm_s_file_gives_timm_s_features(name, whole, tmp_path):
+    """Without naming the architecture, of the released sizes; images that are no squares, and no native ones."""
+    spec = _spec(name, whole)
+    arguments = {"depth": spec.depth, "embed_dim": spec.width, "num_heads": spec.heads}
+    theirs = _random(timm.create_model(name, num_classes=0, global_pool="token", **arguments))
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    torch.save(theirs.state_dict(), tmp_path / "a.pth")
+    known = spec == VITS[name]
+    ours = load(tmp_path / "a.pth", heads=None if known else spec.heads)
+    assert ours.vit.arch == spec and ours.image_size == 224
+    assert ours.notes[-1] == "no file says the size of its images: taken for 224 pixels"
+    with torch.no_grad():
+        for size in ((SIZE, SIZE), (96, 48)):
+            _same(ours.features(_images(*size)), theirs(_images(*size)))
+    config = {"architecture": name, "model_args": arguments, "pretrained_cfg": {"input_size": [3, 256, 256]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = load(tmp_path)
+    assert (folder.vit.arch, folder.image_size, folder.notes) == (spec, 256, [])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_our_file_is_timm_s_by_the_line_in_its_json(name, tmp_path):
+    """As teacher.json's `load` says it: by its name and arguments, strictly."""
+    model = _backbone(name)
+    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+    about = json.loads((tmp_path / "a.json").read_text())
+    theirs = timm.create_model(about["timm_name"], **about["timm_arguments"], num_classes=0).eval()
+    theirs.load_state_dict(safetensors.torch.load_file(tmp_path / "a.safetensors"))
+    again = load(tmp_path / "a.safetensors")
+    assert again.vit.arch == model.vit.arch and again.image_size == SIZE
+    with torch.no_grad():
+        for size in ((SIZE, SIZE), (96, 48)):
+            _same(model.features(_images(*size)), theirs(_images(*size)))
+            torch.testing.assert_close(again.features(_images(*size)), model.features(_images(*size)))
+
+
+def _as_released(model: Backbone, **more: Tensor) -> dict[str, Tensor]:
+    """The names of facebookresearch/dinov3, its masked bias of keys and its rounded periods."""
+    names = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma", "fc1_g": "w1", "fc1_x": "w2"}
+    gated, out = model.vit.arch.swiglu, dict[str, Tensor]()
+    for name, tensor in model.vit.state_dict().items():
+        for ours, theirs in (names | ({"mlp.fc2": "mlp.w3"} if gated else {})).items():
+            name = name.replace(ours, theirs)
+        if name.endswith("q_bias"):
+            d, attention = len(tensor), name.removesuffix("q_bias")
+            v = model.vit.state_dict()[name.replace("q_bias", "v_bias")]
+            out[f"{attention}qkv.bias"] = torch.cat((tensor, torch.full((d,), 9.0), v))
+            out[f"{attention}qkv.bias_mask"] = torch.cat((torch.ones(d), torch.zeros(d), torch.ones(d)))
+        elif not name.endswith("v_bias"):
+            out["storage_tokens" if name == "reg_token" else name] = tensor
+    heads, width = model.vit.arch.heads, model.vit.arch.width
+    count = width // heads // 4
+    out["rope_embed.periods"] = (100.0 ** (torch.arange(count) / count)).bfloat16()
+    return out | more
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_7b_patch16_dinov3"])
+def test_files_of_facebookresearch(name, tmp_path):
+    """Heads by the periods, as many for the 7B's wider ones; the mask token and the norm of local crops kept."""
+    model = _backbone(name, heads=2, local_cls_norm=True)
+    mask = torch.randn(1, 128)
+    torch.save(_as_released(model, mask_token=mask), tmp_path / "a.pth")
+    ours = load(tmp_path / "a.pth")
+    assert ours.vit.arch == dataclasses.replace(model.vit.arch, local_cls_norm=False)
+    assert ours.mask_token is not None and ours.mask_token.equal(mask)
+    assert "rounded, by up to 0.2 %" in ours.notes[0] or "rounded, by up to 0.3 %" in ours.notes[0]
+    _same(ours.features(_images()), model.features(_images()))
+    training = {f"backbone.{n}": t for n, t in _as_released(model).items()}
+    head = {"mlp.0.weight": torch.randn(8, 128), "last_layer.weight": torch.randn(5, 8)}
+    training |= {f"dino_head.{n}": t for n, t in head.items()}
+    torch.save({"teacher": training}, tmp_path / "b.pth")
+    assert load(tmp_path / "b.pth").heads["head"]["prototypes.weight"].equal(head["last_layer.weight"])
+
+
+def test_what_can_t_be_taken_is_said(tmp_path):
+    model = _backbone("vit_small_patch16_dinov3_qkvb")
+    released = _as_released(model)
+
+    def line(change: dict[str, Tensor | None], **how: int) -> str:
+        torch.save({n: t for n, t in (released | change).items() if t is not None}, tmp_path / "a.pth")
+        with pytest.raises(CheckpointError) as caught:
+            load(tmp_path / "a.pth", **how)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    bias = "blocks.1.attn.qkv.bias"
+    assert f"its keys have a bias ({bias})" in line({f"{bias}_mask": None})
+    half = torch.full((384,), float("nan")).index_fill(0, torch.arange(128, 256), 0.0)
+    assert "blocks.1.attn.q_bias" in line({f"{bias}_mask": half})
+    assert "periods are 1 to 9, not 1 to 74.99" in line({"rope_embed.periods": torch.linspace(1, 9, 16)})
+    assert "a width of 128 in 2 blocks has (usual: 2): name them" in line({"rope_embed.periods": None})
+    assert "--heads 4, and the file says 2" in line({}, heads=4)
+    assert "ViT with rotary positions has no projectors.0.weight" in line({"projectors.0.weight": torch.ones(1)})
+    assert "it lacks" in line({"cls_token": None}) or "class token" in line({"cls_token": None})
+    assert len(from_dinov3(released).notes) == 1
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3_qkvb"])
+def test_hugging_face_both_ways(name, tmp_path):
+    """transformers itself builds our folder; its own folder, saved by it, is read without a word."""
+    transformers = pytest.importorskip("transformers")
+    model = _backbone(name)
+    model.mask_token = torch.randn(1, 128)
+    export_hf(model, tmp_path / "ours")
+    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()) and theirs.config.model_type == "dinov3_vit"
+    theirs = theirs.eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        for size in ((SIZE, SIZE), (96, 48)):
+            _same(model.features(_images(*size)), theirs(_images(*size)).pooler_output)
+    for folder in ("ours", "theirs"):
+        again = load(tmp_path / folder)
+        assert (again.vit.arch, again.image_size) == (model.vit.arch, SIZE)
+        assert again.notes == [] and again.mask_token is not None and again.mask_token.equal(model.mask_token)
+        torch.testing.assert_close(again.features(_images()), model.features(_images()))
+
+
+def test_formats_that_have_no_rotary_positions(tmp_path):
+    model = _backbone("vit_small_patch16_dinov3")
+    for export in (export_dino, export_dinov2):
+        with pytest.raises(ConfigError, match="learned positions, this one rotary ones: take hf or timm"):
+            export(model, tmp_path / "a.pth")
+    unlike = _backbone("vit_small_patch16_dinov3", rms_norm=True)
+    for export in (export_hf, export_timm):
+        with pytest.raises(ConfigError) as caught:
+            export(unlike, tmp_path / "out")
+        assert "\n" not in str(caught.value)
+    FORMATS["safetensors"][0](unlike, tmp_path / "a.safetensors")
+    _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
+
+
+def test_timm_s_folder(tmp_path):
+    model = _backbone("vit_small_plus_patch16_dinov3")
+    export_timm(model, tmp_path / "out")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    _same(theirs(_images()), model.features(_images()))
+    again = load(tmp_path / "out")
+    assert (again.vit.arch, again.image_size, again.notes) == (model.vit.arch, SIZE, [])
+    _same(again.features(_images()), model.features(_images()))
+
+
+@pytest.mark.parametrize("changes", [{}, {"rope": "max"}, {"rope": "min", "rms_norm": True}, {"cls_norm": True}])
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
+def test_plain_form_equals_ours(name, changes):
+    model = _backbone(name, **changes)
+    for size in ((SIZE, SIZE), (96, 48), (16, 16)):
+        _same(PlainBackbone(model.vit)(_images(*size)), model.features(_images(*size)))
+
+
+@pytest.mark.parametrize("form", [name for name in FORMATS if name in ("torchscript", "pt2")])
+def test_programs(form, tmp_path):
+    """One program for every size."""
+    model = _backbone("vit_small_plus_patch16_dinov3_qkvb")
+    export, suffix = FORMATS[form]
+    export(model, tmp_path / f"a{suffix}")
+    program = (
+        torch.jit.load(tmp_path / f"a{suffix}")
+        if form == "torchscript"
+        else torch.export.load(tmp_path / f"a{suffix}").module()
+    )
+    for size in ((SIZE, SIZE), (96, 48), (128, 128)):
+        _same(program(_images(*size)), model.features(_images(*size)))
+
+
+@pytest.mark.slow
+def test_onnx(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = _backbone("vit_small_patch16_dinov3_qkvb")
+    export_onnx(model, tmp_path / "a.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
+    for size in ((SIZE, SIZE), (96, 48), (128, 128)):
+        (found,) = session.run(None, {"images": _images(*size).numpy()})
+        _same(torch.from_numpy(found), model.features(_images(*size)))
+
+
+def test_json_of_an_earlier_version_has_no_word_of_rotary_positions(tmp_path):
+    """Learned positions, as all had then."""
+    old = dataclasses.asdict(dataclasses.replace(VITS["vit_small_patch16_224"], width=64, depth=2, heads=1))
+    new = {"rope", "rope_base", "rope_min_period", "rope_max_period", "qkv_bias", "rms_norm", "cls_norm"}
+    vit = VisionTransformer(ViTSpec(**old), SIZE)
+    safetensors.torch.save_file(dict(vit.state_dict()), tmp_path / "a.safetensors")
+    about = {"architecture": {k: v for k, v in old.items() if k not in new | {"local_cls_norm"}}}
+    about |= {"timm_arguments": {"img_size": SIZE}, "pos_embed_interpolation": "dino"}
+    (tmp_path / "a.json").write_text(json.dumps(about))
+    assert load(tmp_path / "a.safetensors").vit.arch == vit.arch
+
+
+@pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])
+def test_json_with_impossible_rotary_positions(change, tmp_path):
+    model = _backbone("vit_small_patch16_dinov3")
+    FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
+    about = json.loads((tmp_path / "a.json").read_text())
+    about["architecture"] |= change
+    (tmp_path / "a.json").write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match="describes another network"):
+        load(tmp_path / "a.safetensors")
