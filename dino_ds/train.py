@@ -53,6 +53,7 @@ from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.beginning import choose_beginning
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
@@ -255,17 +256,20 @@ def _build(
     # Weights of a checkpoint take the place of others, whose file may be gone.
     new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
-    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec())
-    description = {**folder.description(), "images": images.to_json()}
+    teacher = distilled(step.teachers)
+    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec(), teacher)
+    description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
     saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
     notes = begin.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
     elif begin.own is None and begin.before is None:
         notes += notes_on_snapshot(recipe)
-    notes += begin.load(saver)
+    notes += describe_distillation(step.teachers, recipe)
     if begin.own is not None:
+        check_same_teacher(begin.own.manifest, teacher)
         notes += [*folder.notes_on(begin.own.manifest), *other_images.notes(begin.own.manifest)]
+    notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     if step.applied_steps < last_step:
         saver.check_space()

@@ -14,6 +14,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
+from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import (
     EMA,
     FROZEN,
@@ -94,8 +95,12 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
-        problems += [*self._optimizer_problems(), *self._channel_problems()]
+        problems = [
+            *crop_problems(self.crops, self.model, self._patch, self._gram_crop_size),
+            *self._length_problems(),
+            *self._objective_problems(),
+        ]
+        problems += [*self._optimizer_problems(), *self._channel_problems(), *self._teacher_problems()]
         problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
         if self.eval.k > self.eval.bank_images:
             problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
@@ -114,8 +119,19 @@ class Recipe(Section):
     def resolutions(self) -> tuple[Resolution, ...]:
         """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
         crops = self.crops
-        own_gram = self.gram.crop_size if self._gram_has_crops else None
-        return parse_resolutions(crops.resolutions) or (Resolution(crops.global_size, crops.local_size, own_gram),)
+        return parse_resolutions(crops.resolutions) or (
+            Resolution(crops.global_size, crops.local_size, self._gram_crop_size),
+        )
+
+    @property
+    def taught_by(self) -> str:
+        """The name of the teacher whose outputs are the targets."""
+        return EMA if self.teacher.source is None else FROZEN
+
+    @property
+    def regresses_features(self) -> bool:
+        """Whether the targets are a teacher's features, not its heads' outputs."""
+        return self.teacher.source is not None and self.teacher.distill == "features"
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
@@ -126,21 +142,19 @@ class Recipe(Section):
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
         """As `groups`, of a step of this resolution: they differ in size alone."""
         crops, gram = self.crops, self.gram
-        teachers: tuple[str, ...] = (EMA if self.teacher.source is None else FROZEN,)
-        if gram.weight and not self._gram_has_crops and gram.teacher != EMA:
+        teachers: tuple[str, ...] = (self.taught_by,)
+        if gram.weight and self._gram_crop_size is None and gram.teacher != EMA:
             teachers += (GRAM,)
         sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
         first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
         first = replace(first, teachers=teachers, hides=crops.mask_hides)
-        if not self._gram_has_crops:
-            return (first, *others)
-        assert resolution.gram_size is not None
-        return (first, *others, gram_group(first, resolution.gram_size))
+        size = resolution.gram_size
+        return (first, *others) if size is None else (first, *others, gram_group(first, size))
 
     @property
-    def _gram_has_crops(self) -> bool:
-        gram = self.gram
-        return bool(gram.weight) and gram.crop_size is not None and gram.teacher != EMA
+    def _gram_crop_size(self) -> int | None:
+        """Of Gram anchoring's own crops, None where it has none."""
+        return self.gram.crop_size if self.gram.weight and self.gram.teacher != EMA else None
 
     def batch_bytes(self, images: int) -> int:
         """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
@@ -171,44 +185,6 @@ class Recipe(Section):
         """Sides of crops are multiples of it, as far as is known."""
         return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
 
-    def _crop_problems(self) -> list[str]:
-        patch = self._patch
-        crops, several = self.crops, parse_resolutions(self.crops.resolutions)
-        sizes, problems = [("crops.global_size", crops.global_size)], self._gram_size_problems(several)
-        if crops.num_local:
-            sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
-            sizes += [] if several else [("crops.local_size", crops.local_size)]
-        elif self.model.local_cls_norm:
-            problems.append(
-                "model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"
-            )
-        sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
-        sizes += [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
-        return problems + [
-            f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
-            f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
-            for name, size in sizes
-            if size % patch
-        ]
-
-    def _gram_size_problems(self, several: Iterable[Resolution]) -> list[str]:
-        """Where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
-        for one in several:
-            name, size = f"crops.resolutions {one}", one.gram_size
-            if size and not self._gram_has_crops:
-                return [
-                    f"{name} has a Gram size, and Gram anchoring has no crops of its own here: set gram.weight and "
-                    "gram.crop_size, or leave out the third number"
-                ]
-            if self._gram_has_crops and not size:
-                return [
-                    f"{name} has no Gram size, and gram.crop_size is {self.gram.crop_size}: write "
-                    "GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"
-                ]
-            if size and not one.global_size <= size <= 2 * one.global_size:
-                return [f"{name}: Gram size {size} must be 1 to 2 times the global size {one.global_size}"]
-        return []
-
     def _channel_problems(self) -> list[str]:
         given = {"data.mean": self.data.mean, "data.std": self.data.std}
         known = {name: values for name, values in given.items() if values is not None}
@@ -230,7 +206,8 @@ class Recipe(Section):
         objective, problems = self.objective, list[str]()
         if not (objective.dino_weight or objective.ibot_weight or objective.koleo_weight):
             problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
-        if objective.ibot_weight and self.crops.mask == "none":
+        regressed = self.regresses_features
+        if objective.ibot_weight and self.crops.mask == "none" and not regressed:
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
         if self.crops.mask != "none" and not objective.ibot_weight:
             problems.append(
@@ -249,7 +226,7 @@ class Recipe(Section):
                 f"objective.center_momentum {objective.center_momentum:g} has no effect with objective.centering "
                 "sinkhorn, which has no running mean: leave it out"
             )
-        masks = objective.ibot_weight or self.crops.mask != "none"
+        masks = (objective.ibot_weight and not regressed) or self.crops.mask != "none"
         if masks and self.model.backbone != FROM_SOURCE and not getattr(self.model.spec(), "hides_patches", False):
             problems.append(
                 f"objective.ibot_weight and crops.mask need a backbone that hides patches, and {self.model.backbone} "
@@ -264,6 +241,14 @@ class Recipe(Section):
                 "even none, and no statistics can be taken of them; leave it out"
             )
         return problems
+
+    def _teacher_problems(self) -> list[str]:
+        objective, teacher = self.objective, self.teacher
+        if teacher.source is None and teacher.distill == "features":
+            return ["teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)"]
+        if teacher.source is not None and not (objective.dino_weight or objective.ibot_weight):
+            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
+        return []
 
     def _optimizer_problems(self) -> list[str]:
         defaults = OptimizerSection()

@@ -61,7 +61,7 @@ class MicroBatch:
         extra = features if objective.patches else 0
         self._part, self._block = _PART[on_gpu], _PROTOTYPE_BLOCK[on_gpu]
         self.head_and_loss = extra + max(
-            self._fullest_loss(objective, _TILE[on_gpu]), self._gram_bytes(objective, _GRAM_PIECE[on_gpu])
+            self._fullest_loss(objective, _TILE[on_gpu]), self._gram_bytes(recipe, objective, _GRAM_PIECE[on_gpu])
         )
         passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
         self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
@@ -90,7 +90,7 @@ class MicroBatch:
         blocks, last_block, first_block = self._blocks(recipe, config, groups, kept)
         # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
         features = element * given * arch.width
-        self.in_backbone = blocks + element * pixels + features
+        self.in_backbone = blocks + element * pixels + features + rope_bytes(recipe, sizes)
         self.backward = [
             BackwardMoment("the first blocks of the backward pass", self.in_backbone + last_block, 0.0),
             BackwardMoment("the end of the backward pass", first_block + element * pixels, 1.0),
@@ -154,14 +154,17 @@ class MicroBatch:
         patches = sum((side // stride) ** 2 for side in sides) or objective.gram.crops * objective.gram.patches
         return _FP32 * patches * self._width * self._images
 
-    def _gram_bytes(self, objective: ObjectiveCosts, piece: int) -> int:
-        """Rows of both in FP32, of length 1, and the gradient; pieces of both matrices of similarities."""
+    def _gram_bytes(self, recipe: Recipe, objective: ObjectiveCosts, piece: int) -> int:
+        """Rows of both in FP32, of length 1, and the gradient; pieces of both matrices of similarities; the teacher's
+        map in the order that resizing takes it."""
         gram = objective.gram
         if gram is None:
             return 0
         rows = _FP32 * gram.crops * gram.patches * self._images * self._width
         low = self._element < _FP32
-        return (4 if low else 3) * rows + 2 * min(piece, _FP32 * gram.numbers(self._images))
+        own = self._gram_targets(recipe, objective)
+        turned = own if own != rows else 0
+        return (4 if low else 3) * rows + 2 * min(piece, _FP32 * gram.numbers(self._images)) + turned
 
     def _tile_bytes(self, one: CrossEntropy, tile: int) -> int:
         """Room for the logits of both; and for a part of it, which is all on a GPU, softmax, sums and products."""
@@ -187,6 +190,16 @@ def _weights(head: HeadSizes) -> int:
 def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
     """What autograd keeps of one micro-batch's forward pass, weights and the gradients of prototypes left out."""
     return MicroBatch(recipe, config).saved
+
+
+def rope_bytes(recipe: Recipe, sides: list[int]) -> int:
+    """Tables of rotary positions for each size, FP32: of each block where training changes the coordinates."""
+    arch, model = vit_of(recipe), recipe.model
+    if arch.rope is None:
+        return 0
+    changed = any((model.rope_shift, model.rope_jitter, model.rope_rescale))
+    patches = sum((side // arch.patch_size) ** 2 for side in sides)
+    return _FP32 * patches * (arch.width // arch.heads) * (arch.depth if changed else 1)
 
 
 def _saved_by_blocks(recipe: Recipe, whole: int, last: int, per_number: int) -> list[int]:
@@ -215,6 +228,7 @@ def block_bytes(
 
     Per token, in widths d and MLP widths h: block input, norm, q, k, v, attention's output (per size, and joined),
     input of the second norm, norm; h before the activation (SwiGLU: gate and value); LayerScale 2 d; FP32 statistics.
+    Rotary positions add nothing: queries and keys are rotated where they lie.
     Compiled blocks recompute norms: an estimate.
     """
     tokens = sum(s * n for s, n in groups)

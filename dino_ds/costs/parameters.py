@@ -102,7 +102,7 @@ def _network_of(
     recipe: Recipe,
 ) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool, tuple[tuple[str, int], ...]]:
     objective, crops = ObjectiveCosts.of(recipe), recipe.crops
-    heads, linear = objective.heads, tuple((name, width) for name, (_, width) in objective.regressions.items())
+    heads, linear = objective.heads, tuple((name, width) for name, _, width in objective.regressions)
     size, hides = crops.global_size, crops.mask != "none"
     return recipe.model.spec(), size, heads.get(HEAD), heads.get(IBOT_HEAD), hides, linear
 

@@ -72,13 +72,13 @@ class ActivatedLinear(nn.Linear):
         """x (tokens, n_in), of SwiGLU (tokens, 2 n_in), gate and value, or both apart -> (tokens, n_out)."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return super().forward(_activate(x, value, self.swiglu))
-        out: Tensor = _ActivatedLinear.apply(x, value, self.weight, self.bias, self.swiglu)
+        out: Tensor = _ActivatedLinear.apply(x, self.weight, self.bias, value, self.swiglu)
         return out
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor, swiglu: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
         ctx.save_for_backward(x, value, weight)
         ctx.swiglu = swiglu
         return F.linear(_activate(x, value, swiglu), weight, bias)
@@ -88,18 +88,18 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
         # First: the activation is not needed after it.
-        grads = (grad.t() @ _activate(x, value, ctx.swiglu), grad.sum(dim=0), None)
+        own = (grad.t() @ _activate(x, value, ctx.swiglu), grad.sum(dim=0))
         inner = grad @ weight
         if not ctx.swiglu:
-            return torch.ops.aten.gelu_backward(inner, x), None, *grads
+            return torch.ops.aten.gelu_backward(inner, x), *own, None, None
         if value is not None:
             grad_value = inner * F.silu(x)
-            return torch.ops.aten.silu_backward(inner.mul_(value), x), grad_value, *grads
+            return torch.ops.aten.silu_backward(inner.mul_(value), x), *own, grad_value, None
         gate, value = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
         grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
-        return grad_x, None, *grads
+        return grad_x, *own, None, None
 
 
 def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:

@@ -7,7 +7,7 @@ Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,14 @@ _DRAWS = 5  # of each block and size: shifts and stretches of both axes, and the
 class RopeTables:
     """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
 
-    `shift`, `jitter` and `rescale` change the coordinates in training; see `changed`.
+    In training their coordinates are changed; see `changes`.
     """
 
     def __init__(self, arch: ViTSpec, options: BackboneOptions) -> None:
         assert arch.rope is not None
         self._arch, self._sides = arch, arch.rope
         self._changes = (options.rope_shift or 0.0, options.rope_jitter or 1.0, options.rope_rescale or 1.0)
-        self._periods: dict[torch.device, Tensor] = {}
-        self._plain: dict[tuple[int, int, torch.device], Tensor] = {}
+        self._kept: dict[tuple[object, ...], Tensor] = {}
 
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: Tensor | None = None
@@ -40,30 +39,36 @@ class RopeTables:
         each block and place in `grids`, the same for all images."""
         blocks = self._arch.depth
         if step_key is None or self._changes == (0.0, 1.0, 1.0):
-            return [[self._unchanged(*grid, device)] * blocks for grid in grids]
-        own_periods = self._own_periods(device)
-        found: list[Sequence[Tensor]] = []
+            return [[self._unchanged(grid, device)] * blocks for grid in grids]
         with torch.no_grad():
-            for grid, own in zip(grids, _draws(step_key, len(grids), blocks, device), strict=True):
-                axes = coordinates(*grid, self._sides, device)
-                found.append(table(*changed(axes, own, *self._changes), own_periods).unbind())
+            shifts, factors = changes(_draws(step_key, len(grids), blocks, device), *self._changes)
+            found: list[Sequence[Tensor]] = []
+            for grid, shift, factor in zip(grids, shifts, factors, strict=True):
+                axes = [
+                    (axis + shift[:, i : i + 1]) * factor[:, i : i + 1]
+                    for i, axis in enumerate(self._axes(grid, device))
+                ]
+                found.append(table(axes[0], axes[1], self._turns(device)).unbind())
         return found
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _unchanged(self, height: int, width: int, device: torch.device) -> Tensor:
-        """The table of unchanged coordinates, made once."""
-        key = (height, width, device)
-        if key not in self._plain:
-            self._plain[key] = table(*coordinates(height, width, self._sides, device), self._own_periods(device))
-        return self._plain[key]
+    def _made(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+        """What depends on no step, made once for each device and size."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _own_periods(self, device: torch.device) -> Tensor:
-        if device not in self._periods:
-            self._periods[device] = periods(self._arch, device)
-        return self._periods[device]
+    def _turns(self, device: torch.device) -> Tensor:
+        return self._made((device,), lambda: 2 * math.pi / periods(self._arch, device))
+
+    def _axes(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+        axes = self._made((device, *grid, "axes"), lambda: torch.cat(coordinates(*grid, self._sides, device)))
+        rows, columns = axes.split(grid)
+        return rows, columns
+
+    def _unchanged(self, grid: tuple[int, int], device: torch.device) -> Tensor:
+        return self._made((device, *grid), lambda: table(*self._axes(grid, device), self._turns(device)))
 
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,18 +85,16 @@ def coordinates(height: int, width: int, sides: str, device: torch.device) -> tu
     return rows, columns
 
 
-def changed(
-    axes: tuple[Tensor, Tensor], draws: Tensor, shift: float, jitter: float, rescale: float
-) -> tuple[Tensor, Tensor]:
-    """Coordinates (height,), (width,) and draws (blocks, 5) in [0, 1) -> (blocks, height), (blocks, width).
+def changes(draws: Tensor, shift: float, jitter: float, rescale: float) -> tuple[Tensor, Tensor]:
+    """draws (..., 5) in [0, 1) -> what is added to the coordinates of rows and columns, and what then multiplies them,
+    (..., 2) each.
 
-    In this order: a shift in [-shift, shift] for each axis, a factor in [1 / jitter, jitter] for each, and one in
-    [1 / rescale, rescale] for both; factors are uniform in their logarithm.
+    A shift in [-shift, shift] for each axis; a factor in [1 / jitter, jitter] for each, times one in
+    [1 / rescale, rescale] for both. Factors are uniform in their logarithm.
     """
     signed = draws.mul(2).sub(1).float()
-    factors = (signed[:, 2:4] * math.log(jitter) + signed[:, 4:] * math.log(rescale)).exp()
-    moved = [(axis + signed[:, i : i + 1] * shift) * factors[:, i : i + 1] for i, axis in enumerate(axes)]
-    return moved[0], moved[1]
+    factors = (signed[..., 2:4] * math.log(jitter) + signed[..., 4:] * math.log(rescale)).exp()
+    return signed[..., :2] * shift, factors
 
 
 def rotate(
@@ -183,8 +186,9 @@ def _rotated(
 
 def _draws(step_key: Tensor, sizes: int, blocks: int, device: torch.device) -> Tensor:
     """(sizes, blocks, 5) FP64 in [0, 1): a hash of (key, size, block, which)."""
-    place = torch.arange(sizes * blocks * _DRAWS, device=device)
-    hashed = mix(mix(place) ^ step_key)  # a CPU scalar is an argument of the kernel, not a copy to the device
+    hashed = mix(
+        torch.arange(sizes * blocks * _DRAWS, device=device) + step_key
+    )  # a CPU scalar is an argument of the kernel, not a copy to the device
     return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
 
 
@@ -201,10 +205,10 @@ def periods(arch: ViTSpec, device: torch.device) -> Tensor:
     return (powers.exp() * least).float()
 
 
-def table(rows: Tensor, columns: Tensor, periods: Tensor) -> Tensor:
-    """Coordinates (..., height), (..., width) and `periods` -> (..., 2, height * width, c / 2): cosines, sines."""
-    vertical, horizontal = (axis.unsqueeze(-1) * (2 * math.pi) / periods for axis in (rows, columns))
-    grid = (*rows.shape, columns.shape[-1], len(periods))
+def table(rows: Tensor, columns: Tensor, turns: Tensor) -> Tensor:
+    """Coordinates (..., height), (..., width), 2 pi / `periods` -> (..., 2, height * width, c / 2): cosines, sines."""
+    vertical, horizontal = (axis.unsqueeze(-1) * turns for axis in (rows, columns))
+    grid = (*rows.shape, columns.shape[-1], len(turns))
     parts = (vertical.unsqueeze(-2).expand(grid), horizontal.unsqueeze(-3).expand(grid))
     angles = torch.cat(parts, dim=-1).flatten(-3, -2)
     return torch.stack((angles.cos(), angles.sin()), dim=-3)

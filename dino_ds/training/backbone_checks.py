@@ -72,6 +72,11 @@ def _check_patches(recipe: Recipe, network: Network) -> None:
 def _check_batch_norm(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for settings of BatchNorm that can't act."""
     teacher, model = recipe.teacher.batch_norm, recipe.model
+    if teacher == "reference" and recipe.teacher.source is not None and batch_norms(network):
+        raise ConfigError(
+            "teacher.batch_norm reference: with teacher.source the EMA teacher sees no images, and its averages would "
+            "never move: set it ema"
+        )
     if not batch_norms(network):
         if teacher != "reference":
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.config.crops import EMA, GRAM, teacher_sizes
+from dino_ds.config.crops import EMA, FROZEN, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
@@ -27,7 +28,7 @@ from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
-from dino_ds.models.head import DinoHead
+from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
 from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.objectives.base import Objective, Term
@@ -40,8 +41,10 @@ from dino_ds.schedules import GramSchedule, Schedules, WeightSchedule
 from dino_ds.teachers.base import Teacher, Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.backbone_checks import check_backbone, check_levers
+from dino_ds.training.frozen import begin_centers, build_frozen, feature_terms, find_teacher
 from dino_ds.training.gram import build_gram_teacher, build_gram_term
 from dino_ds.training.step import TrainingStep
+from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.read import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
@@ -58,13 +61,14 @@ def build_step(
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
         set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
-    objective = build_objective(recipe, device())
+    frozen = find_teacher(recipe)
+    objective = build_objective(recipe, device(), frozen)
     network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
-    teachers = build_teachers(recipe, config, engine, objective)
+    teachers = build_teachers(recipe, config, engine, objective, frozen)
     schedules = build_schedules(recipe, epoch_steps)
     return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
 
@@ -103,9 +107,11 @@ def build_network(
     return network
 
 
-def build_objective(recipe: Recipe, device: torch.device) -> Objective:
-    """The recipe's loss terms, with new running statistics."""
-    how, crops = recipe.objective, len(teacher_sizes(recipe.groups))
+def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource | None = None) -> Objective:
+    """The recipe's loss terms, with new running statistics, or those of the `frozen` teacher, None: found here."""
+    how, teacher = recipe.objective, recipe.taught_by
+    crops = len(teacher_sizes(recipe.groups, teacher))
+    frozen = frozen or find_teacher(recipe)
     own = how.ibot_head == "own"
     terms: dict[str, Term] = {}
 
@@ -114,23 +120,31 @@ def build_objective(recipe: Recipe, device: torch.device) -> Objective:
             return SinkhornKnopp()
         return RunningCenter(name, prototypes, how.center_momentum, device)
 
+    if frozen and recipe.regresses_features:
+        terms |= feature_terms(recipe, frozen)
+        how = how.model_copy(update={"dino_weight": 0, "ibot_weight": 0})
     if how.dino_weight:
         prototypes = recipe.head.prototypes
         weighs_local = how.dino_local_weight != Ramp(1.0)
         center = centering("center", prototypes)
-        terms[DINO] = DinoTerm(prototypes, how.student_temp, center, crops, weighs_local=weighs_local)
+        terms[DINO] = DinoTerm(prototypes, how.student_temp, center, crops, teacher, weighs_local)
     if how.ibot_weight:
         head, prototypes = (IBOT_HEAD, recipe.ibot_head.prototypes) if own else (HEAD, recipe.head.prototypes)
-        terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head)
+        terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head, teacher)
     if how.koleo_weight:
         terms["koleo"] = KoLeoTerm(crops, how.koleo_ranks == "all")
     if recipe.gram.weight:
         terms[GRAM_TERM] = build_gram_term(recipe)
-    return Objective(terms)
+    objective = Objective(terms)
+    if frozen:
+        begin_centers(objective, frozen)
+    return objective
 
 
-def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective) -> Teachers:
-    """The EMA teacher of the engine's student, equal to it; and that of Gram anchoring, where it has its own."""
+def build_teachers(
+    recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, frozen: FrozenSource | None = None
+) -> Teachers:
+    """The EMA teacher of the engine's student, equal to it; the `frozen` one; Gram anchoring's, if it has its own."""
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(EMA))
     network = network.to_empty(device=device())
     with torch.no_grad():
@@ -139,12 +153,14 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
     weights = sum(p.numel() for p in network.parameters())
     options = TeacherOptions(
         DTYPES[config.precision],
-        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and bool(teacher_sizes(recipe.groups)),
         compiled=config.performance.compile,
         batch_norm=recipe.teacher.batch_norm,
     )
     ema = EmaTeacher(network, engine.masters(), options, engine.buffers)
     teachers: dict[str, Teacher] = {EMA: ema}
+    if frozen:
+        teachers[FROZEN] = build_frozen(frozen, recipe, config, objective, build_head)
     if recipe.gram.weight and recipe.gram.teacher != EMA:
         like = build_meta(recipe, config.performance, {}, objective.teacher_features(GRAM))
         teachers[GRAM] = build_gram_teacher(recipe, config, like, ema.network)
@@ -183,15 +199,15 @@ def build_meta(
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
         width, synced = backbone.spec.width, model.sync_batch_norm
-        heads = {name: build_head(width, sizes[name], synced) for name in _heads_of(queries)}
+        heads: dict[str, nn.Module] = {
+            query.head: RegressionHead(width, query.width)
+            if query.width
+            else build_head(width, sizes[query.head], synced)
+            for query in {query.head: query for query in queries.values()}.values()
+        }
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
-
-
-def _heads_of(queries: Mapping[str, Query]) -> list[str]:
-    """Each head that is asked, once: of the student and of a teacher the same ones."""
-    return list(dict.fromkeys(query.head for query in queries.values()))
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:

@@ -105,7 +105,7 @@ class Loop:
 
     def _train(self, batch: Batch, inputs: Inputs, prefetcher: DevicePrefetcher) -> MicroStep:
         run = self._run
-        constant = constant_images(teacher_crops(run.recipe.groups, batch.crops))
+        constant = constant_images(teacher_crops(run.recipe.groups, batch.crops, run.recipe.taught_by))
         out = run.step.micro_batch(inputs, prefetcher.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()

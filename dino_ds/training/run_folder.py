@@ -42,6 +42,7 @@ _FREE = (
     "data.root",
     "data.download",
     "data.max_bad_fraction",
+    "teacher.source",  # the digest of its weights must stay the same
 )
 _FILES = (
     "config.yaml",
@@ -216,8 +217,8 @@ class RunFolder:
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
-    def about_teacher(self, arch: BackboneSpec, step: int) -> dict[str, Any]:
-        """How teacher.safetensors was made and how timm builds the model for it, if timm knows it."""
+    def about_teacher(self, arch: BackboneSpec, distilled: dict[str, Any] | None, step: int) -> dict[str, Any]:
+        """How teacher.safetensors was made, `distilled` from what, and how timm builds the model for it, if it can."""
         known, normalisation = self.recipe.data.known_range, Normalisation.of(self.recipe)
         return {
             **({"value_range": list(known)} if known else {}),
@@ -225,6 +226,7 @@ class RunFolder:
             "std": list(normalisation.std),
             **self._timm(arch),
             "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
+            **({"distilled_from": distilled} if distilled else {}),
             "step": step,
             "images": step * self.recipe.data.global_batch,
             "architecture": vars(arch),

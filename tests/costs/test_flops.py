@@ -13,7 +13,7 @@ from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import step_flops, vit_of
+from dino_ds.costs.flops import gram_flops, step_flops, vit_of
 from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, hidden_patches
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.process import init_distributed
@@ -31,7 +31,9 @@ ARCHS = {
     "plain": ViTSpec(8, 32, 3, 2),
     "swiglu": ViTSpec(8, 48, 2, 3, mlp_ratio=2.66667 * 2, swiglu=True, layer_scale=1e-5),
     "registers": ViTSpec(8, 32, 2, 2, registers=4, in_chans=1),
+    "rope": ViTSpec(8, 48, 2, 3, mlp_ratio=4.0, swiglu=True, layer_scale=1e-5, registers=4, rope="separate"),
 }
+GRAM = {"gram__weight": "1", "gram__teacher": "snapshot", "crops__num_local": "1"}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,10 @@ def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
         IBOT | SINKHORN | {"objective__ibot_head": "shared", "model__registers": "2", "head__learned_lengths": "true"},
         IBOT | SINKHORN | {"ibot_head__prototypes": "96", "ibot_head__hidden": "40", "objective__dino_weight": "0"},
         IBOT | {"objective__koleo_weight": "0.1", "ibot_head__prototypes": "80", "crops__num_local": "0"},
+        IBOT | {"model__backbone": "vit_small_plus_patch16_dinov3_qkvb", "model__rope_rescale": "2"},
+        GRAM,
+        IBOT | GRAM | {"gram__crop_size": "64", "gram__whole_batch": "true"},
+        GRAM | {"gram__teacher": "ema"},
     ],
     ids=lambda changes: "+".join(changes.values()) or "dino",
 )
@@ -109,8 +115,9 @@ def test_a_whole_training_step_costs_what_the_model_says(changes, cls_only):
         dataclasses.replace(one, student_rows=hidden, teacher_rows=hidden) if one.term == "ibot" else one
         for one in objective.cross_entropies
     ]
-    objective = dataclasses.replace(objective, cross_entropies=tuple(found))
-    expected = 4 * sum(step_flops(vit_of(recipe), objective, recipe.groups, cls_only).values())
+    objective, arch = dataclasses.replace(objective, cross_entropies=tuple(found)), vit_of(recipe)
+    expected = 4 * sum(step_flops(arch, objective, recipe.groups, cls_only).values())
+    expected += 4 * sum(gram_flops(arch, objective, recipe.groups, 4, cls_only).values())
     koleo = objective.koleo_crops * 2 * 4 * 4 * vit_of(recipe).width
     assert counted.get_total_flops() == expected + koleo
 

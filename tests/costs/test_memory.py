@@ -27,6 +27,7 @@ from dino_ds.costs.parameters import group_sizes, parameter_sizes, recipe_sizes
 from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve, synthetic_inputs
+from dino_ds.models.drop_path import step_key
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_network
@@ -40,6 +41,10 @@ from tests.sample import sampled
 MASKS = {"crops.mask": "dinov3", "crops.mask_share": "1", "crops.mask_ratio": "0.3,0.3", "objective.ibot_weight": "1"}
 IBOT = MASKS | {"ibot_head.hidden": "48", "ibot_head.bottleneck": "16"}
 SHARED = MASKS | {"objective.ibot_head": "shared"}
+ROTARY = {
+    "model.backbone": "vit_small_plus_patch16_dinov3_qkvb", "model.local_cls_norm": "true", "model.rope_rescale": "2",
+}  # fmt: skip
+GRAM = {"gram.weight": "1", "gram.teacher": "snapshot", "head.free_prototypes": "true"}
 ROPE = {"rope": "separate", "layer_scale": 1e-5, "registers": 4, "swiglu": True, "mlp_ratio": 6.0}
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
@@ -60,6 +65,7 @@ def test_parameters_are_counted_one_by_one(name):
         SHARED | {"head.learned_lengths": "true", "optimizer.layer_decay": "0.9", "optimizer.patch_embed_lr": "0.2"},
         IBOT | {"objective.dino_weight": "0", "objective.koleo_weight": "0.1", "model.freeze_backbone": "3 steps"},
         IBOT | {"optimizer.clip_by": "part", "optimizer.layer_decay": "0.9", "model.layer_scale": "1e-5"},
+        ROTARY | IBOT | {"optimizer.layer_decay": "0.9", "optimizer.patch_embed_lr": "0.2"},
         {"objective.dino_weight": "0", "objective.koleo_weight": "0.1"},
     ],
     ids=lambda changes: ",".join(changes.values()),
@@ -187,6 +193,11 @@ def peak_bytes(recipe, config) -> int:
         ({}, 131072, SHARED | {"head.bottleneck": "256"}),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16384, IBOT),
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
+        ({}, 64, ROTARY | IBOT),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048, ROTARY),
+        ({}, 64, GRAM),
+        ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 64, GRAM | {"gram.crop_size": "128"} | ROTARY),
     ],
 )
 @pytest.mark.slow
@@ -200,16 +211,16 @@ def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):
     assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06), predicted
 
 
-@pytest.mark.parametrize("changes", [IBOT, SHARED | {"model.registers": "4"}])
+@pytest.mark.parametrize("changes", [IBOT, SHARED | {"model.registers": "4"}, ROTARY | IBOT], ids=["", "one", "rope"])
 @pytest.mark.parametrize("cls_only", [True, False])
 def test_with_patches_the_blocks_keep_what_autograd_saves(changes, cls_only):
-    """Within 1 %: masks and indices of rows are kept too. Heads and prototypes left out."""
+    """Within 1 %: masks, indices of rows and the local crops' own norm are kept too. Heads and prototypes left out."""
     recipe = tiny_recipe(**changes, **{"model.depth": "2", "model.drop_path": "0"})
     _, config = resolve(recipe, tiny_ds(0, dino_ds={"cls_only_last_block": cls_only}), "test.json", 8)
     backbone = build_network(recipe, config.performance).backbone
     inputs = synthetic_inputs(recipe, 8, torch.device("cpu"))
     masks = {name: mask["mask"] for name, mask in inputs.masks.items()}
-    run = partial(backbone, inputs.crops, None, ["global"], masks)
+    run = partial(backbone, inputs.crops, None, ["global"], masks, step_key(0, 0))
     assert MicroBatch(recipe, config).in_backbone == pytest.approx(_saved_by(run, backbone), rel=0.01)
 
 

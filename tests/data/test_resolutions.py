@@ -121,9 +121,9 @@ def test_groups_are_those_of_the_largest():
     assert recipe.batch_bytes(2) == 2 * 3 * (2 * 64**2 + 2 * 32**2)
     assert MultiCrop.of(recipe).masks["global"].grid == (8, 8)
     assert [one.masks["global"].grid[0] for one in MultiCrop.of(recipe).resolutions] == [4, 6, 8]
-    gram = recipe_of("32/16/96:0.5,64/16/64:0.5", **{"gram.weight": "2", "gram.crop_size": "64"})
-    assert crop_sizes(gram.groups) == [32, 32, 16, 16, 96, 96]
-    assert gram.resolutions[0] == Resolution(32, 16, 96, 0.5)
+    gram = recipe_of("48/16/96:0.5,64/16/64:0.5", **{"gram.weight": "2", "gram.crop_size": "64"})
+    assert crop_sizes(gram.groups) == [48, 48, 16, 16, 96, 96]
+    assert gram.resolutions[0] == Resolution(48, 16, 96, 0.5)
     assert recipe_of("") == load_recipe(None, TINY)
     assert recipe_of("").resolutions == (Resolution(32, 16),)
 
