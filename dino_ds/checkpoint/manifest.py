@@ -35,8 +35,9 @@ class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
     run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; images: what it was
-    learned from (see `dino_ds.data.image_set`), None in checkpoints of earlier versions; state: position and counters
-    of the run; layouts: of each rank's tensors (see `dino_ds.engine.saved_state`); files: name -> (bytes, CRC32).
+    learned from (see `dino_ds.data.image_set`), None in checkpoints of earlier versions; frozen_teacher: source and
+    digest of the teacher that is distilled, None: there is none; state: position and counters of the run; layouts: of
+    each rank's tensors (see `dino_ds.engine.saved_state`); files: name -> (bytes, CRC32).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +55,7 @@ class Manifest(BaseModel):
     recipe: dict[str, Any]
     config_hash: str
     images: dict[str, Any] | None = None
+    frozen_teacher: dict[str, Any] | None = None
     versions: dict[str, str]
     state: dict[str, Any]
     layouts: list[dict[str, Any]]

@@ -114,8 +114,7 @@ def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, 
     """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
     config, problems = copy.deepcopy(config), list[str]()
     for name, text in overrides.items():
-        problem = override(config, name, text)
-        if problem:
+        if problem := override(config, name, text):
             problems.append(f"--ds.{name}: {problem}")
     for name, problem in problems_of(config):
         where = f"--ds.{name}" if name in overrides else f"{path}: {name}" if name else path

@@ -157,6 +157,7 @@ _DINO_DS = {
         "bool",
         "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Else on a GPU up to 2e8 weights",
     ),
+    "frozen_teacher": Key("text", "sharded, offloaded: cut by ZeRO 3", choices=("whole", "sharded", "offloaded")),
     "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower; not on a CPU)"),
 }
 
@@ -227,6 +228,7 @@ _NVME_KEYS = {
     "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
 }
 _RECOMPUTE = "it cannot act: dino_ds recomputes with torch's non-reentrant checkpointing, one block at a time"
+_NO_BUFFERS = "the network has no buffers to cast"
 _NO_INIT = "it cannot act: dino_ds builds the model module by module and gives each to DeepSpeed"
 
 # Dotted name -> why this key, which DeepSpeed knows, is refused.
@@ -261,8 +263,7 @@ REFUSED: dict[str, str] = {
     "bf16.immediate_grad_update": "it cannot act outside DeepSpeed's BF16_Optimizer",
     "bf16.check_overflow": "its name is check_grad_overflow now",
     "data_types.param_dtype": "the fp16 and bf16 sections say it",
-    "data_types.buffer_dtype": "the network has no buffers to cast",
-    "data_types.keep_in_fp32_modules": "the network has no buffers to cast",
+    **dict.fromkeys(("data_types.buffer_dtype", "data_types.keep_in_fp32_modules"), _NO_BUFFERS),
     "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer or offload_param",
@@ -270,10 +271,8 @@ REFUSED: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "it no longer acts in DeepSpeed 0.19",
     "zero_optimization.load_from_fp32_weights": _CHECKPOINTS,
     "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINTS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save":
-        "it cannot act: each save writes the teacher as teacher.safetensors at every stage",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save":
-        "it cannot act: each save writes the teacher as teacher.safetensors at every stage",
+    **dict.fromkeys((f"zero_optimization.stage3_gather_{t}_weights_on_model_save" for t in ("16bit", "fp16")),
+                    "it cannot act: each save writes the teacher as teacher.safetensors at every stage"),
     "zero_optimization.zenflow": _OWN_OPTIMIZER,
     "zero_optimization.save_muon_momentum_buffer_in_memory": _OWN_OPTIMIZER,
     "zero_optimization.offload_optimizer.ratio": _OWN_OPTIMIZER,

@@ -61,7 +61,7 @@ class MicroBatch:
         extra = features if objective.patches else 0
         self._part, self._block = _PART[on_gpu], _PROTOTYPE_BLOCK[on_gpu]
         self.head_and_loss = extra + max(
-            self._fullest_loss(objective, _TILE[on_gpu]), self._gram_bytes(objective, _GRAM_PIECE[on_gpu])
+            self._fullest_loss(objective, _TILE[on_gpu]), self._gram_bytes(recipe, objective, _GRAM_PIECE[on_gpu])
         )
         passes = [self._sinkhorn_bytes(one, _TILE[on_gpu], window, _KEPT[on_gpu]) for one in objective.cross_entropies]
         self.making_targets = max(passes, default=0) if objective.sinkhorn else 0
@@ -154,14 +154,17 @@ class MicroBatch:
         patches = sum((side // stride) ** 2 for side in sides) or objective.gram.crops * objective.gram.patches
         return _FP32 * patches * self._width * self._images
 
-    def _gram_bytes(self, objective: ObjectiveCosts, piece: int) -> int:
-        """Rows of both in FP32, of length 1, and the gradient; pieces of both matrices of similarities."""
+    def _gram_bytes(self, recipe: Recipe, objective: ObjectiveCosts, piece: int) -> int:
+        """Rows of both in FP32, of length 1, and the gradient; pieces of both matrices of similarities; the teacher's
+        map in the order that resizing takes it."""
         gram = objective.gram
         if gram is None:
             return 0
         rows = _FP32 * gram.crops * gram.patches * self._images * self._width
         low = self._element < _FP32
-        return (4 if low else 3) * rows + 2 * min(piece, _FP32 * gram.numbers(self._images))
+        own = self._gram_targets(recipe, objective)
+        turned = own if own != rows else 0
+        return (4 if low else 3) * rows + 2 * min(piece, _FP32 * gram.numbers(self._images)) + turned
 
     def _tile_bytes(self, one: CrossEntropy, tile: int) -> int:
         """Room for the logits of both; and for a part of it, which is all on a GPU, softmax, sums and products."""

@@ -55,7 +55,9 @@ def _of_all_resolutions(recipe: Recipe, arch: ViTSpec, cls_only: bool, images: i
     for share, groups in groups_of_steps(recipe):
         objective = ObjectiveCosts.of(recipe, groups)
         teacher = arch if recipe.teacher.source is None else frozen_spec(recipe)
-        one = step_flops(arch, objective, groups, cls_only, teacher) | gram_flops(arch, objective, groups, images)
+        one = step_flops(arch, objective, groups, cls_only, teacher) | gram_flops(
+            arch, objective, groups, images, cls_only
+        )
         mean = {name: mean.get(name, 0.0) + share * n for name, n in one.items()}
     return {name: round(n) for name, n in mean.items()}
 
@@ -97,7 +99,9 @@ def _network_flops(
     }
 
 
-def gram_flops(arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGroup], images: int = 1) -> dict[str, int]:
+def gram_flops(
+    arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGroup], images: int, cls_only: bool
+) -> dict[str, int]:
     """Of Gram anchoring, per image: its teacher's pass, if it has one of its own, and the matrices of similarities
     of both, with one more product for the gradient."""
     gram = objective.gram
@@ -105,7 +109,8 @@ def gram_flops(arch: ViTSpec, objective: ObjectiveCosts, crops: Sequence[CropGro
         return {}
     found = {"gram_matrices": 3 * 2 * gram.numbers(images) * arch.width // images}
     if sizes := teacher_sizes(crops, GRAM):
-        found["gram_teacher"] = sum(sum(_forward(arch, side, {})) for side in sizes)
+        kept = {side: 1 + (side // arch.patch_size) ** 2 for side in sizes} if cls_only else {}
+        found["gram_teacher"] = sum(sum(_forward(arch, side, kept)) for side in sizes)
     return found
 
 
@@ -116,7 +121,7 @@ def _head_flops(who: str, width: int, objective: ObjectiveCosts) -> dict[str, in
     products = sum(n * 2 * head.bottleneck * head.prototypes for n, head in rows)
     heads = sum(n * mlp_flops(width, head) for n, head in rows)
     if who == "student":
-        heads += sum(n * 2 * width * theirs for n, theirs in objective.regressions.values())
+        heads += sum(n * 2 * width * theirs for _, n, theirs in objective.regressions)
     return {
         f"{who}_head": round(times * heads),
         f"{who}_prototypes": round(passes * products),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
@@ -76,8 +75,8 @@ class GramCosts:
 class ObjectiveCosts:
     """The terms of a recipe. patches: the names of the crop groups whose patches the student computes to the end;
     teacher: who gives the targets, and teacher_patches: those that it does; koleo_crops: of an image, 0 without the
-    term; koleo_all: over all ranks' images; regressions: linear layers to a teacher's features, the rows of an image
-    and their width by the name of the head."""
+    term; koleo_all: over all ranks' images; regressions: linear layers to a teacher's features: the name of the
+    head, the rows of an image, their width."""
 
     cross_entropies: tuple[CrossEntropy, ...]
     sinkhorn: bool = False
@@ -87,7 +86,7 @@ class ObjectiveCosts:
     gram: GramCosts | None = None
     teacher: str = EMA
     teacher_patches: tuple[str, ...] = ()
-    regressions: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    regressions: tuple[tuple[str, int, int], ...] = ()
 
     @staticmethod
     def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> ObjectiveCosts:
@@ -105,7 +104,8 @@ class ObjectiveCosts:
             sizes = HeadSizes.of(recipe.ibot_head if own else recipe.head)
             hidden = hidden_patches(recipe, groups)
             found.append(CrossEntropy("ibot", IBOT_HEAD if own else HEAD, sizes, hidden, hidden))
-        patches = tuple(group.name for group in groups if group.masked) if how.ibot_weight else ()
+        patched = (group.name for group in groups if (teacher in group.teachers if regresses else group.masked))
+        patches = tuple(patched) if how.ibot_weight else ()
         koleo = seen if how.koleo_weight else 0
         gram = _gram_groups(recipe, groups)
         side = gram[0].size // recipe.model.spec().stride if gram else 0
@@ -120,7 +120,7 @@ class ObjectiveCosts:
             GramCosts(count, side**2, recipe.gram.whole_batch) if gram else None,
             teacher,
             tuple(dict.fromkeys(patches + (compared if recipe.gram.teacher == EMA else ()))),
-            _regressions(recipe, groups) if regresses else {},
+            _regressions(recipe, groups) if regresses else (),
         )
 
     @property
@@ -143,15 +143,16 @@ class ObjectiveCosts:
         return last_tokens(self.patches, groups, sides, patch_size)
 
 
-def _regressions(recipe: Recipe, groups: Sequence[CropGroup]) -> dict[str, tuple[int, int]]:
+def _regressions(recipe: Recipe, groups: Sequence[CropGroup]) -> tuple[tuple[str, int, int], ...]:
     """None for a teacher whose architecture is not known."""
-    spec, how, found = frozen_spec(recipe), recipe.objective, dict[str, tuple[int, int]]()
+    spec, how, found = frozen_spec(recipe), recipe.objective, list[tuple[str, int, int]]()
     sizes = teacher_sizes(groups, FROZEN)
     if spec is not None and how.dino_weight:
-        found["cls_regression"] = (len(sizes), spec.width)
+        found.append(("cls_regression", len(sizes), spec.width))
     if spec is not None and how.ibot_weight:
-        found["patch_regression"] = (sum((size // recipe.model.spec().stride) ** 2 for size in sizes), spec.width)
-    return found
+        patches = sum((size // recipe.model.spec().stride) ** 2 for size in sizes)
+        found.append(("patch_regression", patches, spec.width))
+    return tuple(found)
 
 
 def groups_of_steps(recipe: Recipe) -> list[tuple[float, tuple[CropGroup, ...]]]:

@@ -24,7 +24,7 @@ class Placement:
     def __init__(self, config: DsConfig) -> None:
         self._config = config
         self._device = device()
-        self._partitioned: Any = None  # a parameter that is
+        self._partition = Partitioner(config.raw)
 
     def __call__(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
@@ -35,11 +35,19 @@ class Placement:
         if self._config.stage == 3 and own:
             self._partition(own)
 
-    def _partition(self, parameters: list[nn.Parameter]) -> None:
+
+class Partitioner:
+    """Cuts parameters into ZeRO 3's partitions, as the ds config `raw` says. Every rank must call it alike."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        self._raw = raw
+        self._partitioned: Any = None  # a parameter that is
+
+    def __call__(self, parameters: list[nn.Parameter]) -> None:
         if self._partitioned is None:
             import deepspeed
 
-            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._config.raw)
+            deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._raw)
             self._partitioned = parameters[0]
         else:
             # As DeepSpeed adds parameters to those that are partitioned: each new Init would make its groups anew.

@@ -60,3 +60,10 @@ class DinoHead(nn.Module):
         """features (n, width) -> logits, or the loss of the comparison."""
         found: Logits | Compared = self.prototypes(self.mlp(features), comparison)
         return found
+
+
+class RegressionHead(nn.Linear):
+    """Features (..., width) -> a teacher's features (..., its width): one linear layer, for distillation."""
+
+    def forward(self, features: Tensor, comparison: Comparison | None = None) -> Tensor:
+        return super().forward(features)

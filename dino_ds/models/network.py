@@ -17,10 +17,12 @@ Output = Tensor | Logits | Compared
 
 
 class Query(NamedTuple):
-    """An output of a network: what `head` gives for a feature."""
+    """An output of a network: what `head` gives for a feature. width: of a head that is one linear layer to so many
+    outputs; 0: of a projection head."""
 
     head: str
     feature: str
+    width: int = 0
 
 
 class Network(nn.Module):

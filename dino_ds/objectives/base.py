@@ -142,7 +142,12 @@ class Objective:
 
     def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
         """Of the targets of a micro-batch those that heads compare their logits with, by query."""
-        return {q: targets[name] for name, term in self.terms.items() for q in term.needs.queries}
+        return {
+            query: targets[name]
+            for name, term in self.terms.items()
+            for query in term.needs.queries
+            if isinstance(targets[name], Comparison)
+        }
 
     def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
         """The student's outputs by name -> the weighted sum of the terms, and their scalars."""

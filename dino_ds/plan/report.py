@@ -81,17 +81,13 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
 
 def _shares(recipe: Recipe, images: int, precision: str) -> dict[str, float]:
     """Of a step's FLOPs, by network."""
-    names = {
-        "student": "student",
-        "teacher": "teacher",
-        "gram_teacher": "Gram teacher",
-        "gram_matrices": "Gram matrices",
-    }
-    flops = recipe_step_flops(recipe, False, precision, images)
-    found = dict.fromkeys(names.values(), 0.0)
+    teacher = "EMA teacher" if recipe.teacher.source is None else "frozen teacher"
+    names = {"student": "student", "teacher": teacher, "gram_teacher": "Gram teacher", "gram_matrices": "Gram matrices"}
+    flops, found = recipe_step_flops(recipe, False, precision, images), dict[str, float]()
     for part, n in flops.items():
-        found[names[part if part in names else part.partition("_")[0]]] += n / sum(flops.values())
-    return {name: share for name, share in found.items() if share}
+        name = names.get(part) or names[part.partition("_")[0]]
+        found[name] = found.get(name, 0.0) + n / sum(flops.values())
+    return found
 
 
 def _not_counted(recipe: Recipe) -> list[str]:

@@ -115,6 +115,10 @@ class Teachers:
     def __getitem__(self, name: str) -> Teacher:
         return self._teachers[name]
 
+    def get(self, name: str) -> Teacher | None:
+        """None: a run without it."""
+        return self._teachers.get(name)
+
     def update(self, schedule: ScheduleValues) -> None:
         """After each applied step, on every rank."""
         for teacher in self._teachers.values():

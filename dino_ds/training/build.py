@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.config.crops import EMA, GRAM, teacher_sizes
+from dino_ds.config.crops import EMA, FROZEN, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT, HeadSection
+from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader, Position
@@ -27,7 +28,7 @@ from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
-from dino_ds.models.head import DinoHead
+from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
 from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.objectives.base import Objective, Term
@@ -36,29 +37,38 @@ from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 from dino_ds.objectives.gram import GRAM_TERM
 from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
 from dino_ds.objectives.koleo import KoLeoTerm
-from dino_ds.schedules import GramSchedule, Schedules, WeightSchedule
+from dino_ds.schedules import Schedules, WeightSchedule
 from dino_ds.teachers.base import Teacher, Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.backbone_checks import check_backbone, check_levers
-from dino_ds.training.gram import build_gram_teacher, build_gram_term
+from dino_ds.training.frozen import begin_centers, build_frozen, feature_terms, find_teacher
+from dino_ds.training.gram import build_gram_teacher, build_gram_term, gram_schedule
 from dino_ds.training.step import TrainingStep
+from dino_ds.weights.frozen import FrozenSource
+from dino_ds.weights.read import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
 
-def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
-    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
+def build_step(
+    recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
+) -> TrainingStep:
+    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it.
+
+    `start` as of `build_network`.
+    """
     check_levers(recipe, config.performance)
     if config.performance.deterministic:
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
         set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
-    objective = build_objective(recipe, device())
-    network = build_network(recipe, config.performance, Placement(config), objective)
+    frozen = find_teacher(recipe)
+    objective = build_objective(recipe, device(), frozen)
+    network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
-    teachers = build_teachers(recipe, config, engine, objective)
+    teachers = build_teachers(recipe, config, engine, objective, frozen)
     schedules = build_schedules(recipe, epoch_steps)
     return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
 
@@ -68,11 +78,13 @@ def build_network(
     performance: PerformanceOptions,
     place: Placer = lambda module: None,
     objective: Objective | None = None,
+    start: tuple[str, Weights] | None = None,
 ) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
-    It gives what the terms of `objective` need, None: the recipe's.
+    It gives what the terms of `objective` need, None: the recipe's. start: the name of weights, and these, in the place
+    of model.init_from's.
     Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
     fit.
     """
@@ -80,9 +92,11 @@ def build_network(
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
     check_backbone(recipe, network)
-    if model.init_from is not None:
-        weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
-        place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
+    if start is None and model.init_from is not None:
+        start = model.init_from, find_start(model, recipe.data.known_range, Normalisation.of(recipe))
+    if start is not None:
+        source, weights = start
+        place = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
@@ -93,9 +107,11 @@ def build_network(
     return network
 
 
-def build_objective(recipe: Recipe, device: torch.device) -> Objective:
-    """The recipe's loss terms, with new running statistics."""
-    how, crops = recipe.objective, len(teacher_sizes(recipe.groups))
+def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource | None = None) -> Objective:
+    """The recipe's loss terms, with new running statistics, or those of the `frozen` teacher, None: found here."""
+    how, teacher = recipe.objective, recipe.taught_by
+    crops = len(teacher_sizes(recipe.groups, teacher))
+    frozen = frozen or find_teacher(recipe)
     own = how.ibot_head == "own"
     terms: dict[str, Term] = {}
 
@@ -104,23 +120,31 @@ def build_objective(recipe: Recipe, device: torch.device) -> Objective:
             return SinkhornKnopp()
         return RunningCenter(name, prototypes, how.center_momentum, device)
 
+    if frozen and recipe.regresses_features:
+        terms |= feature_terms(recipe, frozen)
+        how = how.model_copy(update={"dino_weight": 0, "ibot_weight": 0})
     if how.dino_weight:
         prototypes = recipe.head.prototypes
         weighs_local = how.dino_local_weight != Ramp(1.0)
         center = centering("center", prototypes)
-        terms[DINO] = DinoTerm(prototypes, how.student_temp, center, crops, weighs_local=weighs_local)
+        terms[DINO] = DinoTerm(prototypes, how.student_temp, center, crops, teacher, weighs_local)
     if how.ibot_weight:
         head, prototypes = (IBOT_HEAD, recipe.ibot_head.prototypes) if own else (HEAD, recipe.head.prototypes)
-        terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head)
+        terms[IBOT] = IbotTerm(prototypes, how.student_temp, centering("ibot_center", prototypes), head, teacher)
     if how.koleo_weight:
         terms["koleo"] = KoLeoTerm(crops, how.koleo_ranks == "all")
     if recipe.gram.weight:
         terms[GRAM_TERM] = build_gram_term(recipe)
-    return Objective(terms)
+    objective = Objective(terms)
+    if frozen:
+        begin_centers(objective, frozen)
+    return objective
 
 
-def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective) -> Teachers:
-    """The EMA teacher of the engine's student, equal to it; and that of Gram anchoring, where it has its own."""
+def build_teachers(
+    recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, frozen: FrozenSource | None = None
+) -> Teachers:
+    """The EMA teacher of the engine's student, equal to it; the `frozen` one; Gram anchoring's, if it has its own."""
     network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(EMA))
     network = network.to_empty(device=device())
     with torch.no_grad():
@@ -129,12 +153,14 @@ def build_teachers(recipe: Recipe, config: DsConfig, engine: Engine, objective: 
     weights = sum(p.numel() for p in network.parameters())
     options = TeacherOptions(
         DTYPES[config.precision],
-        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights),
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and bool(teacher_sizes(recipe.groups)),
         compiled=config.performance.compile,
         batch_norm=recipe.teacher.batch_norm,
     )
     ema = EmaTeacher(network, engine.masters(), options, engine.buffers)
     teachers: dict[str, Teacher] = {EMA: ema}
+    if frozen:
+        teachers[FROZEN] = build_frozen(frozen, recipe, config, objective, build_head)
     if recipe.gram.weight and recipe.gram.teacher != EMA:
         like = build_meta(recipe, config.performance, {}, objective.teacher_features(GRAM))
         teachers[GRAM] = build_gram_teacher(recipe, config, like, ema.network)
@@ -163,7 +189,7 @@ def build_meta(
         performance.attention_backend,
         performance.packed,
         performance.cls_only_last_block,
-        mask_token=recipe.crops.mask != "none",
+        mask_token=recipe.hides_patches,
         sync_batch_norm=model.sync_batch_norm,
         rope_shift=model.rope_shift,
         rope_jitter=model.rope_jitter,
@@ -173,15 +199,15 @@ def build_meta(
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
         width, synced = backbone.spec.width, model.sync_batch_norm
-        heads = {name: build_head(width, sizes[name], synced) for name in _heads_of(queries)}
+        heads: dict[str, nn.Module] = {
+            query.head: RegressionHead(width, query.width)
+            if query.width
+            else build_head(width, sizes[query.head], synced)
+            for query in {query.head: query for query in queries.values()}.values()
+        }
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
     return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
-
-
-def _heads_of(queries: Mapping[str, Query]) -> list[str]:
-    """Each head that is asked, once: of the student and of a teacher the same ones."""
-    return list(dict.fromkeys(query.head for query in queries.values()))
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
@@ -227,14 +253,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
 def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule:
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1)
-    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps))
-
-
-def gram_schedule(recipe: Recipe, epoch_steps: int) -> GramSchedule:
-    """When Gram anchoring begins, and when its teacher is replaced."""
-    gram, batch = recipe.gram, recipe.data.global_batch
-    start, every = (length.in_steps(batch, epoch_steps) for length in (gram.start, gram.refresh_every))
-    return GramSchedule(start, gram.teacher == SNAPSHOT, every, gram.refreshes)
+    begin = ramp.length.begin
+    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps) - begin, begin)
 
 
 def build_prefetcher(

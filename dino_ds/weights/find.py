@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import defaultdict
@@ -61,17 +62,16 @@ def _backbone_of(recipe: Path) -> str | None:
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
     """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none."""
-    step = weights.about.get("step")
-    if not isinstance(step, int) or not 0 <= step < 10**12:
+    folder = _checkpoint_folder(run, weights.about.get("step"))
+    if folder is None:
         return weights
-    folder = run / "checkpoints" / step_name(step)
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder.relative_to(run)} is not there")
         manifest = read_manifest(folder)
         check_present(folder, manifest)
         whole = SavedCheckpoint(folder, manifest).whole()
-        heads, mask_token = _heads(whole), whole.get(_MASK_TOKEN)
+        heads, mask_token = heads_of(whole), whole.get(_MASK_TOKEN)
         start = f"{_TEACHER}backbone."
         local = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(f"{start}{LOCAL_NORM}")}
         check_beside(folder, heads | ({"backbone": local} if local else {}), mask_token)
@@ -80,7 +80,29 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
     return replace(weights, heads=heads, mask_token=mask_token, local_norm=local)
 
 
-def _heads(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+def checkpoint_of(run: Path) -> Path | None:
+    """The checkpoint that a run's teacher.safetensors was written with, if both are there."""
+    try:
+        folder = _checkpoint_folder(run, json.loads((run / "teacher.json").read_text()).get("step"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def _checkpoint_folder(run: Path, step: object) -> Path | None:
+    return run / "checkpoints" / step_name(step) if isinstance(step, int) and 0 <= step < 10**12 else None
+
+
+def teacher_weights(saved: SavedCheckpoint) -> Weights:
+    """Those of the EMA teacher of a verified checkpoint, its heads among them."""
+    whole, prefix = saved.whole(), f"{_TEACHER}backbone."
+    backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+    mask_token = backbone.pop(_MASK_TOKEN.removeprefix(prefix), None)
+    local = {name: backbone.pop(name) for name in list(backbone) if name.startswith(LOCAL_NORM)}
+    return Weights("dino_ds", backbone, heads_of(whole), mask_token=mask_token, local_norm=local)
+
+
+def heads_of(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Of the tensors of a checkpoint those of the teacher's heads, by the head's name."""
     heads: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in whole.items():

@@ -44,6 +44,7 @@ SHARED = MASKS | {"objective.ibot_head": "shared"}
 ROTARY = {
     "model.backbone": "vit_small_plus_patch16_dinov3_qkvb", "model.local_cls_norm": "true", "model.rope_rescale": "2",
 }  # fmt: skip
+GRAM = {"gram.weight": "1", "gram.teacher": "snapshot", "head.free_prototypes": "true"}
 ROPE = {"rope": "separate", "layer_scale": 1e-5, "registers": 4, "swiglu": True, "mlp_ratio": 6.0}
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)
 
@@ -194,6 +195,9 @@ def peak_bytes(recipe, config) -> int:
         ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
         ({}, 64, ROTARY | IBOT),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048, ROTARY),
+        ({}, 64, GRAM),
+        ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 64, GRAM | {"gram.crop_size": "128"} | ROTARY),
     ],
 )
 @pytest.mark.slow

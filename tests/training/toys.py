@@ -135,11 +135,11 @@ def installed() -> Iterator[list[Any]]:
     made: list[Any] = []
     objective_of, teachers_of = build.build_objective, build.build_teachers
 
-    def build_objective(recipe: Any, device: torch.device) -> Objective:
-        terms = objective_of(recipe, device).terms
+    def build_objective(recipe: Any, device: torch.device, frozen: Any = None) -> Objective:
+        terms = objective_of(recipe, device, frozen).terms
         return Objective({**terms, "toy": ToyTerm(recipe.model.spec().width, device)}, {"toy": 0.5})
 
-    def build_teachers(recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
+    def build_teachers(recipe: Any, config: Any, engine: Engine, objective: Objective, *others: Any) -> Teachers:
         ema = teachers_of(recipe, config, engine, objective)["ema"]
         torch.manual_seed(7)
         spec = ToySpec(width=recipe.model.spec().width)

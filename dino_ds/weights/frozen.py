@@ -1,0 +1,145 @@
+"""Finds a teacher that is never trained: a run or checkpoint of ours with its heads, or any weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from dino_ds.backbones import BackboneSpec
+from dino_ds.checkpoint.manifest import MANIFEST, SavedCheckpoint, check_present, read_manifest
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
+from dino_ds.data.images import ValueRange
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.errors import CheckpointError
+from dino_ds.weights.find import checkpoint_of, find_weights, heads_of
+from dino_ds.weights.fit import describe
+from dino_ds.weights.normalisation import normalisation_of
+from dino_ds.weights.read import check_beside, check_numbers, range_of
+
+_BACKBONE = "teacher.backbone."
+_CENTERS = ("center", "ibot_center")
+
+
+@dataclass(frozen=True)
+class FrozenSource:
+    """A network that was trained before, on the CPU: `place` as the user gave it; `image_size` the side of its native
+    images in pixels; tensors under our names, `heads` by their names in a `Network`; `centers`: the running means of
+    its logits, where it was trained with them; `range`: of its images deeper than 8 bits; `notes` for people."""
+
+    place: str
+    spec: BackboneSpec
+    image_size: int
+    interpolation: str
+    backbone: dict[str, Tensor]
+    heads: dict[str, dict[str, Tensor]]
+    normalisation: Normalisation
+    range: ValueRange | None = None
+    centers: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    free_prototypes: tuple[str, ...] = ()
+    key: str = "teacher.source"
+
+    @property
+    def name(self) -> str:
+        """As the user gave it, for messages."""
+        return f"{self.key} {self.place}"
+
+    def head(self, name: str) -> HeadSection:
+        """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""
+        tensors = self.heads[name]
+        linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
+        try:
+            prototypes, bottleneck = tensors["prototypes.weight"].shape
+            return HeadSection(
+                prototypes=prototypes,
+                bottleneck=bottleneck,
+                hidden=linear[0].shape[0],
+                layers=len(linear),
+                batch_norm=any(key.endswith("running_mean") for key in tensors),
+                learned_lengths="prototypes.lengths" in tensors,
+                free_prototypes=name in self.free_prototypes,
+            )
+        except (KeyError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.name}: its {name} can't be used: {error}") from None
+
+
+def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
+    """A run folder (the EMA teacher of its newest checkpoint), one checkpoint's folder, or what `find_weights` finds.
+
+    key: of the recipe, which names it. Raises CheckpointError for anything else.
+    """
+    path = Path(place)
+    folder = path if (path / MANIFEST).is_file() else checkpoint_of(path)
+    try:
+        found = _of_checkpoint(place, folder) if folder else _of_weights(place)
+    except CheckpointError as error:
+        raise CheckpointError(f"{key} {place}: {error}") from None
+    return replace(found, key=key)
+
+
+def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
+    manifest = read_manifest(folder)
+    check_present(folder, manifest)
+    try:
+        recipe = Recipe.model_validate(manifest.recipe)
+    except ValidationError as error:
+        raise CheckpointError(f"its recipe is of another version: {error.errors()[0]['msg']}") from None
+    whole = SavedCheckpoint(folder, manifest).whole()
+    backbone = {name.removeprefix(_BACKBONE): t for name, t in whole.items() if name.startswith(_BACKBONE)}
+    heads = heads_of(whole)
+    check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()})
+    check_beside(folder, heads, None)
+    free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]
+    return FrozenSource(
+        place,
+        recipe.model.spec(),
+        recipe.crops.global_size,
+        recipe.model.pos_embed_interpolation,
+        backbone,
+        heads,
+        Normalisation.of(recipe),
+        recipe.data.known_range,
+        {name: whole[name] for name in _CENTERS if name in whole},
+        [f"the EMA teacher of step {manifest.step}"],
+        tuple(free),
+    )
+
+
+def _of_weights(place: str) -> FrozenSource:
+    weights = find_weights(place)
+    notes, interpolation = list(weights.notes), "antialias"
+    if weights.spec is None:
+        found = describe(weights)
+        spec: BackboneSpec = found.arch
+        size, interpolation = found.image_size, found.interpolation
+        notes += found.notes
+    else:
+        spec, size = weights.spec, weights.image_size
+    normalisation = normalisation_of(weights.about, spec.in_chans)
+    own = place, spec, size, interpolation, weights.backbone, weights.heads
+    return FrozenSource(*own, normalisation, range_of(weights.about), notes=notes)
+
+
+def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
+    """Layers by their numbers, not by their names."""
+    return tuple(int(number) for number in re.findall(r"\d+", entry[0]))
+
+
+@torch.no_grad()
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values: the same wherever and in whatever file they lie."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu()
+        tensor = (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
+        found.update(f"{name} {list(tensor.shape)};".encode())
+        found.update(tensor.view(-1).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,204 @@
+"""The recorded training runs of facebookresearch/dinov3 (tests/golden_v2, or DINO_DS_GOLDEN_V2) through our engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.config.crops import EMA, FROZEN
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.masks import with_rows
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.models.head import DinoHead
+from dino_ds.models.network import Network
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.objectives.base import Objective
+from dino_ds.objectives.centering import SinkhornKnopp
+from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
+from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
+from dino_ds.schedules import ScheduleValues
+from dino_ds.teachers.base import Teacher, Teachers
+from dino_ds.training import gram
+from dino_ds.training.build import build_network, build_objective, build_schedules, build_teachers
+from dino_ds.training.step import Inputs, TrainingStep
+from dino_ds.weights.frozen import FrozenSource
+from tests.engine.harness import ds_config, fp32_student
+from tests.ranks import run_on_ranks
+from tests.reference import copied
+from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
+
+pytestmark = pytest.mark.numerical
+
+RECIPE = {
+    "data.global_batch": "4", "length": "4 steps",
+    "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "2", "crops.mask": "dinov3",
+    "model.backbone": "vit_tiny_patch16_dinov3_qkvb", "model.patch_size": "4", "model.width": "48", "model.depth": "2",
+    "model.heads": "3", "model.registers": "2", "model.local_cls_norm": "true", "model.drop_path": "0",
+    "head.prototypes": "96", "head.hidden": "64", "head.bottleneck": "32", "head.free_prototypes": "true",
+    "ibot_head.prototypes": "80", "ibot_head.hidden": "64", "ibot_head.bottleneck": "24",
+    "ibot_head.free_prototypes": "true",
+    "objective.centering": "sinkhorn", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1",
+    "objective.dino_local_weight": "0.5", "objective.freeze_prototypes": "2 steps",
+    "objective.frozen_prototypes": "zero_lr", "optimizer.warmup": "2 steps", "optimizer.layer_decay": "0.8",
+    "optimizer.patch_embed_lr": "0.2", "optimizer.clip_by": "part", "optimizer.beta2": "0.99",
+}  # fmt: skip
+"""The toy configuration of the recorded runs, meta.json `toy_config`, as a recipe."""
+RUNS = {
+    "plain": {},
+    "gram": {
+        "gram.weight": "1", "gram.teacher": "recorded", "gram.crop_size": "40", "gram.refresh_every": "3 steps",
+        "gram.refreshes": "1",
+    },
+    "gram_ema_teacher": {"gram.weight": "1", "gram.teacher": "ema"},
+    "distillation": {"crops.mask_hides": "false", "teacher.source": "recorded"},
+}  # fmt: skip
+SIZES = {"dino": 96, "ibot": 80}
+
+
+class _RecordedSchedules:
+    """Ours, but for what the recorded run was given by step."""
+
+    def __init__(self, recipe: Any, name: str) -> None:
+        runs = golden_v2_meta()["trajectory_dinov3"]["runs"]
+        self._ours, self._schedules, self._steps = (
+            build_schedules(recipe, 2),
+            runs["gram"]["schedules"],
+            runs[name]["steps"],
+        )
+
+    def at(self, step: int) -> ScheduleValues:
+        i, ours = min(step, 3), self._ours.at(step)
+        recorded, given = self._steps[i], self._schedules
+        assert recorded["teacher_temp"] == given["teacher_temp"][i]
+        weights = {"dino_local": recorded["dino_local_loss_weight"], "gram": recorded.get("gram_loss_weight", 0.0)}
+        return replace(
+            ours,
+            lr=given["lr"][i],
+            weight_decay=given["weight_decay"][i],
+            teacher_momentum=given["teacher_momentum"][i],
+            teacher_temp=given["teacher_temp"][i],
+            weights={**ours.weights, **weights},
+        )
+
+
+def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
+    """Those of the recorded run, with its weights."""
+    recorded = golden_v2("trajectory_dinov3")
+    backbone = {
+        key.removeprefix("backbone."): 0.75 * tensor
+        for key, tensor in from_reference_v2(recorded, "init.", dinov3=True).items()
+        if key.startswith("backbone.")
+    }
+    place = "recorded", recipe.model.spec(), 32, "dino", backbone, {}
+    found = FrozenSource(*place, Normalisation.of(recipe), key="gram.teacher")
+    with mock.patch.object(gram, "find_frozen", return_value=found):
+        teachers = build_teachers(recipe, config, engine, objective)
+    if name != "distillation":
+        return teachers
+    both = {EMA: teachers[EMA], FROZEN: Teacher(_frozen_network(objective))}
+    return Teachers(both, recipe.groups)
+
+
+def _frozen_network(objective: Objective) -> Network:
+    """Of another width and depth than the student, with heads of as many prototypes."""
+    weights = from_reference_v2(golden_v2("trajectory_dinov3"), "frozen.", dinov3=True)
+    width = weights["backbone.cls_token"].shape[-1]
+    depth = 1 + max(int(key.split(".")[2]) for key in weights if key.startswith("backbone.blocks."))
+    arch = replace(load_recipe(None, RECIPE).model.spec(), width=width, depth=depth, heads=width // 16)
+    heads = {}
+    for head in (HEAD, IBOT_HEAD):
+        prototypes, bottleneck = weights[f"{head}.prototypes.weight"].shape
+        hidden = weights[f"{head}.mlp.0.weight"].shape[0]
+        heads[head] = DinoHead(width, hidden, bottleneck, prototypes, 3).free_prototypes()
+    assert isinstance(arch, ViTSpec)
+    network = Network(VisionTransformer(arch, 32, BackboneOptions(mask_token=True)), heads, objective.queries)
+    network.load_state_dict(weights)
+    return network
+
+
+def _objective(name: str, recipe: Any) -> Objective:
+    if name != "distillation":
+        return build_objective(recipe, torch.device("cpu"))
+    ours = build_objective(load_recipe(None, RECIPE), torch.device("cpu")).terms
+    dino = DinoTerm(96, 0.1, SinkhornKnopp(), 2, teacher=FROZEN, weighs_local=True)
+    return Objective({DINO: dino, IBOT: IbotTerm(80, 0.1, SinkhornKnopp(), teacher=FROZEN), "koleo": ours["koleo"]})
+
+
+def _trajectory(name: str, stage: int) -> None:
+    """Four steps; compares losses, terms, norms and the final networks."""
+    meta, recorded = golden_v2_meta()["trajectory_dinov3"], golden_v2("trajectory_dinov3")
+    run, images, recipe = meta["runs"][name], golden_v2("trajectory_dinov2"), load_recipe(None, RECIPE | RUNS[name])
+    objective = _objective(name, recipe)
+    network, fresh = (build_network(recipe, PerformanceOptions(), objective=objective) for _ in range(2))
+    network.load_state_dict(from_reference_v2(recorded, "init.", dinov3=True))
+    config = ds_config(stage, "fp32", 4, gradient_clipping=0.5)
+    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
+    teachers = _teachers_of(name, recipe, config, engine, objective)
+    schedules: Any = _RecordedSchedules(recipe, name)
+    step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)
+    frozen = copied(teachers[FROZEN].network.state_dict()) if name == "distillation" else {}
+    for i, expected in enumerate(run["steps"]):
+        crops = {"global": [*images[f"step{i}.global"]], "local": [*images[f"step{i}.local"]]}
+        crops |= {"gram": [*recorded[f"step{i}.gram"]]} if name == "gram" else {}
+        out = step.micro_batch(Inputs(crops, None, {"global": with_rows(recorded[f"step{i}.masks"])}))
+        assert out.progress is Progress.STEPPED
+        _compare_step(out, engine.grad_norm, expected)
+    student = fp32_student(engine, fresh)
+    _compare_final(name, "student", student, recorded)
+    _compare_final(name, "teacher", copied(teachers[EMA].state()), recorded)
+    if name == "gram":
+        _compare_final(name, "gram_teacher", copied(teachers["gram"].state()), recorded)
+    after = teachers[FROZEN].network.state_dict() if frozen else {}
+    assert all(torch.equal(tensor, after[key]) for key, tensor in frozen.items())
+
+
+def _compare_step(out: Any, norm: float | None, expected: dict[str, Any]) -> None:
+    """It logs the terms as they are, and the CLS loss as means over local and over global pairs: 4 and 2 of 6."""
+    assert out.loss.item() == pytest.approx(expected["total"], rel=1e-6)
+    local = expected["dino_local_loss_weight"] * expected["dino_local_crops_loss"]
+    theirs = {
+        "dino_loss": (4 * local + 2 * expected["dino_global_crops_loss"]) / 6,
+        "ibot_loss": expected["ibot_loss"],
+        "koleo_loss": 2 * expected["koleo_loss"],
+    }
+    theirs |= {"gram_loss": expected["gram_loss"]} if "gram_loss" in expected else {}
+    for term, value in theirs.items():
+        assert out.scalars[term].item() == pytest.approx(value, rel=5e-6), term
+    norms = expected["gradient_norms_before_clipping"].values()
+    assert norm == pytest.approx(sum(n**2 for n in norms) ** 0.5, rel=1e-5)
+
+
+def _compare_final(name: str, kind: str, ours: dict[str, Tensor], recorded: dict[str, Tensor]) -> None:
+    """Ten times what a change of the initial weights by 1e-6 does to the recorded final tensors (`sensitivity`)."""
+    run = golden_v2_meta()["trajectory_dinov3"]["runs"]
+    limit = 10 * max(run["gram"]["sensitivity"]["largest_changes_of_final_student"].values())
+    for key, tensor in from_reference_v2(recorded, f"{name}.{kind}.", dinov3=True).items():
+        assert float((ours[key] - tensor).abs().max()) < limit, f"{kind} {key}"
+    for theirs, (total, _) in run[name][f"final_{kind}"].items():
+        key = our_name(theirs, dinov3=True)
+        if key.endswith("attn.qkv.bias"):  # its keys' third is masked, and stays as it was
+            kept = recorded[f"init.{theirs}"].chunk(3)[1]
+            parts = [ours[key.replace("qkv.bias", f"{part}_bias")] for part in "qv"]
+            assert _sum(kept, *parts) == pytest.approx(total, rel=1e-5), key
+        elif not key.endswith(("attn.qkv.bias_mask", "rope_embed.periods")):
+            assert _sum(ours[key]) == pytest.approx(total, rel=1e-5), key
+
+
+def _sum(*tensors: Tensor) -> float:
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("name", RUNS)
+def test_trajectory(name, stage):
+    """Recorded in FP32 on one process."""
+    run_on_ranks(_trajectory, name, stage, world=1)
