@@ -15,6 +15,7 @@ from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.models.head import DinoHead
@@ -29,6 +30,7 @@ from dino_ds.teachers.base import Teacher, Teachers
 from dino_ds.training import gram
 from dino_ds.training.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.training.step import Inputs, TrainingStep
+from dino_ds.weights.frozen import FrozenSource
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -96,8 +98,9 @@ def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective:
         for key, tensor in from_reference_v2(recorded, "init.").items()
         if key.startswith("backbone.")
     }
-    found = recipe.model.spec(), 32, "dino", backbone
-    with mock.patch.object(gram, "read_backbone", return_value=found):
+    place = "recorded", recipe.model.spec(), 32, "dino", backbone, {}
+    found = FrozenSource(*place, Normalisation.of(recipe), key="gram.teacher")
+    with mock.patch.object(gram, "find_frozen", return_value=found):
         teachers = build_teachers(recipe, config, engine, objective)
     if name != "distillation":
         return teachers

@@ -1,4 +1,4 @@
-"""Gram anchoring's own teacher: a backbone that stays as it is until the EMA teacher takes its place.
+"""Gram anchoring's own teachers: one that the EMA teacher replaces now and then, and one that never moves.
 
 Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3 `gram.rep_update`.
 """
@@ -12,51 +12,57 @@ from torch import Tensor
 
 from dino_ds.config.crops import GRAM
 from dino_ds.errors import CheckpointError
-from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.schedules import ScheduleValues
 from dino_ds.teachers.base import Teacher
+from dino_ds.teachers.frozen import FrozenTeacher
 
 _DIGEST = "sha256"
 
 
 class GramTeacher(Teacher):
-    """Whole on every rank, in `dtype` where autocast would cast to it at each use: see `store_low`.
+    """A backbone, whole on every rank, that becomes what that of `ema` is when the schedule says so.
 
-    Args: `network` and `dtype` as of `Teacher`; `ema` the network that replaces it when the schedule says so, None: it
-    never moves. A checkpoint then holds the `digest` of its weights alone, hexadecimal, and a run whose weights have
-    another can't be resumed; `place` is what the user calls them.
+    Its matrices may be of a lower precision than the EMA teacher's. A checkpoint holds all of it.
     """
 
-    def __init__(
-        self, network: Network, dtype: torch.dtype, ema: Network | None = None, place: str = "", digest: str = ""
-    ) -> None:
+    def __init__(self, network: Network, dtype: torch.dtype, ema: Network) -> None:
         super().__init__(network, dtype)
-        self._ema, self._place = ema, place
-        self._digest = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+        self._ema = ema
 
     def rests(self, schedule: ScheduleValues) -> bool:
         return not schedule.weights[GRAM]
 
     @torch.no_grad()
     def begin_step(self, schedule: ScheduleValues) -> None:
-        if self._ema is not None and schedule.replace_gram:
+        if schedule.replace_gram:
             own, theirs = _tensors(self.network), _tensors(self._ema)
             torch._foreach_copy_(list(own.values()), [theirs[name] for name in own])
 
     def state(self) -> dict[str, Tensor]:
-        return {_DIGEST: self._digest} if self._ema is None else self.network.state_dict()
+        return self.network.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """A run that begins with another's state, which has no such teacher, keeps its own."""
-        if not state:
-            return
-        if self._ema is not None:
+        if state:
             super().load_state(state)
-        elif not torch.equal(state[_DIGEST].cpu(), self._digest):
+
+
+class FixedGramTeacher(FrozenTeacher):
+    """A backbone of a file. A checkpoint holds the digest of its weights, which must be the same on a resume."""
+
+    def rests(self, schedule: ScheduleValues) -> bool:
+        return not schedule.weights[GRAM]
+
+    def state(self) -> dict[str, Tensor]:
+        return {_DIGEST: torch.tensor(list(bytes.fromhex(self.about["digest"])), dtype=torch.uint8)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As of `GramTeacher`. Raises CheckpointError for other weights."""
+        if state and not torch.equal(state[_DIGEST].cpu(), self.state()[_DIGEST]):
             raise CheckpointError(
-                f"gram.teacher {self._place} has other weights than the one that this run was trained with: put those "
-                "back in its place"
+                f"gram.teacher {self.about['source']} has other weights than the one that this run was trained with: "
+                "put those back in its place"
             )
 
 
@@ -64,12 +70,3 @@ def _tensors(network: Network) -> dict[str, Tensor]:
     """Of the backbone, without gradients."""
     backbone = network.backbone
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
-
-
-def store_low(network: Network, dtype: torch.dtype) -> Network:
-    """Its matrices that autocast casts to `dtype` at each use are from now on kept in it: the results are the same."""
-    for module in network.modules():
-        if is_cast(module):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
-    return network

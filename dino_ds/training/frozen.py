@@ -13,30 +13,27 @@ import torch
 from torch import nn
 
 from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.crops import FROZEN, teacher_sizes
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import range_text
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.engine.device import DTYPES, device
-from dino_ds.engine.inference import InferencePlacement
+from dino_ds.engine.device import DTYPES
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, create, facts_of, features_of
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
-from dino_ds.models.weights import take_drawn_weights
 from dino_ds.objectives.base import Objective, Term
 from dino_ds.objectives.dino import DINO, HEAD
 from dino_ds.objectives.features import FeatureTerm
 from dino_ds.objectives.ibot import IBOT, IBOT_HEAD
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.frozen import FrozenTeacher
-from dino_ds.weights.fit import fit_tensors
-from dino_ds.weights.frozen import FrozenSource, digest, find_frozen
+from dino_ds.training.place_frozen import options_of, place_frozen
+from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 _GROUP = "global"
 
@@ -55,7 +52,7 @@ def find_teacher(recipe: Recipe) -> FrozenSource | None:
 
 
 def _check(source: FrozenSource, recipe: Recipe) -> None:
-    teacher, spec = f"teacher.source {source.place}", source.spec
+    teacher, spec = source.name, source.spec
     if spec.in_chans != recipe.model.in_chans:
         raise ConfigError(
             f"{teacher} is for images of {spec.in_chans} channels, and this run's have {recipe.model.in_chans} "
@@ -77,7 +74,7 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
 
 
 def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
-    teacher, how = f"teacher.source {source.place}", recipe.objective
+    teacher, how = source.name, recipe.objective
     ibot = IBOT_HEAD if how.ibot_head == "own" else HEAD
     wanted = {HEAD: recipe.head} if how.dino_weight else {}
     if how.ibot_weight:
@@ -145,24 +142,14 @@ def build_frozen(
     head: makes one for features of a width. Raises CheckpointError for tensors that are not the network's, and where
     ranks have read different ones.
     """
-    performance = config.performance
     outputs = objective.teacher_features(FROZEN)
     asked = {name: query for name, query in objective.queries.items() if name in outputs}
     with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, _options(source, performance))
+        backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
         names = dict.fromkeys(query.head for query in asked.values())
         heads = {name: head(source.spec.width, source.head(name)) for name in names}
     network = Network(backbone, heads, asked, [name for name in outputs if name not in asked])
-    with distributed.raise_on_all_ranks():
-        tensors = _tensors(source, network)
-    about = {"source": source.place, "digest": digest(tensors)}
-    if len({one["digest"] for one in distributed.gather_objects(about)}) > 1:
-        raise CheckpointError(f"teacher.source {source.place}: ranks have read different weights there")
-    place = InferencePlacement(device(), DTYPES[config.precision], performance.frozen_teacher, backbone)
-    _fill(network, tensors, place)
-    place.finish()
-    if performance.compile != "off" and performance.frozen_teacher == "whole":
-        backbone.compile_segments(performance.compile)
+    about = {"source": source.place, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
     return teacher
@@ -174,53 +161,6 @@ def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
         return []
     old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
     return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
-
-
-def _options(source: FrozenSource, performance: PerformanceOptions) -> BackboneOptions:
-    return BackboneOptions(
-        pos_embed_interpolation=source.interpolation,
-        attention=performance.attention,
-        attention_backend=performance.attention_backend,
-        packed=performance.packed,
-        cls_only_last_block=performance.cls_only_last_block,
-        channels_last=performance.channels_last,
-    )
-
-
-def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
-    """Those of the network by its names. Raises CheckpointError where they are not the source's."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    only = network.backbone.training_only
-    theirs = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
-    for name in only:
-        if (shape := wanted.get(f"backbone.{name}")) is not None:
-            theirs[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
-    for name in network.head_names:
-        theirs |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
-    start = f"teacher.source {source.place}"
-    return fit_tensors(theirs, wanted, source.interpolation, f"{start} lacks", f"{start} is")
-
-
-def _fill(network: Network, tensors: dict[str, torch.Tensor], place: InferencePlacement) -> None:
-    """Give each module its own tensors and hand it to `place`: what that moves is never in memory as a whole."""
-    drawn = network.backbone.drawn()
-    if drawn is not None:  # it may have buffers that no file holds
-        drawn.load_state_dict({name: tensors[f"backbone.{name}"] for name in drawn.state_dict()})
-        take_drawn_weights(network.backbone, drawn, place)
-    inside = set(network.backbone.modules()) if drawn is not None else set()
-    for name, module in network.named_modules():
-        if module in inside:
-            continue
-        prefix = f"{name}." if name else ""
-        if any(f"{prefix}{key}" not in tensors for key, _ in module.named_buffers(recurse=False)):
-            module.to_empty(device="cpu", recurse=False)
-            module.reset_parameters()  # as `Backbone` asks of modules with buffers
-        for key, _ in list(module.named_parameters(recurse=False)):
-            module.register_parameter(key, nn.Parameter(tensors[f"{prefix}{key}"], requires_grad=False))
-        for key, _ in list(module.named_buffers(recurse=False)):
-            if f"{prefix}{key}" in tensors:
-                setattr(module, key, tensors[f"{prefix}{key}"])
-        place(module)
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:

@@ -1,11 +1,11 @@
-"""Finds a teacher that is to be distilled: a run or checkpoint of ours with its heads, or any weights."""
+"""Finds a teacher that is never trained: a run or checkpoint of ours with its heads, or any weights."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,12 @@ class FrozenSource:
     centers: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     free_prototypes: tuple[str, ...] = ()
+    key: str = "teacher.source"
+
+    @property
+    def name(self) -> str:
+        """As the user gave it, for messages."""
+        return f"{self.key} {self.place}"
 
     def head(self, name: str) -> HeadSection:
         """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""
@@ -62,21 +68,21 @@ class FrozenSource:
                 free_prototypes=name in self.free_prototypes,
             )
         except (KeyError, ValueError, IndexError) as error:
-            raise CheckpointError(f"teacher.source {self.place}: its {name} can't be used: {error}") from None
+            raise CheckpointError(f"{self.name}: its {name} can't be used: {error}") from None
 
 
-def find_frozen(place: str) -> FrozenSource:
+def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
     """A run folder (the EMA teacher of its newest checkpoint), one checkpoint's folder, or what `find_weights` finds.
 
-    Raises CheckpointError for anything else.
+    key: of the recipe, which names it. Raises CheckpointError for anything else.
     """
     path = Path(place)
     folder = path if (path / MANIFEST).is_file() else checkpoint_of(path)
     try:
         found = _of_checkpoint(place, folder) if folder else _of_weights(place)
     except CheckpointError as error:
-        raise CheckpointError(f"teacher.source {place}: {error}") from None
-    return found
+        raise CheckpointError(f"{key} {place}: {error}") from None
+    return replace(found, key=key)
 
 
 def _of_checkpoint(place: str, folder: Path) -> FrozenSource:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dino_ds.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
+from tests.training.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 from tests.training.test_resume import assert_same_checkpoint
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
@@ -44,30 +44,40 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path, 
     assert read_metrics(parts)[-1]["gram_loss"] == read_metrics(straight)[-1]["gram_loss"]
 
 
-@pytest.mark.parametrize("name", ["run", "other"])
-def test_a_teacher_from_a_run(trained, tmp_path, name):
-    """Also of other patches and width. It is the same at the end, and is never trained: a checkpoint has its digest."""
+@pytest.mark.parametrize(
+    ("name", "ds"),
+    [("run", "zero2_bf16.json"), ("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")],
+)
+def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
+    """Also of other patches and width. It is the same at the end, and is never trained: a checkpoint has its digest.
+
+    In ZeRO 3's partitions it gives the same losses as whole.
+    """
     changes, run = GRAM | {"gram.teacher": str(trained / name)}, tmp_path / "run"
     for steps, resume in ((2, False), (4, True)):
-        assert (
-            run_on_ranks(train_tiny, trained / "images", run, "zero2_bf16.json", steps, resume, changes) == [None] * 2
-        )
+        assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
     assert read_metrics(run)[-1]["gram_loss"] > 0
     assert f"gram     weight 2; teacher {trained / name}; it sees the global crops at 48 pixels" in log_of(run)
     kept = {key: t for key, t in whole_tensors(run, 4).items() if key.startswith("teachers.gram.")}
     assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
+    if ds == "zero3_fp32.json":
+        sharded = {"dino_ds.frozen_teacher": "sharded"}
+        args = trained / "images", tmp_path / "sharded", ds, 4, False, changes, sharded
+        assert run_on_ranks(train_tiny, *args) == [None] * 2
+        assert losses_of(tmp_path / "sharded") == losses_of(run)
 
 
 def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, tmp_path):
     run, place = tmp_path / "run", tmp_path / "teacher"
     copytree(trained / "run", place)
-    changes = GRAM | {"gram.teacher": str(place)}
+    file = place / "teacher.safetensors"
+    changes = GRAM | {"gram.teacher": str(file)}
     assert run_on_ranks(train_tiny, trained / "images", run, max_steps=1, changes=changes, world=1) == [None]
-    weights = load_file(place / "teacher.safetensors")
+    weights = load_file(file)
     weights["norm.bias"][3] += 1e-6
-    save_file(weights, place / "teacher.safetensors")
+    save_file(weights, file)
     (said,) = run_on_ranks(train_tiny, trained / "images", run, max_steps=2, resume=True, changes=changes, world=1)
-    assert said.startswith(f"gram.teacher {place} has other weights than the one that this run was trained with")
+    assert said.startswith(f"gram.teacher {file} has other weights than the one that this run was trained with")
     assert "\n" not in said
 
 
