@@ -16,19 +16,20 @@ if __name__ == "__main__":
     main(["train", *sys.argv[1:]])
     sys.exit(0)
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from dino_ds import distributed
-from dino_ds.checkpoint.folder import Checkpoints, Choice
-from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import DsConfig, load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Given, holds_run, stage_folder
 from dino_ds.costs.memory import Memory
 from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
@@ -36,7 +37,7 @@ from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device, fp16_supported, memory_gib
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import CheckpointError, UserError, unwritable
+from dino_ds.errors import ConfigError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.beat import Beat
@@ -45,10 +46,12 @@ from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.measure.machine import host_memory_gib
+from dino_ds.measure.trial import free_memory
 from dino_ds.options.run import TrainOptions
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
+from dino_ds.training.beginning import choose_beginning
 from dino_ds.training.build import build_prefetcher, build_step
 from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.training.gram import notes_on_snapshot
@@ -70,6 +73,7 @@ class _Request(NamedTuple):
     ds: Mapping[str, Any]
     ds_path: str
     ds_overrides: Mapping[str, str] | None
+    given: Given | None = None
 
     @property
     def path(self) -> Path:
@@ -83,17 +87,45 @@ def train(
     ds: Mapping[str, Any],
     ds_path: str,
     ds_overrides: Mapping[str, str] | None = None,
+    given: Sequence[Given] = (),
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
     ds_overrides: None where the user has named `ds`; else a resumed run keeps its own ds config, a new one on GPUs gets
-    the planner's, each with these keys changed, and `ds` is for a machine without GPUs.
+    the planner's, each with these keys changed, and `ds` is for a machine without GPUs. given: what the user has given
+    of the recipe, or of that of each of `options.stages`, which are trained one after the other; `recipe` is the first
+    one's. A stage is over once the next one has begun.
 
     Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
-    path, rank, ranks = Path(options.run_dir), distributed.rank(), distributed.world_size()
-    request = _Request(options, ds, ds_path, ds_overrides)
+    request = _Request(options, ds, ds_path, ds_overrides, next(iter(given), None))
+    if options.stages is None:
+        _train(recipe, request)
+        return
+    folders = [stage_folder(options.run_dir, number, one) for number, one in enumerate(given, 1)]
+    begun = [holds_run(folder) for folder in folders]
+    if any(begun) and options.resume is False:
+        there = folders[begun.index(True)]
+        raise ConfigError(f"{there} already holds a run; add --resume to continue it, or give another --run_dir")
+    resume: Literal["auto", False] = "auto" if options.resume else False
+    origin = options.from_
+    for number, (one, folder) in enumerate(zip(given, folders, strict=True)):
+        if any(begun[number + 1 :]):
+            if distributed.rank() == 0:
+                print(f"stage    {folder} is over: a later one has begun", flush=True)
+        else:
+            if number:
+                recipe = one.of_start(folder, Path(str(origin)), resume == "auto")
+            own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
+            _train(recipe, request._replace(options=own, given=one))
+            free_memory()
+        origin = str(folder)
+
+
+def _train(recipe: Recipe, request: _Request) -> None:
+    """One run, from where it stands to its end."""
+    path, rank, ranks = request.path, distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
     with Watchdog(path, rank, ranks, recipe.hang_seconds) as watchdog:
         beat = watchdog.beat
@@ -107,7 +139,7 @@ def train(
                     predicted_gib = memory.gib if memory else None
                     memory_guard.expect(recipe, start.config, predicted_gib)
                     folder, source, notes = _open_folder(recipe, start.config, request)
-                    run, saver, more_notes = _build(folder, source, options.max_steps, predicted_gib)
+                    run, saver, more_notes = _build(folder, source, request, predicted_gib)
                 except UserError as error:  # of all ranks
                     if lock.guards_a_run:
                         beat.listed = False  # this start was refused: the run in the folder is another start's
@@ -201,42 +233,43 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
 
 
 def _build(
-    folder: RunFolder, source: Source, max_steps: int | None, predicted_gib: float | None
+    folder: RunFolder, source: Source, request: _Request, predicted_gib: float | None
 ) -> tuple[Run, Saver, list[str]]:
     """The run, new or as its checkpoint has it, its saver, and notes for people; on return the folder is this run's.
 
     Every rank must call it. Raises UserError for data, a ds config or a checkpoint that can't be used, and where the
     disk has no room for one checkpoint.
     """
-    recipe, config, batch = folder.recipe, folder.config, folder.recipe.data.global_batch
+    config, batch = folder.config, folder.recipe.data.global_batch
     with distributed.raise_on_all_ranks():
         epoch_steps = steps_per_epoch(len(source), batch)
+    keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
+    checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
+    images = describe_images(source, folder.recipe.data.root)
+    other_images = OtherImages(folder.recipe, images, folder.allows_other_images)
+    begin = choose_beginning(folder, checkpoints, other_images, request.options.from_, request.given)
+    recipe, last_step = folder.recipe, folder.last_step(epoch_steps, request.options.max_steps)
     evaluations = EvalRunner.build(recipe, source, epoch_steps)
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
-    checkpoints = Checkpoints(folder.path, recipe.keep_checkpoints, recipe.keep_every.in_steps(batch, epoch_steps))
-    images = describe_images(source, recipe.data.root)
-    other_images = OtherImages(recipe, images, folder.allows_other_images)
-    choice = _choose_checkpoint(folder, checkpoints, other_images)
-    folder.adopt_run_id(choice.saved.manifest if choice.saved else None)
+    folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_frozen_statistics(recipe)
     # Weights of a checkpoint take the place of others, whose file may be gone.
-    begins = recipe if choice.saved is None else change_recipe(recipe, {"model.init_from": "none"})
-    step, state = build_step(begins, config, epoch_steps), RunState()
+    new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
+    step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
     teacher = distilled(step.teachers)
     about_teacher = functools.partial(folder.about_teacher, recipe.model.spec(), teacher)
     description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
     saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
-    notes = choice.notes + same_images(source, images)
+    notes = begin.notes + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
-    elif choice.saved is None:
+    elif begin.own is None and begin.before is None:
         notes += notes_on_snapshot(recipe)
     notes += describe_distillation(step.teachers, recipe)
-    if choice.saved is not None:
-        check_same_teacher(choice.saved.manifest, teacher)
-        saver.load(choice.saved)
-        notes += [*folder.notes_on(choice.saved.manifest), *other_images.notes(choice.saved.manifest)]
-    last_step = min(step.schedules.steps, max_steps or step.schedules.steps)
+    if begin.own is not None:
+        check_same_teacher(begin.own.manifest, teacher)
+        notes += [*folder.notes_on(begin.own.manifest), *other_images.notes(begin.own.manifest)]
+    notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     if step.applied_steps < last_step:
         saver.check_space()
@@ -255,20 +288,3 @@ def _open_log(path: Path, step: int, last_step: int, loggers: Mapping[str, Logge
             return RunLog(path, step, last_step, loggers)
         except OSError as error:
             raise unwritable(error.filename or path, error) from None
-
-
-def _choose_checkpoint(folder: RunFolder, checkpoints: Checkpoints, images: OtherImages) -> Choice:
-    """The checkpoint to continue from. Raises CheckpointError where none can be, and the run may not start anew."""
-    if not folder.resume:
-        return Choice(None, [])
-
-    def accept(manifest: Manifest) -> None:
-        folder.check_settings(manifest)
-        images.check(manifest)
-
-    choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
-    if choice.saved is None and not folder.may_start_anew:
-        raise CheckpointError(
-            f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
-        )
-    return choice

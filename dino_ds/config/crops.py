@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -73,6 +75,51 @@ def gram_group(like: CropGroup, size: int) -> CropGroup:
     return replace(
         like, name=GRAM, size=size, teachers=(GRAM,), student=False, masked=False, augmented=False, like=like.name
     )
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Sides of the crops of an optimizer step, in pixels, and the share of the steps that have them. gram_size: of
+    Gram anchoring's own crops, None where it has none."""
+
+    global_size: int
+    local_size: int
+    gram_size: int | None = None
+    share: float = 1.0
+
+    @staticmethod
+    def parse(word: str) -> Resolution:
+        """From "512/112:0.3" or "512/112/768:0.3". Raises ValueError."""
+        found = re.fullmatch(r"([1-9][0-9]{0,4})/([1-9][0-9]{0,4})(?:/([1-9][0-9]{0,4}))?:([0-9.]+)", word)
+        try:
+            share = float(found[4]) if found else math.nan
+        except ValueError:
+            share = math.nan
+        if found is None or not 0 < share < 1:
+            raise ValueError(
+                f"resolutions: {word!r} is not GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, such as 512/112:0.3 for "
+                "3 of 10 steps"
+            )
+        return Resolution(int(found[1]), int(found[2]), int(found[3]) if found[3] else None, share)
+
+    def __str__(self) -> str:
+        gram = f"/{self.gram_size}" if self.gram_size else ""
+        return f"{self.global_size}/{self.local_size}{gram}:{self.share:g}"
+
+
+def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
+    """Those of `crops.resolutions`, whose shares are of all steps. Raises ValueError."""
+    found = tuple(Resolution.parse(word) for word in words)
+    if len(found) == 1:
+        raise ValueError(f"resolutions {found[0]}: there is one; set crops.global_size and crops.local_size instead")
+    total = sum(one.share for one in found)
+    if found and abs(total - 1) > _SHARES_TOLERANCE:
+        raise ValueError(f"resolutions: the shares sum to {total:g}, and must sum to 1")
+    return found
+
+
+_SHARES_TOLERANCE = 1e-6
+"""Of what is written in decimals."""
 
 
 def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:

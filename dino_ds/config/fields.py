@@ -36,16 +36,23 @@ class Length:
     unit: str
     assumed: bool = field(default=False, compare=False)
     """The unit was not given."""
+    begin: int = 0
+    """The step that it counts from: that at which a stage of training began."""
 
     def __str__(self) -> str:
-        return f"{int(self.value) if self.value == int(self.value) else self.value} {self.unit}"
+        value = int(self.value) if self.value == int(self.value) else self.value
+        return f"{value} {self.unit}" + (f" from step {self.begin}" if self.begin else "")
 
     @staticmethod
     def parse(text: object) -> Length:
-        """From "30 epochs", "30epochs", "1e6 images"; a bare number is steps. Raises ConfigError."""
+        """From "30 epochs", "30epochs", "1e6 images", "30 steps from step 100"; a bare number is steps.
+
+        Raises ConfigError.
+        """
         if isinstance(text, Length):
             return text
-        match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+        begin = r"(?:\s+from\s+step\s+([0-9]{1,12}))?\s*"
+        match = re.fullmatch(r"\s*([0-9.][0-9._]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)" + begin, str(text))
         units = {name: unit for unit in UNITS for name in (unit, unit[:-1])} | {"": "steps"}
         try:
             value = float(match[1]) if match else math.nan
@@ -54,14 +61,15 @@ class Length:
         unit = units.get(match[2].lower()) if match else None
         if unit is None or not math.isfinite(value):
             raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
-        return Length(value, unit, assumed=not (match and match[2]))
+        assert match is not None
+        return Length(value, unit, assumed=not match[2], begin=int(match[3] or 0))
 
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
-        """Optimizer steps, rounded up, >= 0."""
+        """The optimizer step at which it ends, rounded up, >= 0: where it counts from 0, its optimizer steps."""
         # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
         value = Fraction(repr(self.value))
         per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
-        return math.ceil(value * per_unit[self.unit])
+        return self.begin + math.ceil(value * per_unit[self.unit])
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Ramp:
 
 
 def _parse_ramp(value: object) -> Ramp:
-    """From 0.1, "0.1" or "0..2 over 1000 steps"."""
+    """From 0.1, "0.1", "0..2 over 1000 steps" or "0..2 over 1000 steps from step 500"."""
     if isinstance(value, Ramp):
         return value
     first, dots, rest = str(value).partition("..")
@@ -94,10 +102,17 @@ def _parse_ramp(value: object) -> Ramp:
         raise ValueError(f"{value!r} is not a weight: write a number, or such as '0..2 over 1000 steps'")
     if start < 0 or end < 0:
         raise ValueError(f"{value!r} is below 0: a weight is 0 or more")
-    return Ramp(start, end, positive(_parse_length(length))) if dots else Ramp(start)
+    return Ramp(start, end, positive(_parse_stage_length(length))) if dots else Ramp(start)
 
 
 def _parse_length(value: object) -> Length:
+    length = _parse_stage_length(value)
+    if length.begin:
+        raise ValueError(f"{str(value)[:40]!r} counts from the beginning of the run: leave out 'from step'")
+    return length
+
+
+def _parse_stage_length(value: object) -> Length:
     try:
         length = Length.parse(value)
     except ConfigError as error:
@@ -210,6 +225,8 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
 
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
+StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
+"""May count from the step at which a stage of training began."""
 WeightField = Annotated[Ramp, PlainValidator(_parse_ramp), PlainSerializer(str)]
 SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)

@@ -17,9 +17,10 @@ from pydantic.fields import FieldInfo
 
 from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.recipe import Recipe
-from dino_ds.errors import ConfigError, one_line
+from dino_ds.config.yaml_file import read_yaml
+from dino_ds.errors import ConfigError
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
-from dino_ds.text_file import is_file, read_text
+from dino_ds.text_file import is_file
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 NONE_WORDS = ("none", "null")
@@ -39,19 +40,29 @@ class Option(NamedTuple):
 def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
     """The recipe `config` (a shipped name or a YAML path; None = the defaults) with `overrides` (dotted key -> text).
 
-    Raises ConfigError with one line per problem.
+    Several, with commas between them: what each one sets replaces what those before it set. Raises ConfigError with
+    one line per problem.
     """
     return _validate(_collect(config, overrides))
 
 
-def change_recipe(recipe: Recipe, overrides: Mapping[str, str]) -> Recipe:
-    """`recipe` with `overrides` (dotted key -> text). Raises ConfigError with one line per problem."""
+def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | None = None) -> Recipe:
+    """`recipe` with what `config` sets, as of `load_recipe`, and with `overrides` (dotted key -> text).
+
+    Raises ConfigError with one line per problem.
+    """
     problems: list[str] = []
     given = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", problems)}
+    given.update(_collect(config, {}))
     given.update(_read_overrides(overrides, problems))
     if problems:
         raise ConfigError("\n".join(problems))
     return _validate(given)
+
+
+def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
+    """The dotted names that a recipe and overrides set. Raises ConfigError as `load_recipe`."""
+    return frozenset(_collect(config, overrides))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -86,9 +97,9 @@ def _collect(config: str | None, overrides: Mapping[str, str]) -> dict[str, tupl
     """Dotted name -> (raw value, where it came from); raises ConfigError for unknown names."""
     given: dict[str, tuple[Any, str]] = {}
     problems: list[str] = []
-    if config is not None:
-        path = _find_recipe(config)
-        for name, value in _flatten(_read_yaml(path), "", path, problems):
+    for one in [] if config is None else [config] if is_file(config) else config.split(","):
+        path = _find_recipe(one.strip())
+        for name, value in _flatten(read_yaml(path), "", path, problems):
             given[name] = (value, path)
     given.update(_read_overrides(overrides, problems))
     if problems:
@@ -144,60 +155,11 @@ def _find_recipe(config: str) -> str:
     return str(RECIPES / f"{config}.yaml")
 
 
-class _Loader(yaml.SafeLoader):
-    """Leaves scalars as text for the schema to convert (YAML 1.1 reads `no` as False and 1e-4 as text); refuses
-    duplicate keys (YAML keeps the last) and aliases (200 bytes can expand to gigabytes)."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (yaml declares it so)
-        first: [(tag, pattern) for tag, pattern in resolvers if tag == "tag:yaml.org,2002:null"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, f"*{event.anchor}: aliases are not taken", event.start_mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is not a key", key_node.start_mark)
-            if key in seen:
-                problem = f"{key!r} is set twice, on lines {seen[key]} and {key_node.start_mark.line + 1}"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            seen[key] = key_node.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
 class _Dumper(yaml.SafeDumper):
     """Writes ranges on one line."""
 
 
 _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    text = read_text(path, "YAML")
-    try:
-        content = yaml.load(text, _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
-    except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{path} is not a recipe: it must hold 'key: value' lines, and it holds one {type(content).__name__}"
-        )
-    return content
 
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -9,11 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Literal
 
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, crop_sizes, dino_groups, gram_group
+from dino_ds.config.crop_checks import crop_problems
+from dino_ds.config.crops import (
+    EMA,
+    FROZEN,
+    GRAM,
+    CropGroup,
+    Resolution,
+    crop_sizes,
+    dino_groups,
+    gram_group,
+    parse_resolutions,
+)
 from dino_ds.config.fields import (
     Count,
     Length,
@@ -24,6 +36,7 @@ from dino_ds.config.fields import (
     Seconds,
     Section,
     Seed,
+    StageLengthField,
     option,
     positive,
 )
@@ -49,7 +62,12 @@ class Recipe(Section):
     """What is learned. How fast and on what hardware is the ds JSON's."""
 
     seed: Seed = option(0, "seed of weights, data order and augmentation")
-    length: LengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
+    stage_start: Literal["continue", "restart"] | None = option(
+        None,
+        "for --from RUN, what of RUN it begins with: continue = all of its training state, and steps count on; restart "
+        "= its EMA teacher's weights, from step 0",
+    )
+    length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics")
     save_every: SaveEvery = option("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
     expected_hours_between_failures: Positive = option(
@@ -77,7 +95,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        problems = [*self._crop_problems(), *self._length_problems(), *self._objective_problems()]
+        problems = [
+            *crop_problems(self.crops, self.model, self._patch, self._gram_crop_size),
+            *self._length_problems(),
+            *self._objective_problems(),
+        ]
         problems += [*self._optimizer_problems(), *self._channel_problems(), *self._teacher_problems()]
         problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
         if self.eval.k > self.eval.bank_images:
@@ -94,9 +116,22 @@ class Recipe(Section):
         return self.optimizer.lr * scale
 
     @property
+    def resolutions(self) -> tuple[Resolution, ...]:
+        """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
+        crops = self.crops
+        return parse_resolutions(crops.resolutions) or (
+            Resolution(crops.global_size, crops.local_size, self._gram_crop_size),
+        )
+
+    @property
     def taught_by(self) -> str:
         """The name of the teacher whose outputs are the targets."""
         return EMA if self.teacher.source is None else FROZEN
+
+    @property
+    def hides_patches(self) -> bool:
+        """Whether patches are hidden from the student: what it has of them is then a token that is trained."""
+        return self.crops.mask != "none" and self.crops.mask_hides
 
     @property
     def regresses_features(self) -> bool:
@@ -105,16 +140,26 @@ class Recipe(Section):
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """What is cut from every image, in order, and who sees it."""
+        """What is cut from every image, in order, and who sees it; of several resolutions the one of most pixels,
+        which memory must hold."""
+        return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
+
+    def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
+        """As `groups`, of a step of this resolution: they differ in size alone."""
         crops, gram = self.crops, self.gram
         teachers: tuple[str, ...] = (self.taught_by,)
-        own_gram = gram.crop_size if gram.weight and gram.teacher != EMA else None
-        if gram.weight and own_gram is None and gram.teacher != EMA:
+        if gram.weight and self._gram_crop_size is None and gram.teacher != EMA:
             teachers += (GRAM,)
-        sizes = crops.global_size, crops.global_scale, crops.local_size, crops.local_scale
+        sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
         first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
         first = replace(first, teachers=teachers, hides=crops.mask_hides)
-        return (first, *others) if own_gram is None else (first, *others, gram_group(first, own_gram))
+        size = resolution.gram_size
+        return (first, *others) if size is None else (first, *others, gram_group(first, size))
+
+    @property
+    def _gram_crop_size(self) -> int | None:
+        """Of Gram anchoring's own crops, None where it has none."""
+        return self.gram.crop_size if self.gram.weight and self.gram.teacher != EMA else None
 
     def batch_bytes(self, images: int) -> int:
         """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
@@ -144,20 +189,6 @@ class Recipe(Section):
     def _patch(self) -> int:
         """Sides of crops are multiples of it, as far as is known."""
         return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
-
-    def _crop_problems(self) -> list[str]:
-        patch = self._patch
-        sizes, problems = {"crops.global_size": self.crops.global_size}, list[str]()
-        if self.crops.num_local:
-            sizes["crops.local_size"] = self.crops.local_size
-        elif self.model.local_cls_norm:
-            problems = ["model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"]
-        return problems + [
-            f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {self.model.backbone}): "
-            f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
-            for name, size in sizes.items()
-            if size % patch
-        ]
 
     def _channel_problems(self) -> list[str]:
         given = {"data.mean": self.data.mean, "data.std": self.data.std}
@@ -239,6 +270,8 @@ class Recipe(Section):
         ]
 
     def _length_problems(self) -> list[str]:
+        if self.stage_start == "continue":
+            return []  # the length is the stage's, and the others may lie in the run before
         parts = {
             "optimizer.warmup": self.optimizer.warmup,
             "objective.freeze_prototypes": self.objective.freeze_prototypes,

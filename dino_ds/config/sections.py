@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dino_ds.config.crops import EMA, GRAM
+from dino_ds.config.crops import EMA, GRAM, parse_resolutions
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
@@ -30,6 +30,7 @@ from dino_ds.config.fields import (
     Section,
     Side,
     SourceName,
+    StageLengthField,
     Temperature,
     ValueRangeField,
     WeightField,
@@ -101,7 +102,9 @@ class CropsSection(Section):
     mask_ratio: ScaleRange = option((0.1, 0.5), "patches hidden of a masked crop, drawn evenly between the two")
     mask_hides: bool = option(True, "false: the student sees masked patches, and still predicts them (distillation)")
     resolutions: Resolutions = option(
-        (), "sizes that each step draws from: GLOBAL/LOCAL:SHARE of the steps, or GLOBAL/LOCAL/GRAM:SHARE"
+        (),
+        "sizes that each step draws from, in the place of the sizes of crops: GLOBAL/LOCAL:SHARE of the steps, or "
+        "GLOBAL/LOCAL/GRAM:SHARE",
     )
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
@@ -113,6 +116,7 @@ class CropsSection(Section):
             raise ValueError(f"mask_ratio {[low, high]} must be two parts of the patches, 0 < low <= high < 1")
         if self.mask != "none" and self.mask_share == 0:
             raise ValueError(f"mask {self.mask} with mask_share 0 masks nothing: set mask none, or a share above 0")
+        parse_resolutions(self.resolutions)
         return self
 
 
@@ -194,7 +198,7 @@ class GramSection(Section):
     teacher: PathText = option(
         SNAPSHOT, "snapshot = the EMA teacher as it was at gram.start, ema = as it is, or a run folder or checkpoint"
     )
-    start: LengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
+    start: StageLengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
     refresh_every: LengthField = option(
         Length(0, "steps"), "how long after gram.start, and after that, the EMA teacher replaces it; 0 = never"
     )
@@ -213,7 +217,8 @@ class GramSection(Section):
 
 class TeacherSection(Section):
     source: PathText | None = option(
-        None, "distillation: a frozen teacher to learn from: a run folder, weights, or a timm name; none = the EMA"
+        None,
+        "distillation (or --teacher.from): the frozen teacher, a run folder, weights or a timm name; none = the EMA",
     )
     distill: Literal["heads", "features"] = option(
         "heads", "of teacher.source: its heads' outputs are the targets, or its features through a linear layer"

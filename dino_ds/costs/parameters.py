@@ -101,10 +101,10 @@ def _layers(recipe: Recipe) -> tuple[dict[str, int], int]:
 def _network_of(
     recipe: Recipe,
 ) -> tuple[BackboneSpec, int, HeadSizes | None, HeadSizes | None, bool, tuple[tuple[str, int], ...]]:
-    objective, crops = ObjectiveCosts.of(recipe), recipe.crops
+    objective = ObjectiveCosts.of(recipe)
     heads, linear = objective.heads, tuple((name, width) for name, _, width in objective.regressions)
-    size, hides = crops.global_size, crops.mask != "none"
-    return recipe.model.spec(), size, heads.get(HEAD), heads.get(IBOT_HEAD), hides, linear
+    kinds = heads.get(HEAD), heads.get(IBOT_HEAD)
+    return recipe.model.spec(), recipe.crops.global_size, *kinds, recipe.hides_patches, linear
 
 
 def _shapes(

@@ -60,6 +60,7 @@ class LoaderOptions:
     channels: int = 3
     value_range: ValueRange | None = None
     device: torch.device = _CPU
+    shares: tuple[float, ...] = ()
 
     @staticmethod
     def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
@@ -75,6 +76,7 @@ class LoaderOptions:
             max_pixels=data.max_pixels,
             channels=recipe.model.in_chans,
             value_range=data.known_range,
+            shares=tuple(one.share for one in recipe.resolutions),
         )
         return replace(options, **changes)
 
@@ -142,7 +144,8 @@ def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs. Crops and masks depend on (seed, epoch, index) and on nothing else."""
+    """Batches by (epoch, index) pairs, of the resolution whose number they have, if any. Boxes, colours and masks
+    depend on (seed, epoch, index), and on the resolution, and on nothing else."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
@@ -157,23 +160,24 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Crops are written where the training process will read them: there is no other copy."""
-        crops = {group.name: self._empty(group.count, len(keys), group.size) for group in self._multicrop.groups}
+        multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
+        crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
         places = [place for group in crops.values() for place in group]
         for row, (epoch, index) in enumerate(keys):
-            cut, how, name, failures = self._sample(epoch, index)
+            cut, how, name, failures = self._sample(multicrop, epoch, index)
             for place, crop in zip(places, cut, strict=True):
                 place[row] = crop
             sampled.append(how)
             names.append(name)
             bad += failures
-        normalise = self._multicrop.normalisation.offset_and_factor()
+        normalise = multicrop.normalisation.offset_and_factor()
         params = None if self._by_pillow else self._params(crops, sampled)
         if params and self._options.augment == "worker":
             crops = {name: _augment_group(group, params[name], normalise) for name, group in crops.items()}
             params = None
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
-        masks = draw_masks(self._multicrop.groups, self._multicrop.masks, seeds)
+        masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
         indices = torch.tensor([index for _, index in keys])
         return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalise, masks)
 
@@ -187,7 +191,9 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # as torch's own collate does it
         return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
-    def _sample(self, epoch: int, index: int) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
+    def _sample(
+        self, multicrop: MultiCrop, epoch: int, index: int
+    ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
         """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it.
 
         An unreadable image is replaced by a readable one sampled for (seed, epoch, index). Raises DataError after 100
@@ -200,7 +206,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             actual = again % len(self._source) if attempt else index
             try:
                 image = self._open(actual)
-                crops, sampled = self._cut(image, crop_seed(seed, epoch, index))
+                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index))
                 return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
@@ -223,11 +229,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             raise UnreadableImage(self._source.name(index), reason)
         return image
 
-    def _cut(self, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
+    def _cut(self, multicrop: MultiCrop, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
         """The crops of an image, which is decoded no larger than they need; augmented where Pillow does it."""
         if self._by_pillow:
-            return self._multicrop(Image.fromarray(image.decode()), seed), []
-        sampled, sizes = self._multicrop.sample(image.width, image.height, seed), self._multicrop.sizes
+            return multicrop(Image.fromarray(image.decode()), seed), []
+        sampled, sizes = multicrop.sample(image.width, image.height, seed), multicrop.sizes
         boxes = [crop.box for crop in sampled]
         array = image.decode(largest_shrink(boxes, sizes))
         if array.shape[:2] != (image.height, image.width):

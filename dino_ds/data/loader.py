@@ -1,14 +1,17 @@
 """Batches of crops, epoch after epoch, from any position in the data.
 
 The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only share
-the work out. So a run may be resumed, or repeated on other hardware, on the same images in the same order.
+the work out. So a run may be resumed, or repeated on other hardware, on the same images in the same order. The
+resolution of a step is drawn from (seed, epoch, place of the step in the epoch).
 """
 
 from __future__ import annotations
 
+import bisect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,11 +51,18 @@ class Position:
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
 
 
-class ResumableSampler(Sampler[list[tuple[int, int]]]):
-    """The (epoch, index) pairs of one rank's micro-batches, without end.
+class BatchKeys(list[tuple[int, int]]):
+    """(epoch, index) of the images of a micro-batch; `resolution`: the number of the one that its step has."""
+
+    resolution = 0
+
+
+class ResumableSampler(Sampler[BatchKeys]):
+    """The (epoch, index) pairs of one rank's micro-batches, without end, and the resolution that each step draws.
 
     Micro-step m of a step, on rank r, reads the places [m * micro * ranks + r * micro, + micro) of the global batch.
-    What does not fill a global batch at the end of an epoch is left out; each epoch leaves out other images.
+    What does not fill a global batch at the end of an epoch is left out; each epoch leaves out other images. `start` is
+    where a step begins.
     """
 
     def __init__(self, images: int, options: LoaderOptions, start: Position) -> None:
@@ -60,10 +70,14 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
         self._chunk = options.micro_batch * options.world_size
         assert options.global_batch % self._chunk == 0
         self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
+        self._begun = (0, 0)
+        """Of the step of the next batch: its batches before that one, and its resolution if there are any."""
 
     def advance(self) -> None:
         """One batch has been used: an iterator that begins later continues behind it."""
-        self._start = self._first().advance(self._chunk, self._per_epoch)
+        position = self._first()
+        self._begun = self._after(self._begun[0], self._resolution(*self._begun, position))
+        self._start = position.advance(self._chunk, self._per_epoch)
 
     @property
     def where(self) -> str:
@@ -75,14 +89,27 @@ class ResumableSampler(Sampler[list[tuple[int, int]]]):
         start = self._start
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def _resolution(self, before: int, resolution: int, position: Position) -> int:
+        """Of the batch at `position`, after `before` batches of its step: the first one draws it."""
+        options = self._options
+        if before:
+            return resolution
+        return draw_resolution(options.shares, options.seed, position.epoch, position.samples // options.global_batch)
+
+    def _after(self, before: int, resolution: int) -> tuple[int, int]:
+        return (before + 1) % (self._options.global_batch // self._chunk), resolution
+
+    def __iter__(self) -> Iterator[BatchKeys]:
         position, permuted, order = self._first(), -1, torch.empty(0)
-        micro = self._options.micro_batch
+        micro, begun = self._options.micro_batch, self._begun
         while True:
             if position.epoch != permuted:
                 order, permuted = _permutation(self._images, self._options.seed, position.epoch), position.epoch
             first = position.samples + self._options.rank * micro
-            yield [(position.epoch, index) for index in order[first : first + micro].tolist()]
+            keys = BatchKeys((position.epoch, index) for index in order[first : first + micro].tolist())
+            keys.resolution = self._resolution(*begun, position)
+            yield keys
+            begun = self._after(begun[0], keys.resolution)
             position = position.advance(self._chunk, self._per_epoch)
 
 
@@ -189,6 +216,17 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
             "or add images"
         )
     return images // global_batch
+
+
+def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -> int:
+    """The number of the resolution that a step of an epoch has: the same on all ranks and in all micro-batches.
+
+    Source: facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume.
+    """
+    if len(shares) < 2:
+        return 0
+    drawn = (crop_seed(crop_seed(seed, epoch, -2), -1, step) >> 11) * 2.0**-53  # -2: no sample has this index
+    return min(bisect.bisect_right(list(accumulate(shares)), drawn), len(shares) - 1)
 
 
 def _permutation(images: int, seed: int, epoch: int) -> Tensor:

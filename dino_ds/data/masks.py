@@ -49,13 +49,16 @@ class MaskOptions:
     grid: tuple[int, int]
 
     @staticmethod
-    def of(recipe: Recipe) -> dict[str, MaskOptions]:
-        """By name those of a recipe's masked groups. Raises ConfigError for a backbone that is not known yet."""
+    def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> dict[str, MaskOptions]:
+        """By name those of a recipe's masked groups; `groups`: of one of its resolutions, else the largest.
+
+        Raises ConfigError for a backbone that is not known yet.
+        """
         crops = recipe.crops
         if crops.mask == "none":
             return {}
         stride = recipe.model.spec().stride
-        sides = {group.name: group.size // stride for group in recipe.groups if group.masked}
+        sides = {group.name: group.size // stride for group in groups or recipe.groups if group.masked}
         return {
             name: MaskOptions(crops.mask, crops.mask_share, crops.mask_ratio, (side, side))
             for name, side in sides.items()

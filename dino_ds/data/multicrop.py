@@ -79,6 +79,7 @@ class MultiCrop:
     `normalisation`.
 
     masks: by name of the masked groups, which of their patches are hidden from the student.
+    resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
     Raises ConfigError where `augment` is not a name of AUGMENTATIONS, or says nothing about an augmented group.
     """
 
@@ -88,6 +89,7 @@ class MultiCrop:
         augment: str,
         masks: Mapping[str, MaskOptions] = MappingProxyType({}),
         normalisation: Normalisation = IMAGENET,
+        resolutions: Sequence[MultiCrop] = (),
     ) -> None:
         if augment not in AUGMENTATIONS:
             raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
@@ -97,12 +99,18 @@ class MultiCrop:
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
         self.masks, self.normalisation = dict(masks), normalisation
+        self.resolutions = tuple(resolutions) or (self,)
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
-        """The crops of a recipe."""
-        crops = recipe.crops
-        return MultiCrop(recipe.groups, crops.augment, MaskOptions.of(recipe), Normalisation.of(recipe))
+        """The crops of a recipe; of several resolutions its groups are those of the largest."""
+        augment, normalisation = recipe.crops.augment, Normalisation.of(recipe)
+
+        def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
+            return MultiCrop(groups, augment, MaskOptions.of(recipe, groups), normalisation, resolutions)
+
+        sized = [of_groups(recipe.groups_of(one)) for one in recipe.resolutions]
+        return of_groups(recipe.groups, sized if len(sized) > 1 else ())
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""

@@ -26,6 +26,11 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
     train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and config.
     """
+    if train["options"].stages is not None:
+        raise ConfigError(
+            "launch watches over one run folder, and --stages makes several: launch one stage after the other, each "
+            "--from the one before, or start train with --stages by deepspeed or torchrun"
+        )
     plan = build_plan(options, train_words)
     if plan.elastic and train["options"].resume != "auto":
         raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import keyword
 import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
@@ -50,6 +51,11 @@ class Option:
     required: bool = False
 
     @property
+    def field(self) -> str:
+        """Its name in the class: a word of Python's has an underscore there."""
+        return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
+
+    @property
     def default_text(self) -> str:
         if self.required:
             return "required"
@@ -69,6 +75,7 @@ class Command:
     `ds_path` are None then). needs_images: they must be named. takes_train: what follows "--" are options of `train`;
     the function gets them as `train_words`, and as `train` what they mean. check: "module:function" that gets the
     options before torch is loaded. loads_torch: a torch that does not load stops the command before it starts.
+    `train` also gets `given`, what was given of its recipes (`dino_ds.config.stages`).
     ds_shown: what --ds_config is where it is left out, if that depends; the function then gets `ds_overrides`: what
     `--ds.` options change, or None where --ds_config is given.
     """
@@ -149,7 +156,7 @@ def _option(name: str, hint: Any, default: Any) -> Option:
     choices = choices or help_.choices
     kind = "names" if kind == "words" and choices else kind
     required = default is MISSING
-    return Option(name, kind, None if required else default, help_, choices, required)
+    return Option(name.removesuffix("_"), kind, None if required else default, help_, choices, required)
 
 
 def _kind_of(value_type: Any) -> tuple[str, tuple[str, ...]]:

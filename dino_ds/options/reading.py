@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import Given, check_chain, split_origin, stage_folder
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import Flags, check_required
+from dino_ds.options.run import TrainOptions
 
 
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
@@ -20,12 +24,16 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     given = {**flags.fixed}
     config, ds_config = given.pop("config", command.recipe), given.pop("ds_config", command.ds_config)
     given.pop("debug", None)
-    options = command.options(**given)
+    fields = {option.name: option.field for option in command.all_options}
+    options = command.options(**{fields[name]: value for name, value in given.items()})
     files: dict[str, Any] = {}
     problems: list[str] = []
     if command.takes_recipe:
         try:
-            files["recipe"] = load_recipe(config, flags.recipe)
+            if command is TRAIN:
+                options, files = _read_train(options, config, flags.recipe)
+            else:
+                files["recipe"] = load_recipe(config, flags.recipe)
             if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
                 problems.append(
                     "no images are given: --data.root FOLDER, --data.source NAME, "
@@ -50,10 +58,35 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if command is TRAIN and not options.run_dir:
-        options = dataclasses.replace(options, run_dir=f"runs/{Path(config).stem if config else 'vits16'}")
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
         files["train_words"] = flags.train_words
         files["train"] = {"options": train_options, **train_files, "config": flags.train.fixed.get("config")}
     return options, files
+
+
+def _read_train(
+    options: TrainOptions, config: str | None, overrides: Mapping[str, str]
+) -> tuple[TrainOptions, dict[str, Any]]:
+    """`train`'s options with a run folder, the recipe of its (first) stage, and what is given of each.
+
+    Raises ConfigError, and CheckpointError where --from is not a run.
+    """
+    origin = split_origin(options.from_)[0] if options.from_ is not None else None
+    configs = [config] if options.stages is None else [word.strip() for word in options.stages.split(",")]
+    if options.stages is not None and (config is not None or not all(configs)):
+        raise ConfigError("--stages RECIPE,RECIPE,... names the recipes: leave out --config, and empty names")
+    if options.stages is not None and type(options.resume) is int:
+        raise ConfigError(
+            f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
+        )
+    if not options.run_dir:
+        if config is None and origin is not None and options.stages is None:
+            raise ConfigError("--from without --config: name the new run's folder with --run_dir")
+        options = dataclasses.replace(options, run_dir=f"runs/{'-'.join(Path(c or 'vits16').stem for c in configs)}")
+    given = tuple(Given(one, overrides) for one in configs)
+    first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
+    recipe = given[0].of_start(first, origin, options.resume is not False)
+    if recipe.model.backbone != FROM_SOURCE:
+        check_chain(recipe, given[1:])
+    return options, {"recipe": recipe, "given": given}

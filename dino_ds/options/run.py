@@ -21,8 +21,25 @@ class TrainOptions:
     """train: images in, a teacher out"""
 
     run_dir: Annotated[str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE")] = ""
+    from_: Annotated[
+        str | None,
+        Help(
+            "begin a stage of training with another run: RUN or RUN/checkpoints/step_N. The recipe's stage_start says "
+            "what is taken over; what --config and options don't set is as in RUN's recipe",
+            "none",
+        ),
+    ] = None
+    stages: Annotated[
+        str | None,
+        Help(
+            "RECIPE,RECIPE,...: train one after the other, each --from the one before, in RUN_DIR/1_RECIPE, "
+            "RUN_DIR/2_RECIPE, ...; options are those of all stages; with --resume finished ones are skipped",
+            "none",
+        ),
+    ] = None
     max_steps: Annotated[
-        int | None, Help("stop after N optimizer steps; the schedules stay as they are", "the recipe's length")
+        int | None,
+        Help("stop after N optimizer steps (of each stage); the schedules stay as they are", "the recipe's length"),
     ] = None
     resume: Annotated[
         Resume,

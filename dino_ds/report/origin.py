@@ -9,6 +9,7 @@ from typing import Any
 from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import recipe_options, show_value
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import ORIGIN, Origin
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Tag
 
@@ -32,7 +33,10 @@ def show_plain(value: Any) -> str:
 
 def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
     data, versions = run.environment, run.environment.get("versions")
-    rows = [(key, show_plain(value)) for key, value in data.items() if key not in ("versions", "command", "starts")]
+    skipped = ("versions", "command", "starts", ORIGIN)
+    rows = [(key, show_plain(value)) for key, value in data.items() if key not in skipped]
+    if origin := Origin.read(run.path):
+        rows.insert(0, ("began with", f"{origin.run}, step {origin.step} ({origin.stage_start}), run {origin.run_id}"))
     rows += [(key, run.log.facts[key]) for key in ("engine", "kernels") if key in run.log.facts]
     return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
 
@@ -42,6 +46,8 @@ def reproduction(run: RunFiles) -> dict[str, Any]:
     versions, starts = run.environment.get("versions"), _starts(run.environment)
     lines = [f"# {start['time']}\n{launched(start)}" if len(starts) > 1 else launched(start) for start in starts]
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
+    if origin := Origin.read(run.path):
+        files += ["--from", f"{origin.run}/checkpoints/step_{origin.step:08d}"]
     last = starts[-1] if starts else {"launcher": "", "ranks": run.environment.get("ranks")}
     pins = ""
     if isinstance(versions, dict):

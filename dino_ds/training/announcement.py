@@ -69,11 +69,19 @@ def _objective_lines(recipe: Recipe) -> list[str]:
     terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
     targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
     return [
-        f"crops    {describe_crops(recipe.groups)}{masks}",
+        f"crops    {_sizes_in_words(recipe)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
         f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
         *_gram_lines(recipe),
     ]
+
+
+def _sizes_in_words(recipe: Recipe) -> str:
+    """ "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
+    several = [(describe_crops(recipe.groups_of(one)), one.share) for one in recipe.resolutions]
+    if len(several) == 1:
+        return several[0][0]
+    return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
 
 
 def _gram_lines(recipe: Recipe) -> list[str]:
@@ -84,10 +92,12 @@ def _gram_lines(recipe: Recipe) -> list[str]:
     if gram.teacher == EMA:
         who = "the EMA teacher as it is"
     else:
-        who = f"the EMA teacher as it is after {start}" if gram.teacher == SNAPSHOT else gram.teacher
+        when = f"{start}" if start.value or not start.begin else f"step {start.begin}"
+        who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
         if gram.refresh_every.value:
             who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
-    crops = f"the global crops at {gram.crop_size} pixels, without colors" if gram.crop_size else "the global crops"
+    pixels = ", ".join(str(size) for size in dict.fromkeys(one.gram_size for one in recipe.resolutions))
+    crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
     begin = f" from {start} on" if start.value else ""
     return [f"gram     weight {gram.weight}{begin}; teacher {who}; it sees {crops}"]
 
@@ -101,7 +111,8 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}
-    for tokens in [tokens_of(arch, group.size) for group in recipe.groups]:
+    sizes = {group.size: None for one in recipe.resolutions for group in recipe.groups_of(one)}
+    for tokens in [tokens_of(arch, size) for size in sizes]:
         kernel = performance.attention_backend
         if kernel == "auto":
             kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)

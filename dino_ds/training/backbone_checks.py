@@ -20,11 +20,12 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
     BatchNorm that can't act on it."""
     network.backbone.check_trainable()
-    for side in crop_sizes(recipe.groups):
+    given = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
+    for side in {side: None for one in recipe.resolutions for side in crop_sizes(recipe.groups_of(one))}:
         try:
             network.backbone.check_image(side, side)
         except ConfigError as error:
-            raise ConfigError(f"{error}; change crops.global_size or crops.local_size") from None
+            raise ConfigError(f"{error}; change {given}") from None
     if recipe.gram.weight:
         _check_patches(recipe, network)
     _check_batch_norm(recipe, network)
@@ -52,7 +53,7 @@ def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> Performan
 
 def check_frozen_statistics(recipe: Recipe) -> None:
     """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
-    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None:
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None and recipe.stage_start is None:
         raise ConfigError(
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"

@@ -45,11 +45,17 @@ from dino_ds.training.frozen import begin_centers, build_frozen, feature_terms, 
 from dino_ds.training.gram import build_gram_teacher, build_gram_term, gram_schedule
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.frozen import FrozenSource
+from dino_ds.weights.read import Weights
 from dino_ds.weights.start import InitialWeights, find_start
 
 
-def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingStep:
-    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it."""
+def build_step(
+    recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
+) -> TrainingStep:
+    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it.
+
+    `start` as of `build_network`.
+    """
     check_levers(recipe, config.performance)
     if config.performance.deterministic:
         use_deterministic_kernels()
@@ -57,7 +63,7 @@ def build_step(recipe: Recipe, config: DsConfig, epoch_steps: int) -> TrainingSt
         set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     frozen = find_teacher(recipe)
     objective = build_objective(recipe, device(), frozen)
-    network = build_network(recipe, config.performance, Placement(config), objective)
+    network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
@@ -72,11 +78,13 @@ def build_network(
     performance: PerformanceOptions,
     place: Placer = lambda module: None,
     objective: Objective | None = None,
+    start: tuple[str, Weights] | None = None,
 ) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
-    It gives what the terms of `objective` need, None: the recipe's.
+    It gives what the terms of `objective` need, None: the recipe's. start: the name of weights, and these, in the place
+    of model.init_from's.
     Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
     fit.
     """
@@ -84,9 +92,11 @@ def build_network(
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
     check_backbone(recipe, network)
-    if model.init_from is not None:
-        weights = find_start(model, recipe.data.known_range, Normalisation.of(recipe))
-        place = InitialWeights(network, weights, model.init_from, place, model.pos_embed_interpolation)
+    if start is None and model.init_from is not None:
+        start = model.init_from, find_start(model, recipe.data.known_range, Normalisation.of(recipe))
+    if start is not None:
+        source, weights = start
+        place = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
         network.started_from = str(place)
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
@@ -179,7 +189,7 @@ def build_meta(
         performance.attention_backend,
         performance.packed,
         performance.cls_only_last_block,
-        mask_token=recipe.crops.mask != "none",
+        mask_token=recipe.hides_patches,
         sync_batch_norm=model.sync_batch_norm,
         rope_shift=model.rope_shift,
         rope_jitter=model.rope_jitter,
@@ -243,7 +253,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
 def _weight_schedule(ramp: Ramp, batch: int, epoch_steps: int) -> WeightSchedule:
     if ramp.length is None or ramp.end is None:
         return WeightSchedule(ramp.start, ramp.start, 1)
-    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps))
+    begin = ramp.length.begin
+    return WeightSchedule(ramp.start, ramp.end, ramp.length.in_steps(batch, epoch_steps) - begin, begin)
 
 
 def build_prefetcher(

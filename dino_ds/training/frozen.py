@@ -169,7 +169,10 @@ def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
     if not isinstance(teacher, FrozenTeacher):
         return []
     how = "heads" if recipe.teacher.distill == "heads" else "features, through a linear layer each"
-    return ["; ".join([f"distilled from {teacher.about['source']} by its {how}", *teacher.notes])]
+    lines = []
+    if recipe.regresses_features and recipe.crops.num_local:
+        lines = ["local crops are computed, and no loss compares their features: set crops.num_local 0"]
+    return [*lines, "; ".join([f"distilled from {teacher.about['source']} by its {how}", *teacher.notes])]
 
 
 def distilled(teachers: Teachers) -> dict[str, Any] | None:

@@ -51,7 +51,6 @@ class Loop:
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
         self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position
-        self._saved_step = start
         self._data_timed_out = False
 
     def run(self, open_images: Callable[[], DevicePrefetcher]) -> None:
@@ -169,7 +168,7 @@ class Loop:
             self._bad_steps.report([(out, names) for out, names, _ in window])
         if timed_out or any(asked for asked, _ in answers):
             self._saver.check_folder()
-            if run.step.applied_steps > self._saved_step:
+            if run.step.applied_steps > self._saver.saved_step:
                 self._save(wait=True)
             else:
                 self._log.info(*self._saver.finish(must=True))
@@ -205,7 +204,6 @@ class Loop:
         with self._clock.paused():
             self._reports.collect_bad_images()
             self._log.info(*self._saver.save(wait))
-        self._saved_step = self._run.step.applied_steps
 
     def _settle_save_interval(self) -> None:
         cost = self._saver.cost
@@ -221,7 +219,7 @@ class Loop:
         _, rank, by = min((not why.startswith("SIG"), rank, why) for rank, why in enumerate(reasons) if why)
         if by.startswith("SIG") and reasons.count(by) < len(reasons):
             by = f"{by} (rank {rank})"
-        saved = f"saved step {done}" if done and self._saved_step == done else "nothing to save"
+        saved = f"saved step {done}" if done and self._saver.saved_step == done else "nothing to save"
         self._log.info(f"stopped  by {by} at step {done}; {saved}. To continue: the same command with --resume")
         self._remove_stop_file()
         raise SystemExit(STOPPED)

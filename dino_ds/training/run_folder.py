@@ -18,6 +18,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import ORIGIN, Origin, holds_run
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
@@ -70,7 +71,7 @@ class RunFolder:
         self, path: Path, recipe: Recipe, config: DsConfig, resume: Resume, allow_change: str | None = None
     ) -> None:
         self.path, self.recipe, self.config = path, recipe, config
-        there = (path / "config.yaml").exists() or any(path.glob("checkpoints/step_*"))
+        there = holds_run(path)
         if resume is False and there:
             raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
         if resume not in (False, "auto") and not there:
@@ -79,6 +80,7 @@ class RunFolder:
         self.wanted_step = None if isinstance(resume, (bool, str)) else resume
         self.may_start_anew = resume in (False, "auto")
         self.run_id = _read_run_id(path) if self.resume else None
+        self.origin = Origin.read(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
         _check_kinds(path)
         if reason := why_not_writable(path / "config.yaml"):
@@ -110,12 +112,26 @@ class RunFolder:
 
     def agree(self) -> None:
         """Adopt what rank 0 has found in the folder; every rank must call it."""
-        mine = (self.resume, self.run_id, secrets.token_hex(8))
-        self.resume, self.run_id, self._new_id = distributed.gather_objects(mine)[0]
+        mine = (self.resume, self.run_id, self.origin, secrets.token_hex(8))
+        self.resume, self.run_id, self.origin, self._new_id = distributed.gather_objects(mine)[0]
 
     def adopt_run_id(self, saved: Manifest | None) -> None:
         """Take the id of the checkpoint, or that of the folder; a new run gets a new id."""
         self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
+
+    def last_step(self, epoch_steps: int, max_steps: int | None) -> int:
+        """At which training ends, after `max_steps` optimizer steps at most; a stage counts them from its first one.
+
+        Raises ConfigError for a stage that has none.
+        """
+        first = self.origin.first_step if self.origin else 0
+        last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
+        if self.origin and last <= first:
+            raise ConfigError(
+                f"{self.origin.run} has done {first} steps, and length {self.recipe.length} ends at step {last}: give "
+                "the stage a length, which counts from there"
+            )
+        return min(last, first + max_steps) if max_steps else last
 
     def write(self) -> None:
         """Write config.yaml, ds_config.json and environment.json, by rank 0; all ranks wait for it.
@@ -133,7 +149,8 @@ class RunFolder:
                 )
 
     def _write_files(self) -> None:
-        about = {"run_id": self.run_id, **describe_environment(self.path)}
+        origin = {ORIGIN: vars(self.origin)} if self.origin else {}
+        about = {"run_id": self.run_id, **origin, **describe_environment(self.path)}
         for name in _FILES:
             discard(self.path / f"{name}.tmp")  # what a killed process had not put in place yet
         try:
@@ -169,7 +186,7 @@ class RunFolder:
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
-        changed = self._changed(saved)
+        changed = self.changed(saved)
         if _OPTIMIZER in changed:
             raise CheckpointError(
                 f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
@@ -182,7 +199,8 @@ class RunFolder:
                 f"accept with --allow_change {','.join(refused)}"
             )
 
-    def _changed(self, saved: Manifest) -> dict[str, str]:
+    def changed(self, saved: Manifest) -> dict[str, str]:
+        """What of the settings that change what is learned differs from those that a checkpoint was saved with."""
         # A run from before an option did what the option's default does.
         defaults = _learned(Recipe().model_dump(mode="json"), saved.gradient_clipping)
         old = defaults | _learned(saved.recipe, saved.gradient_clipping)
@@ -193,7 +211,7 @@ class RunFolder:
     def notes_on(self, saved: Manifest) -> list[str]:
         """Differences from the start that saved a checkpoint, in lines for people."""
         old, new = saved.model_dump(), self.description()
-        notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self._changed(saved).values()]
+        notes = [f"changed since step {saved.step}, as allowed: {how}" for how in self.changed(saved).values()]
         other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
         notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
         was, now = _computed(old, new), _computed(new, old)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints
@@ -37,6 +39,8 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._run_dir = self.checkpoints.folder.parent
+        self.saved_step = 0
+        """That of this run's newest checkpoint, as far as this start knows: one that was loaded or saved."""
         self._saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
@@ -48,7 +52,7 @@ class Saver:
         """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
-                return self.checkpoints.tidy(self.step.applied_steps)
+                return self.checkpoints.tidy(self.saved_step)
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
 
@@ -70,6 +74,7 @@ class Saver:
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
+        self.saved_step = step.applied_steps
         return self._saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
 
     def poll(self) -> list[str]:
@@ -100,11 +105,28 @@ class Saver:
         }
 
     def load(self, saved: SavedCheckpoint) -> None:
-        """Puts a checkpoint into the parts of the run. Raises CheckpointError where something is missing from it."""
+        """Puts a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
+        self._load(saved, {})
+        self.saved_step = saved.manifest.step
+
+    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
+        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named."""
+        own = self.step.state()
+        self._load(saved, own)
+        return lacking(saved, own)
+
+    def restart_from(self, saved: SavedCheckpoint) -> list[str]:
+        """Of the run before the objective's running statistics: the network has begun with its teacher's weights."""
+        objective = self.step.objective
+        own = objective.state()
+        objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
+        return lacking(saved, own)
+
+    def _load(self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor]) -> None:
         state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
-            self.step.restore(saved.whole(), saved.manifest.step)
+            self.step.restore({**otherwise, **saved.whole()}, saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])
@@ -122,3 +144,10 @@ class Saver:
             write_tensors(temporary, backbone, {"format": "pt"})
         about = self.about_teacher(saved.manifest.step)
         replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+
+
+def lacking(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
+    """A line about those of a new run's tensors that a checkpoint has not, by their first names."""
+    missing = own.keys() - saved.whole().keys()
+    names = sorted({".".join(name.split(".")[:2]) for name in missing})
+    return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []

@@ -93,6 +93,15 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
     return run / "checkpoints" / step_name(step) if isinstance(step, int) and 0 <= step < 10**12 else None
 
 
+def teacher_weights(saved: SavedCheckpoint) -> Weights:
+    """Those of the EMA teacher of a verified checkpoint, its heads among them."""
+    whole, prefix = saved.whole(), f"{_TEACHER}backbone."
+    backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+    mask_token = backbone.pop(_MASK_TOKEN.removeprefix(prefix), None)
+    local = {name: backbone.pop(name) for name in list(backbone) if name.startswith(LOCAL_NORM)}
+    return Weights("dino_ds", backbone, heads_of(whole), mask_token=mask_token, local_norm=local)
+
+
 def heads_of(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Of the tensors of a checkpoint those of the teacher's heads, by the head's name."""
     heads: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)

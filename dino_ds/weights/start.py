@@ -19,7 +19,7 @@ from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
 from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
-from dino_ds.weights.dinov3 import LOCAL_NORM, with_biases
+from dino_ds.weights.dinov3 import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of
@@ -196,7 +196,9 @@ class InitialWeights:
         return head
 
     def _fit_backbone(self, weights: Weights, own: dict[str, tuple[int, ...]], interpolation: str) -> dict[str, Tensor]:
-        theirs = {f"backbone.{name}": t for name, t in weights.backbone.items()}
+        backbone, local_norm = split_local_norm(weights.backbone)  # of a checkpoint they are together
+        local_norm = local_norm or weights.local_norm
+        theirs = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
             theirs[_MASK_TOKEN] = weights.mask_token
@@ -204,7 +206,7 @@ class InitialWeights:
             self._said.append("it has no mask token: our own starts at zero")
         elif weights.mask_token is not None:
             self._said.append("its mask token is left out: this run hides no patches")
-        theirs |= self._fit_local_norm(weights, shapes)
+        theirs |= self._fit_local_norm(local_norm, shapes)
         start = f"model.init_from {self._source}"
         fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
         place = "backbone.pos_embed"
@@ -212,16 +214,16 @@ class InitialWeights:
             self._said.append(f"position embedding resized to {shapes[place][1]} places")
         return fitting
 
-    def _fit_local_norm(self, weights: Weights, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    def _fit_local_norm(self, local_norm: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Their norm of local crops' CLS tokens if ours has one; what it is not there for is taken out of `shapes`."""
         wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
-        if wanted and weights.local_norm:
-            return {f"backbone.{name}": tensor for name, tensor in weights.local_norm.items()}
+        if wanted and local_norm:
+            return {f"backbone.{name}": tensor for name, tensor in local_norm.items()}
         for name in wanted:
             del shapes[name]
         if wanted:
             self._said.append("it has no norm for CLS tokens of local crops: our own starts anew")
-        elif weights.local_norm:
+        elif local_norm:
             self._said.append("its norm for CLS tokens of local crops is left out")
         return {}
 

@@ -402,6 +402,7 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     files = [*(["recipe"] if command.takes_recipe else []), *(["ds", "ds_path"] if command.takes_ds else [])]
     files += ["train_words", "train"] if command.takes_train else []
     files += ["ds_overrides"] if command.ds_shown else []
+    files += ["given"] if command is TRAIN else []
     assert set(parameters) == {"options", *files}
     assert inspect.signature(function, eval_str=True).parameters["options"].annotation is command.options
 

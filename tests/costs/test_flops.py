@@ -13,14 +13,18 @@ from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import gram_flops, step_flops, vit_of
+from dino_ds.costs.flops import gram_flops, recipe_step_flops, step_flops, vit_of
+from dino_ds.costs.frozen import frozen_spec
 from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, hidden_patches
+from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.process import init_distributed
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.objectives.dino import DINO
+from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.load import Backbone
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import by_group, centered, dino_network
 
@@ -120,6 +124,24 @@ def test_a_whole_training_step_costs_what_the_model_says(changes, cls_only):
     expected += 4 * sum(gram_flops(arch, objective, recipe.groups, 4, cls_only).values())
     koleo = objective.koleo_crops * 2 * 4 * 4 * vit_of(recipe).width
     assert counted.get_total_flops() == expected + koleo
+
+
+@pytest.mark.parametrize("changes", [{"objective__dino_weight": "0.5"}, {"crops__mask": "none"}])
+def test_a_distilled_teachers_pass_and_the_layers_to_its_features(changes, tmp_path):
+    """Exactly, by the architecture that the JSON beside it tells: wider and deeper than the student's."""
+    arch = ViTSpec(8, 64, 4, 4, rope="separate", registers=2)
+    export_safetensors(Backbone(VisionTransformer(arch, 32), 32, "a test", {}), tmp_path / "large.safetensors")
+    ibot = {} if "crops__mask" in changes else IBOT
+    source = {"teacher__source": str(tmp_path / "large.safetensors"), "teacher__distill": "features"}
+    init_distributed()
+    recipe = tiny_recipe(**ibot | source | changes)
+    trial = build_trial(*resolve(recipe, tiny_ds(0, dino_ds={"attention": "naive"}), "test.json", 4))
+    with _count_flops() as counted:
+        trial.run()
+    assert frozen_spec(recipe) == arch
+    assert counted.get_total_flops() == 4 * sum(recipe_step_flops(recipe, True).values())
+    names = {name: p.numel() for name, p in trial.step.teachers["ema"].network.named_parameters()}
+    assert recipe_sizes(recipe) == names
 
 
 def test_the_expected_number_of_hidden_patches_is_that_of_the_masks():

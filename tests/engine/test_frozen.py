@@ -37,7 +37,8 @@ def teacher(tmp_path_factory):
 
 def _recipe(source, **changes):
     return tiny_recipe(**{
-        "data__global_batch": str(BATCH), "length": "20 steps", "crops__mask": "dinov2", "model__drop_path": "0",
+        "data__global_batch": str(BATCH), "length": "20 steps", "crops__mask": "dinov2",
+        "crops__mask_hides": "false", "model__drop_path": "0",
         "objective__centering": "sinkhorn", "objective__ibot_weight": "1", "objective__koleo_weight": "0.1",
         "objective__koleo_ranks": "all", "objective__freeze_prototypes": "0 steps", "optimizer__warmup": "1 steps",
         "optimizer__lr": "0.05", "optimizer__eps": "1e-2", "teacher__momentum": "0.9", "teacher__source": source,
@@ -104,7 +105,7 @@ def test_a_sharded_teacher_gives_the_same(teacher, stage, kind, precision):
 
 
 def test_features_on_two_ranks(teacher):
-    changes = {"teacher__distill": "features", "crops__mask": "none"}
+    changes = {"teacher__distill": "features", "crops__mask": "none", "crops__mask_hides": "true"}
     changes |= {f"ibot_head__{key}": value for key, value in
                 {"prototypes": "65536", "hidden": "2048", "bottleneck": "256"}.items()}  # fmt: skip
     (one,) = run_on_ranks(_distil, teacher, 0, world=1, **changes)

@@ -95,9 +95,13 @@ def test_a_file_without_heads_teaches_by_features_alone(place):
     shutil.copy(place / "teacher/teacher.json", file.with_suffix(".json"))
     said = _distil(place, "file", teacher=file.name)
     assert said == f"teacher.source {file} has no heads: set teacher.distill features, or give a run that has them"
-    none = {"crops.mask": "none", "teacher.distill": "features"}
-    assert _distil(place, "file", {**none, **_plain_head()}, teacher=file.name, max_steps=1) is None
+    none = {"crops.mask": "none", "teacher.distill": "features", **_plain_head()}
+    assert _distil(place, "global", {**none, "crops.num_local": "0"}, teacher=file.name, max_steps=1) is None
+    assert "local crops are computed" not in (place / "global/log.txt").read_text()
+    assert _distil(place, "file", none, teacher=file.name, max_steps=1) is None
     metrics = [json.loads(line) for line in (place / "file/metrics.jsonl").read_text().splitlines()]
+    log = (place / "file/log.txt").read_text()
+    assert "by its features, through a linear layer each" in log and "set crops.num_local 0" in log
     losses = [line["dino_loss"] for line in metrics if "dino_loss" in line]
     assert losses and 0 < losses[-1] < 2
 
@@ -143,6 +147,18 @@ def test_nothing_to_distil_is_refused():
         load_recipe(None, {"teacher.distill": "features"})
     with pytest.raises(ConfigError, match=r"teacher\.source teaches nothing"):
         load_recipe(None, {"teacher.source": "x", "objective.dino_weight": "0", "objective.koleo_weight": "1"})
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov2_vitl16_short")]
+)
+def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
+    """Prototypes of each head, and patches."""
+    first, second = load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {})
+    assert first.head.prototypes == second.head.prototypes
+    assert first.objective.ibot_head == second.objective.ibot_head
+    assert bool(first.objective.ibot_weight) == bool(second.objective.ibot_weight)
+    assert first.model.spec().stride == second.model.spec().stride
 
 
 def test_the_product_can_teach_again(place):

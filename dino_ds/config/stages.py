@@ -1,0 +1,165 @@
+"""The recipe of a stage of training, which begins with another run: that run's, with what the stage sets. No torch.
+
+What a stage sets counts from the step at which it began; what it leaves goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dino_ds.config.fields import Length, Ramp, Section
+from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError, ConfigError
+
+ORIGIN = "from"
+"""The key of environment.json with the `Origin` of a stage."""
+_OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
+"""What a stage does not take over from the run's recipe: it says how that run began."""
+_STARTS_GRAM = {"gram.weight", "gram.teacher", "gram.start"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which run a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
+
+    run: str
+    run_id: str
+    step: int
+    stage_start: str
+
+    @property
+    def first_step(self) -> int:
+        """The step from which the stage counts."""
+        return self.step if self.stage_start == "continue" else 0
+
+    @staticmethod
+    def read(run_dir: Path) -> Origin | None:
+        """Of the run in this folder; None where it began with nothing, or its environment.json can't be read."""
+        try:
+            found = json.loads((run_dir / "environment.json").read_text())[ORIGIN]
+            texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
+            run, run_id, stage_start = texts
+            return Origin(run, run_id, int(found["step"]), stage_start)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+
+@dataclass(frozen=True)
+class Given:
+    """A recipe as it was given: the names, and the options of the command line."""
+
+    config: str | None
+    overrides: Mapping[str, str]
+
+    def of_start(self, run_dir: Path, origin: Path | None, resumes: bool) -> Recipe:
+        """The recipe of a start in `run_dir`: of a stage that is there already by the file that it has written, else
+        over that of the run `origin`, else by itself. Raises ConfigError, CheckpointError.
+        """
+        own = run_dir / "config.yaml"
+        if resumes and own.is_file() and (before := load_recipe(str(own), {})).stage_start is not None:
+            there = Origin.read(run_dir)
+            return self.begun(self.over(before, forget=False), there.first_step if there else 0)
+        recipe = self.over(recipe_of(origin)) if origin else load_recipe(self.config, self.overrides)
+        if (origin is None) != (recipe.stage_start is None):
+            raise ConfigError(_one_without_the_other(recipe))
+        if origin and origin.resolve() == run_dir.resolve():
+            raise ConfigError(
+                f"--from {origin} is the run folder itself: --resume continues it, --run_dir names another"
+            )
+        if origin and recipe.model.init_from is not None:
+            raise ConfigError(
+                f"--from {origin} and model.init_from {recipe.model.init_from}: a run begins with one of them"
+            )
+        return recipe
+
+    def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
+        """What is given, over the recipe of the run that a stage begins with."""
+        return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
+
+    def begun(self, recipe: Recipe, step: int) -> Recipe:
+        """`recipe` of a stage that began at `step`: what is set here counts from there, what is taken over stays. A
+        stage that starts again at step 0 counts everything from there."""
+        written = keys_set_by(self.config, self.overrides)
+        restarts = recipe.stage_start == "restart"
+        moved = {
+            key: show_value(_counted_from(value, 0 if restarts else step))
+            for key, value in _that_count(recipe)
+            if restarts or _is_set(key, written)
+        }
+        return change_recipe(recipe, moved) if moved else recipe
+
+
+def check_chain(first: Recipe, others: Sequence[Given]) -> None:
+    """Raises ConfigError where the recipes of `others`, each over the one before, can't be those of stages."""
+    recipe = first
+    for one in others:
+        recipe = one.over(recipe)
+        if recipe.stage_start is None:
+            raise ConfigError(f"--stages {one.config}: {_one_without_the_other(recipe)}")
+        recipe.check_learning_rates()
+        recipe.check_batch()
+
+
+def split_origin(place: str) -> tuple[Path, int | None]:
+    """RUN or RUN/checkpoints/step_N -> the run folder, and the step if it is named."""
+    path = Path(place)
+    match = re.fullmatch(r"step_(\d{8,12})", path.name)
+    if match and path.parent.name == "checkpoints":
+        return path.parent.parent, int(match[1])
+    return path, None
+
+
+def stage_folder(run_dir: str, number: int, given: Given) -> Path:
+    """That of a stage of `--stages`, counted from 1."""
+    return Path(run_dir) / f"{number}_{Path(given.config or '').stem}"
+
+
+def holds_run(run_dir: Path) -> bool:
+    return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
+
+
+def recipe_of(run_dir: Path) -> Recipe:
+    """That of the run in this folder. Raises CheckpointError where there is none."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder")
+    return load_recipe(str(path), {})
+
+
+def _one_without_the_other(recipe: Recipe) -> str:
+    if recipe.stage_start is None:
+        return (
+            "no stage_start says what is taken over from the run before: set it, or add --stage_start continue (its "
+            "whole training state, steps count on) or --stage_start restart (its teacher's weights, from step 0)"
+        )
+    return (
+        f"stage_start {recipe.stage_start}: the recipe is a stage, which begins with another run: add --from RUN, or "
+        "give several recipes with --stages"
+    )
+
+
+def _that_count(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values, by dotted name, that count from the step at which a stage began."""
+    for key, value in section:
+        name = f"{prefix}{key}"
+        if isinstance(value, Section):
+            yield from _that_count(value, f"{name}.")
+        elif name in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None):
+            yield name, value
+
+
+def _is_set(key: str, written: Collection[str]) -> bool:
+    return bool(_STARTS_GRAM & set(written)) if key == "gram.start" else key in written
+
+
+def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:
+    if isinstance(value, Length):
+        return replace(value, begin=step)
+    assert value.length is not None
+    return replace(value, length=replace(value.length, begin=step))
