@@ -218,7 +218,7 @@ class GramSection(Section):
 class TeacherSection(Section):
     source: PathText | None = option(
         None,
-        "distillation, or --teacher.from: frozen teacher to learn from: a run, weights, or a timm name; none = the EMA",
+        "distillation (or --teacher.from): the frozen teacher, a run folder, weights or a timm name; none = the EMA",
     )
     distill: Literal["heads", "features"] = option(
         "heads", "of teacher.source: its heads' outputs are the targets, or its features through a linear layer"
