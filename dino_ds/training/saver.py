@@ -109,10 +109,11 @@ class Saver:
         self._load(saved, {})
         self.saved_step = saved.manifest.step
 
-    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
-        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named."""
+    def continue_from(self, saved: SavedCheckpoint, new: tuple[str, ...] = ()) -> list[str]:
+        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
+        So does, unnamed, what begins with a name of `new`."""
         own = self.step.state()
-        self._load(saved, own)
+        self._load(saved, own, new)
         return lacking(saved, own)
 
     def restart_from(self, saved: SavedCheckpoint) -> list[str]:
@@ -122,11 +123,12 @@ class Saver:
         objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
         return lacking(saved, own)
 
-    def _load(self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor]) -> None:
+    def _load(self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor], new: tuple[str, ...] = ()) -> None:
         state = saved.manifest.state
+        whole = {name: tensor for name, tensor in saved.whole().items() if not name.startswith(new)}
         try:
             self.step.engine.load_state(saved)
-            self.step.restore({**otherwise, **saved.whole()}, saved.manifest.step)
+            self.step.restore({**otherwise, **whole}, saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])

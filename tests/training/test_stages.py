@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dino_ds.errors import UserError
 from dino_ds.report.folder import read_run
@@ -266,6 +266,23 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
     last = whole_tensors(after, 2)
     for name in gram:
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
+
+
+@pytest.mark.parametrize("refreshed", ["0 steps", "3 steps"])
+def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, refreshed):
+    """The run before had one of its own, of other weights: neither refused nor taken for the stage's."""
+    files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
+    weights = load_file(base / "teacher.safetensors")
+    for factor, file in enumerate(files, 2):
+        save_file({name: tensor * factor for name, tensor in weights.items()}, file)
+        shutil.copy(base / "teacher.json", file.with_suffix(".json"))
+    one, other = (GRAM | {"gram.teacher": str(file), "gram.refresh_every": refreshed} for file in files)
+    assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
+    assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None
+    had, has = (whole_tensors(folder, step) for folder, step in ((first, 6), (path, 7)))
+    gram = [name for name in had if name.startswith("teachers.gram.")]
+    assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
+    assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
 
 
 def chain(folder: Path, images: Path) -> list[str]:
