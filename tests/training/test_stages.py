@@ -225,6 +225,20 @@ def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
     assert "it has no ibot_center: as at the beginning of a run" in log_of(path)
 
 
+def test_regression_of_features_trains_no_heads(base, tmp_path):
+    """So no stage with heads begins with such a run, and no stage of that kind goes on with another's moments."""
+    first, path = tmp_path / "first", tmp_path / "stage"
+    regressed = {"teacher.source": str(base), "teacher.distill": "features"}
+    assert "has head, ibot_head, which this stage does not train" in str(
+        run(words_of(path, "--from", str(base), *flags(CONTINUE | regressed)))
+    )
+    stage = ["--from", str(base), *flags(RESTART | regressed)]
+    assert run(words_of(first, *stage, max_steps="1")) is None
+    heads = {"teacher.source": "none", "teacher.distill": "heads"}
+    assert "has no head: a stage can't begin" in str(run(words_of(path, "--from", str(first), *flags(RESTART | heads))))
+    assert not path.exists()
+
+
 def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
     first, path = tmp_path / "first", tmp_path / "stage"
     short = {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
