@@ -63,14 +63,14 @@ def our_name(theirs: str, dinov3: bool = False) -> str:
 
 
 def from_reference_v2(
-    tensors: Mapping[str, Tensor], prefix: str = "", learned_lengths: bool = False
+    tensors: Mapping[str, Tensor], prefix: str = "", learned_lengths: bool = False, dinov3: bool = False
 ) -> dict[str, Tensor]:
     """The tensors below `prefix` under our names; prototypes' lengths are all 1 and left out unless learned.
 
     With registers the place of the CLS token is added to it: our position embedding covers the patches alone then.
-    dinov3's bias of queries, keys and values is cut in three; "attn.k_bias" is left out where its mask makes it zero.
+    dinov3: of its networks, whose bias of queries, keys and values is cut in three; "attn.k_bias" is left out where its
+    mask makes it zero.
     """
-    dinov3 = not any(name.startswith(prefix) and name.endswith("pos_embed") for name in tensors)
     ours = {our_name(name.removeprefix(prefix), dinov3): t for name, t in tensors.items() if name.startswith(prefix)}
     for name in [name for name in ours if name.endswith("prototypes.lengths") and not learned_lengths]:
         assert torch.all(ours.pop(name) == 1)

@@ -26,7 +26,7 @@ from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.objectives.base import Measured, Needs, Objective, Outputs, StudentOutputs, Term
-from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
+from dino_ds.objectives.dino import DINO, HEAD, LOCAL, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IbotTerm
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
@@ -90,8 +90,9 @@ class PairwiseTerm(Term):
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
         probs = targets
         logits = (cast(Tensor, student[DINO]) / self.student_temp).split(probs.shape[1])
+        local = schedule.weights.get(LOCAL, 1.0)
         losses = [
-            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean()
+            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(probs) else local)
             for t, target in enumerate(probs)
             for s, crop in enumerate(logits)
             if s != t

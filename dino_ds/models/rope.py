@@ -60,7 +60,7 @@ class RopeTables:
         return self._kept[key]
 
     def _turns(self, device: torch.device) -> Tensor:
-        return self._made((device,), lambda: 2 * math.pi / periods(self._arch, device))
+        return self._made((device,), lambda: frequencies(self._arch, device))
 
     def _axes(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         axes = self._made((device, *grid, "axes"), lambda: torch.cat(coordinates(*grid, self._sides, device)))
@@ -192,21 +192,21 @@ def _draws(step_key: Tensor, sizes: int, blocks: int, device: torch.device) -> T
     return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
 
 
-def periods(arch: ViTSpec, device: torch.device) -> Tensor:
-    """Of the rotation pairs of one axis, FP32: as many as a quarter of a head's width, each longer than the one before
-    by the same factor."""
+def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:
+    """2 pi / period of the rotation pairs of one axis, FP32: as many as a quarter of a head's width, each period longer
+    than the one before by the same factor."""
     count = arch.width // arch.heads // 4
     least, most = arch.rope_min_period, arch.rope_max_period
     if least is None or most is None:
         least, factor = 1.0, arch.rope_base ** (1 / count)
     else:
         factor = (most / least) ** (1 / max(count - 1, 1))
-    powers = torch.arange(count, device=device, dtype=torch.float64) * math.log(factor)
-    return (powers.exp() * least).float()
+    powers = torch.arange(count, device=device, dtype=torch.float64) * -math.log(factor)
+    return (powers.exp() * (2 * math.pi / least)).float()
 
 
 def table(rows: Tensor, columns: Tensor, turns: Tensor) -> Tensor:
-    """Coordinates (..., height), (..., width), 2 pi / `periods` -> (..., 2, height * width, c / 2): cosines, sines."""
+    """Coordinates (..., height), (..., width), `frequencies` -> (..., 2, height * width, c / 2): cosines, sines."""
     vertical, horizontal = (axis.unsqueeze(-1) * turns for axis in (rows, columns))
     grid = (*rows.shape, columns.shape[-1], len(turns))
     parts = (vertical.unsqueeze(-2).expand(grid), horizontal.unsqueeze(-3).expand(grid))

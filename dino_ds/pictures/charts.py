@@ -88,11 +88,13 @@ SMALL = (
     Series("teacher_entropy", "Teacher entropy", "nats"),
     Series("kl", "KL of teacher and student", "nats"),
     Series("dino_loss", "DINO: loss of the CLS token", "nats"),
+    Series("dino_cross_entropy", "DINO: cross-entropy, pairs by their weight", "nats"),
     Series("ibot_loss", "iBOT: loss over all global crops", "nats"),
     Series("ibot_cross_entropy", "iBOT: cross-entropy of masked patches", "nats"),
     Series("ibot_teacher_entropy", "iBOT: teacher entropy", "nats"),
     Series("ibot_kl", "iBOT: KL of teacher and student", "nats"),
     Series("koleo_loss", "KoLeo, sum over the global crops"),
+    Series("gram_loss", "Gram: squared difference of patch similarities", zero=True),
     Series("grad_norm", "Gradient norm, before clipping"),
     Series("lr", "Learning rate", zero=True),
     Series("weight_decay", "Weight decay"),
@@ -125,7 +127,8 @@ def other_series(runs: Iterable[Metrics]) -> list[Series]:
 
 def loss_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
     """The KL divergence is drawn on top of the entropy; together they are the loss."""
-    entropy, loss = metrics["teacher_entropy"], "dino_loss" if "dino_loss" in metrics.curves else "loss"
+    entropy = metrics["teacher_entropy"]
+    loss = next(key for key in ("dino_cross_entropy", "dino_loss", "loss") if key in metrics.curves or key == "loss")
     lines = [
         Line("teacher entropy", entropy, 1, "area"),
         Line("+ KL", metrics["kl"], 4, "hidden"),

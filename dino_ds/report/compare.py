@@ -41,6 +41,7 @@ _TERMS = {
     "iBOT's cross-entropy": "ibot_cross_entropy",
     "iBOT's teacher entropy": "ibot_teacher_entropy",
     "KoLeo": "koleo_loss",
+    "Gram": "gram_loss",
 }
 """Figures that are shown where a run has other terms than DINO's alone."""
 Facts = dict[str, Any]

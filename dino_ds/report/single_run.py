@@ -75,12 +75,15 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 def _loss_parts(facts: dict[str, Any]) -> str:
     """Such as "entropy 2.10 + KL 0.61"; of several terms each by its name, unweighted."""
     parts = []
-    for name, loss, prefix in (("DINO's", "dino_loss", ""), ("iBOT's", "ibot_cross_entropy", "ibot_")):
+    dino = "dino_loss" if facts.get("dino_cross_entropy") is None else "dino_cross_entropy"
+    for name, loss, prefix in (("DINO's", dino, ""), ("iBOT's", "ibot_cross_entropy", "ibot_")):
         if facts.get(f"{prefix}kl") is not None:
             sums = f"entropy {nats(facts[f'{prefix}teacher_entropy'])} + KL {nats(facts[f'{prefix}kl'])}"
             parts.append(sums if facts.get(loss) is None else f"{name} {nats(facts[loss])} = {sums}")
     if facts.get("koleo_loss") is not None:
         parts.append(f"KoLeo {nats(facts['koleo_loss'])}")
+    if facts.get("gram_loss") is not None:
+        parts.append(f"Gram {number(facts['gram_loss'], 3)}")
     return "; ".join(parts)
 
 

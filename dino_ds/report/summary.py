@@ -13,7 +13,10 @@ from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
 from dino_ds.report.folder import RunFiles
 
-_OF_TERMS = ("dino_loss", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl", "koleo_loss")
+_OF_TERMS = (
+    *("dino_loss", "dino_cross_entropy", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl"),
+    *("koleo_loss", "gram_loss"),
+)
 """Keys of runs with other terms than DINO's alone."""
 
 

@@ -74,6 +74,18 @@ def test_command_line_beats_file_beats_default(write):
     assert (recipe.optimizer.lr, recipe.optimizer.beta1, recipe.optimizer.beta2) == (2e-4, 0.8, 0.999)
 
 
+def test_several_recipes_go_one_over_another(write):
+    """As a stage over the run before it."""
+    stage = write("length: 3 steps from step 7\nobjective: {koleo_weight: 0..1 over 2 epochs from step 7}\n")
+    recipe = load_recipe(f"vitb16,{stage}", {"seed": "3"})
+    assert recipe == change_recipe(load_recipe("vitb16", {}), {"seed": "3"}, stage)
+    assert recipe.model.backbone == "vit_base_patch16_224" and recipe.length.in_steps(1, 1) == 10
+    assert recipe.length.begin == 7 and str(recipe.objective.koleo_weight) == "0..1 over 2 epochs from step 7"
+    assert load_recipe(write(dump_recipe(recipe), "again.yaml"), {}) == recipe
+    assert "counts from the beginning of the run" in _problems(optimizer__warmup="3 steps from step 2")[0]
+    assert _problems(f"vitb16,{stage},vitb17")[0].startswith("no recipe is named 'vitb17'")
+
+
 def test_yaml_traps_are_closed(write):
     """YAML 1.1 reads 1e-4 as text and `no` as False; the schema decides instead."""
     recipe = load_recipe(

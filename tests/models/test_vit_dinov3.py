@@ -63,7 +63,7 @@ def _recorded(kind):
     """What was recorded of `kind`, its settings, and our network with its weights."""
     meta, prefix = golden_v2_meta()["vit"]["dinov3"][kind], f"{kind}."
     numbers = {name.removeprefix(prefix): t for name, t in golden_v2("vit_dinov3").items() if name.startswith(prefix)}
-    weights = from_reference_v2(numbers, "weights.")
+    weights = from_reference_v2(numbers, "weights.", dinov3=True)
     vit = VisionTransformer(replace(_NARROW, **KINDS[kind]), 32, BackboneOptions(mask_token=True))
     for name in [name for name in weights if name.endswith("k_bias")]:
         attention = vit.get_submodule(name.removesuffix(".k_bias"))

@@ -18,7 +18,16 @@ from dino_ds.errors import UserError
 from dino_ds.report.folder import read_run
 from dino_ds.report.origin import environment_rows, reproduction
 from tests.ranks import run_on_ranks
-from tests.training.harness import REPOSITORY, TINY, image_folder, log_of, losses_of, read_manifest, whole_tensors
+from tests.training.harness import (
+    REPOSITORY,
+    TINY,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    whole_tensors,
+)
 from tests.training.test_resume import DINOV2, assert_same_checkpoint
 
 CONTINUE, RESTART = {"stage_start": "continue"}, {"stage_start": "restart"}
@@ -225,6 +234,38 @@ def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
     assert not path.exists()
     assert run([*stage, "--length", "1 steps"]) is None
     assert [step for step, _ in losses_of(path)] == [3]
+
+
+GRAM = {"gram.weight": "0..2 over 3 steps", "gram.crop_size": "48", "length": "4 steps", "teacher.momentum": "0.5"}
+
+
+def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
+    """The run before had none: the snapshot is its EMA teacher, stays, and is resumed with the stage to the bit. The
+    next stage takes the teacher that this one ended with."""
+    straight, parts, after = tmp_path / "straight", tmp_path / "parts", tmp_path / "after"
+    stage = ["--from", str(base), *flags(CONTINUE | GRAM)]
+    assert run(words_of(straight, *stage)) is None
+    assert run(words_of(parts, *stage, max_steps="2")) is None
+    assert run(words_of(parts, "--resume")) is None
+    assert losses_of(parts) == losses_of(straight)
+    assert_same_checkpoint(parts, straight, 9)
+    recipe = yaml.safe_load((parts / "config.yaml").read_text())
+    assert recipe["gram"]["start"] == "0 steps from step 5" and recipe["length"] == "4 steps from step 5"
+    log = log_of(parts)
+    assert "it has no teachers.gram: as at the beginning of a run" in log
+    assert "teacher the EMA teacher as it is after step 5; it sees the global crops at 48 pixels" in log
+    gram_losses = [record["gram_loss"] for record in read_metrics(straight)]
+    assert gram_losses[0] == 0 < min(gram_losses[1:])  # the ramp begins at 0
+    snapshots = {"base": whole_tensors(base, 5), "stage": whole_tensors(parts, 9)}
+    gram = [name for name in snapshots["stage"] if name.startswith("teachers.gram.")]
+    assert len(gram) > 20
+    for name in gram:
+        assert torch.equal(snapshots["stage"][name], snapshots["base"][name.replace("teachers.gram.", "teacher.")])
+    more = {"length": "2 steps", "crops.resolutions": "32/16/48:0.5,48/16/64:0.5", "teacher.momentum": "0.5"}
+    assert run(words_of(after, "--from", str(parts), *flags(RESTART | more))) is None
+    last = whole_tensors(after, 2)
+    for name in gram:
+        assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
 def chain(folder: Path, images: Path) -> list[str]:
