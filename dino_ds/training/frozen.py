@@ -60,7 +60,8 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
         )
     with torch.device("meta"):
         backbone = build_backbone(spec, source.image_size)
-    for side in dict.fromkeys(teacher_sizes(recipe.groups, FROZEN)):
+    steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]
+    for side in dict.fromkeys(side for groups in steps for side in teacher_sizes(groups, FROZEN)):
         try:
             backbone.check_image(side, side)
         except ConfigError as error:
