@@ -7,13 +7,13 @@ docs/scaling.md.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import ffn_weights
 from dino_ds.costs.memory import GIB, count_parameters
@@ -43,11 +43,12 @@ _BEGIN, _END = "<!-- made by: make tiers -->", "<!-- end of what make tiers make
 
 @dataclass(frozen=True)
 class Case:
-    """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe they train.
+    """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe they train, with that of a `stage` over it.
 
     On several nodes the weights are sharded, with a second copy of the shards in each node (ZeRO++'s hpZ), so that the
     backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers. `local`: crops of
-    the recipe, and `images`: the micro-batch, where they are given and not the recipe's and the planner's.
+    the recipe, and `images`: the micro-batch, where they are given and not the recipe's and the planner's; `clipping`:
+    the largest norm of gradients.
     """
 
     tier: str
@@ -57,9 +58,12 @@ class Case:
     quantized: bool = False
     local: int | None = None
     images: int | None = None
+    stage: str | None = None
+    clipping: float = 3.0
 
     def load(self) -> Recipe:
-        return load_recipe(self.recipe, {} if self.local is None else {"crops.num_local": str(self.local)})
+        recipe = load_recipe(self.recipe, {} if self.local is None else {"crops.num_local": str(self.local)})
+        return recipe if self.stage is None else change_recipe(recipe, {}, self.stage)
 
     @property
     def card(self) -> Gpu:
@@ -85,19 +89,25 @@ CASES = [
     *(Case("24gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit3b14", "vit7b16")),
     *(Case("v100_32gb", recipe, 8) for recipe in ("vitb16", "vitl16")),
     *(Case("40gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
-    Case("40gb", "vit7b16", 8, nodes=8),
-    *(Case("80gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+    *(Case("80gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14")),
     *(Case("80gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short", "vitl14", "vitg14")),
     *(Case("24gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short")),
     Case("80gb", "vit7b16", 8, nodes=8),
     Case("80gb", "vit7b16", 8, nodes=8, quantized=True),
-    *(Case("141gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
+    *(Case("141gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit1b14", "vit3b14")),
+    *(
+        Case(tier, "dinov3_vit7b16", 8, nodes, stage=stage, clipping=30.0)
+        for stage in (None, "dinov3_gram")
+        for tier in ("40gb", "80gb", "141gb")
+        for nodes in (1, 8, 32)
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What a case came to. `ds`: the file's content; fit: on the case's GPUs."""
+    """What a case came to. `ds`: the content of the file `name`, which may be named for fewer nodes; fit: on the case's
+    GPUs."""
 
     name: str
     ds: dict[str, Any]
@@ -105,10 +115,22 @@ class TierConfig:
 
 
 Planned = list[tuple[Case, TierConfig | None]]
+"""Each case and what it came to, None where nothing fits."""
 
 
 def plan_all() -> Planned:
-    return [(case, plan_case(case)) for case in CASES]
+    """Cases on other numbers of nodes share a file where one serves both."""
+    found = Planned()
+    for case in CASES:
+        config = plan_case(case)
+        others = [
+            other.name
+            for one, other in found
+            if config and other and (one.tier, one.recipe, one.stage) == (case.tier, case.recipe, case.stage)
+            if other.ds == config.ds
+        ]
+        found.append((case, replace(config, name=others[0]) if config and others else config))
+    return found
 
 
 def plan_case(case: Case) -> TierConfig | None:
@@ -140,7 +162,15 @@ def plan_case(case: Case) -> TierConfig | None:
 
 
 def _name(case: Case, shape: Shape) -> str:
-    parts = [case.tier, f"{case.ranks}gpu", case.recipe, f"zero{shape.stage}", "bf16" if case.card.bf16 else "fp16"]
+    stage = [] if case.stage is None else [case.stage.rpartition("_")[2]]
+    parts = [
+        case.tier,
+        f"{case.ranks}gpu",
+        case.recipe,
+        *stage,
+        f"zero{shape.stage}",
+        "bf16" if case.card.bf16 else "fp16",
+    ]
     parts += ["checkpointing"] * shape.checkpointing + ["offload"] * (shape.offload == "optimizer")
     parts += ["offload_all"] * (shape.offload == "optimizer and weights")
     parts += ["zeropp" if case.quantized else "hpz"] * (case.nodes > 1)
@@ -150,7 +180,7 @@ def _name(case: Case, shape: Shape) -> str:
 def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
     """As the planner's, at stage 3 for large blocks, and for several nodes."""
     ds = {"train_micro_batch_size_per_gpu": "auto", **ds_of(shape, case.card.bf16)}
-    zero = ds["zero_optimization"]
+    zero, ds["gradient_clipping"] = ds["zero_optimization"], case.clipping
     if shape.stage == 3:
         block = _block_weights(recipe)
         # A block in use, the next one on its way, and the last one that is not yet released.
@@ -190,10 +220,14 @@ def table(planned: Planned) -> str:
 def _cells(case: Case, found: TierConfig | None) -> list[str]:
     recipe, memory = case.load(), f"{case.card.memory_gib:g}"
     gpus = f"{case.gpus} x {case.nodes} nodes" if case.nodes > 1 else str(case.gpus)
-    start = [case.tier.replace("_", " "), gpus, case.recipe, str(recipe.crops.num_local)]
+    name = case.recipe if case.stage is None else f"{case.recipe}, {case.stage}"
+    start = [case.tier.replace("_", " "), gpus, name, str(recipe.crops.num_local)]
     if found is None:
-        teacher = 4 * count_parameters(recipe) / GIB
-        return [*start, *["–"] * 6, "does not fit", memory, f"the FP32 teacher alone takes {teacher:.1f}"]
+        ds = _ds_json(case, recipe, Shape(3, "", True))
+        parts = fit_with(recipe, ds, "", case.ranks, 0.0, 1).memory.parts
+        teachers, least = sum(n for part, n in parts.items() if "teacher" in part), sum(parts.values())
+        why = f"{least / GIB:.1f} with one image, {teachers / GIB:.1f} of it teachers"
+        return [*start, *["–"] * 6, "does not fit", memory, why]
     config, zero = found.fit.config, found.ds["zero_optimization"]
     host = [word for key, word in (("optimizer", "optimizer"), ("param", "weights")) if f"offload_{key}" in zero]
     return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
@@ -93,8 +92,7 @@ class ObjectiveCosts:
         """groups: of a step of one of several resolutions; None: the recipe's."""
         how, found = recipe.objective, list[CrossEntropy]()
         groups = recipe.groups if groups is None else groups
-        teacher = EMA if recipe.teacher.source is None else FROZEN
-        regresses = teacher == FROZEN and recipe.teacher.distill == "features"
+        teacher, regresses = recipe.taught_by, recipe.regresses_features
         seen = len(teacher_sizes(groups, teacher))
         if how.dino_weight and not regresses:
             rows = len(student_sizes(groups))
@@ -157,9 +155,7 @@ def _regressions(recipe: Recipe, groups: Sequence[CropGroup]) -> tuple[tuple[str
 
 def groups_of_steps(recipe: Recipe) -> list[tuple[float, tuple[CropGroup, ...]]]:
     """The crops of each resolution that optimizer steps have, with its share of them."""
-    several: Any = getattr(recipe, "resolutions", ())
-    groups_of: Any = getattr(recipe, "groups_of", None)
-    return [(one.share, groups_of(one)) for one in several] or [(1.0, recipe.groups)]
+    return [(one.share, recipe.groups_of(one)) for one in recipe.resolutions]
 
 
 def last_tokens(

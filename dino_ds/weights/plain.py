@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from dino_ds.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.blocks import Block
 from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.rope import periods, table
+from dino_ds.models.rope import frequencies, table
 from dino_ds.models.rotary import RotaryAttention, RotaryBlock
 from dino_ds.models.vit import VisionTransformer
 
@@ -113,7 +113,7 @@ def _rope_table(vit: VisionTransformer, height: int, width: int) -> Tensor:
         (torch.arange(count, device=device, dtype=torch.float32) + 0.5) * (2 / side) - 1
         for count, side in zip((height, width), by, strict=True)
     ]
-    return table(axes[0], axes[1], periods(arch, device))
+    return table(axes[0], axes[1], frequencies(arch, device))
 
 
 def _resized(vit: VisionTransformer, height: int, width: int) -> Tensor:

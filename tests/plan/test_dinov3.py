@@ -78,6 +78,17 @@ def test_gram_over_a_whole_micro_batch_grows_with_it():
     assert many == 64 * one
 
 
+def test_several_resolutions_cost_their_mean_and_need_room_for_the_largest():
+    several = {"crops.resolutions": "448/96:0.25,224/96:0.75"}
+    mixed, large, small = (
+        load_recipe("vits16", ROTARY | change)
+        for change in (several, {"crops.global_size": "448"}, {"crops.global_size": "224"})
+    )
+    flops = [sum(recipe_step_flops(recipe, False).values()) for recipe in (mixed, large, small)]
+    assert flops[0] == pytest.approx(0.25 * flops[1] + 0.75 * flops[2], rel=1e-9)
+    assert _fit(several).memory.parts == _fit({"crops.global_size": "448"}).memory.parts
+
+
 @pytest.mark.parametrize("distill", ["heads", "features"])
 def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
     changes = LARGE | {"teacher.distill": distill}

@@ -52,7 +52,8 @@ def test_names_say_what_the_files_are(planned):
             continue
         tier, gpus, recipe, stage, precision, more = re.fullmatch(pattern, found.name).groups()
         zero, written = found.ds["zero_optimization"], json.dumps(found.ds)
-        assert (tier, int(gpus), recipe) == (case.tier, case.ranks, case.recipe)
+        assert (tier, recipe) == (case.tier, case.recipe + "_gram" * (case.stage is not None))
+        assert int(gpus) == case.ranks or (case.gpus < int(gpus) < case.ranks)  # one file for more nodes
         assert (int(stage), precision) == (zero["stage"], found.fit.config.precision)
         for word, key in (
             ("checkpointing", "activation_checkpointing"),
@@ -72,8 +73,13 @@ def test_every_tier_and_size_has_its_configs(planned):
 
 
 def test_what_does_not_fit_is_said_to(planned):
-    """The teacher is whole and FP32 on every GPU: 26 GiB at 7B."""
-    assert [(case.tier, case.recipe) for case, found in planned if found is None] == [("24gb", "vit7b16")]
+    """The teacher is whole and FP32 on every GPU, 26 GiB at 7B, and a Gram teacher takes 12 to 13 more."""
+    refused = [(case.tier, case.recipe, case.stage, case.nodes) for case, found in planned if found is None]
+    assert refused == [
+        ("24gb", "vit7b16", None, 1),
+        ("40gb", "dinov3_vit7b16", None, 1),
+        *(("40gb", "dinov3_vit7b16", "dinov3_gram", nodes) for nodes in (1, 8, 32)),
+    ]
     assert "| 24gb | 8 | vit7b16 | 8 | – | – | – | – | – | – | does not fit | 22 |" in README.read_text()
 
 
