@@ -268,6 +268,20 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
+def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
+    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
+    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
+    before, kept = base, []
+    for number, (name, changes) in enumerate(settings.items(), 6):
+        stage = ["--from", str(before), *flags(CONTINUE | changes)]
+        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
+        before = tmp_path / name
+        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
+    assert len(kept[0]) > 20
+    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
+    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
+
+
 def chain(folder: Path, images: Path) -> list[str]:
     """Three recipes: 3 steps, 2 more with another rate, and 2 of two resolutions from the weights."""
     folder.mkdir(exist_ok=True)
