@@ -82,10 +82,6 @@ class Given:
         """What is given, over the recipe of the run that a stage begins with."""
         return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
 
-    def sets(self, key: str) -> bool:
-        """Whether a key, by its dotted name, is given."""
-        return key in keys_set_by(self.config, self.overrides)
-
     def begun(self, recipe: Recipe, step: int) -> Recipe:
         """`recipe` of a stage that began at `step`: what is set here counts from there, what is taken over stays. A
         stage that starts again at step 0 counts everything from there."""

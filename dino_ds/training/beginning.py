@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
-from dino_ds.config.crops import GRAM
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, Origin, split_origin
@@ -26,7 +25,6 @@ from dino_ds.weights.find import teacher_weights
 from dino_ds.weights.read import Weights
 
 _CONTINUE = "continue"
-_GRAM_TEACHER = f"teachers.{GRAM}."
 _SAYS_HOW = ("stage_start", "model.init_from")
 """Keys that say how a run began, and not what it learns."""
 
@@ -34,14 +32,12 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 @dataclass(frozen=True)
 class Beginning:
     """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
-    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others;
-    new_gram: Gram anchoring's teacher is the one that the stage names, not the one that the run before had."""
+    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
 
     own: SavedCheckpoint | None = None
     before: SavedCheckpoint | None = None
     continues: bool = False
     other_images: bool = False
-    new_gram: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -59,7 +55,7 @@ class Beginning:
             return []
         if not self.continues:
             return saver.restart_from(self.before)
-        notes = saver.continue_from(self.before, (_GRAM_TEACHER,) if self.new_gram else ())
+        notes = saver.continue_from(self.before)
         if self.other_images:  # an order of other images has no use for the place in it
             saver.state.position = Position(saver.state.position.epoch + 1)
         return notes
@@ -112,8 +108,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
     changes = images.notes(saved)
-    new_gram = given.sets("gram.teacher")
-    return Beginning(None, choice.saved, continues, bool(changes), new_gram, [*notes, *changes])
+    return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
 
 
 def _recipe_of(saved: Manifest, what: str) -> Recipe:

@@ -282,21 +282,36 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
-@pytest.mark.parametrize("refreshed", ["0 steps", "3 steps"])
-def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, refreshed):
-    """The run before had one of its own, of other weights: neither refused nor taken for the stage's."""
+@pytest.mark.parametrize("changes", [{"gram.start": "2 steps"}, {"gram.refresh_every": "3 steps"}])
+def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes):
+    """The run before had one of its own, of other weights: neither refused nor taken for the stage's, at once or
+    later."""
     files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
     weights = load_file(base / "teacher.safetensors")
     for factor, file in enumerate(files, 2):
         save_file({name: tensor * factor for name, tensor in weights.items()}, file)
         shutil.copy(base / "teacher.json", file.with_suffix(".json"))
-    one, other = (GRAM | {"gram.teacher": str(file), "gram.refresh_every": refreshed} for file in files)
+    one, other = (GRAM | changes | {"gram.teacher": str(file)} for file in files)
     assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
     assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None
     had, has = (whole_tensors(folder, step) for folder, step in ((first, 6), (path, 7)))
     gram = [name for name in had if name.startswith("teachers.gram.")]
     assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
     assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
+
+
+def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
+    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
+    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
+    before, kept = base, []
+    for number, (name, changes) in enumerate(settings.items(), 6):
+        stage = ["--from", str(before), *flags(CONTINUE | changes)]
+        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
+        before = tmp_path / name
+        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
+    assert len(kept[0]) > 20
+    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
+    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
 def chain(folder: Path, images: Path) -> list[str]:
