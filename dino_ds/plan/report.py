@@ -91,10 +91,15 @@ def _shares(recipe: Recipe, images: int, precision: str) -> dict[str, float]:
 
 
 def _not_counted(recipe: Recipe) -> list[str]:
+    teacher = recipe.teacher
+    if teacher.distill is not None and teacher.source is None:
+        return [
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
+        ]
     if not is_unknown(recipe):
         return []
     return [
-        f"teacher.source {recipe.teacher.source} does not say its architecture without being read: neither its memory "
+        f"teacher.source {teacher.source} does not say its architecture without being read: neither its memory "
         "nor its time is counted"
     ]
 

@@ -143,7 +143,7 @@ def _notes(found: Description, model: ModelSection, ours: ViTSpec) -> list[str]:
         notes.append(f"no file says its attention heads: {ours.heads} as the model")
     if found.arch.norm_eps != ours.norm_eps:
         notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {found.arch.norm_eps:g} there")
-    if found.interpolation != model.pos_embed_interpolation:
+    if ours.rope is None and found.interpolation != model.pos_embed_interpolation:
         notes.append(
             f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
             f"{found.interpolation!r} there (--model.pos_embed_interpolation)"

@@ -127,3 +127,4 @@ def test_the_architecture_of_a_run_is_read_from_its_json(tmp_path, capsys):
     page = _plan(capsys, "--teacher.source", str(unknown))
     line = f"teacher.source {unknown} does not say its architecture without being read: neither its memory nor its time"
     assert line in page and "frozen teacher" not in page
+    assert "no teacher.source: an EMA teacher is counted" in _plan(capsys, "--teacher.distill", "heads")
