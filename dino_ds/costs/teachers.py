@@ -24,7 +24,7 @@ def frozen_sizes(recipe: Recipe) -> Mapping[str, int]:
     spec = frozen_spec(recipe)
     if spec is None:
         return {}
-    heads = ObjectiveCosts.of(recipe).heads if recipe.teacher.distill == "heads" else {}
+    heads = ObjectiveCosts.of(recipe).heads if recipe.teacher.distill != "features" else {}
     return parameter_sizes(spec, recipe.crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD))
 
 

@@ -174,6 +174,8 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
 def _heads(recipe: Recipe) -> dict[str, HeadSection]:
     """Those that a recipe trains, by name."""
     how, found = recipe.objective, dict[str, HeadSection]()
+    if recipe.regresses_features:
+        return found
     if how.dino_weight or (how.ibot_weight and how.ibot_head == "shared"):
         found[HEAD] = recipe.head
     if how.ibot_weight and how.ibot_head == "own":

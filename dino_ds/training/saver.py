@@ -113,10 +113,10 @@ class Saver:
     def continue_from(self, saved: SavedCheckpoint) -> list[str]:
         """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
 
-        So does the teacher of a Gram anchoring that begins now, whatever teacher the run before had for its own.
+        So does the teacher of a Gram anchoring that begins now or later, whatever teacher the run before had.
         """
         own = self.step.state()
-        begins = self.step.schedules.gram.start == saved.manifest.step
+        begins = self.step.schedules.gram.start >= saved.manifest.step
         theirs = {key: t for key, t in saved.whole().items() if not (begins and key.startswith(f"teachers.{GRAM}."))}
         self._load(saved, {**own, **theirs})
         return lacking(saved, own)
