@@ -9,8 +9,10 @@ from pydantic import ValidationError
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
+from dino_ds.config.crops import EMA, GRAM
+from dino_ds.config.loading import keys_set_by
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection
+from dino_ds.config.sections import SNAPSHOT, HeadSection
 from dino_ds.config.stages import Given, Origin, split_origin
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Position
@@ -32,12 +34,14 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 @dataclass(frozen=True)
 class Beginning:
     """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
-    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
+    the stage takes over the whole training state, else the teacher's weights; other_images: its images are
+    others; anew: as of `Saver.continue_from`."""
 
     own: SavedCheckpoint | None = None
     before: SavedCheckpoint | None = None
     continues: bool = False
     other_images: bool = False
+    anew: str | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -55,7 +59,7 @@ class Beginning:
             return []
         if not self.continues:
             return saver.restart_from(self.before)
-        notes = saver.continue_from(self.before)
+        notes = saver.continue_from(self.before, self.anew)
         if self.other_images:  # an order of other images has no use for the place in it
             saver.state.position = Position(saver.state.position.epoch + 1)
         return notes
@@ -108,7 +112,13 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
     changes = images.notes(saved)
-    return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
+    anew = f"teachers.{GRAM}." if _names_gram_file(given, recipe) else None
+    return Beginning(None, choice.saved, continues, bool(changes), anew, [*notes, *changes])
+
+
+def _names_gram_file(given: Given, recipe: Recipe) -> bool:
+    """Whether the stage itself sets a Gram teacher of a file: that of the run before is then not gone on with."""
+    return recipe.gram.teacher not in (SNAPSHOT, EMA) and "gram.teacher" in keys_set_by(given.config, given.overrides)
 
 
 def _recipe_of(saved: Manifest, what: str) -> Recipe:
@@ -160,9 +170,9 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
-    masks = [recipe.crops.mask for recipe in (theirs, ours)]
-    if (masks[0] == "none") != (masks[1] == "none"):
-        raise CheckpointError(f"{run}: crops.mask {masks[0]} there, {masks[1]} here; {advice}")
+    if theirs.hides_patches != ours.hides_patches:
+        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (theirs, ours)]
+        raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (theirs, ours)]
     if isinstance(spec, ViTSpec) and spec.rope is None and sizes[0] != sizes[1]:
         raise CheckpointError(
@@ -174,6 +184,8 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
 def _heads(recipe: Recipe) -> dict[str, HeadSection]:
     """Those that a recipe trains, by name."""
     how, found = recipe.objective, dict[str, HeadSection]()
+    if recipe.regresses_features:
+        return found
     if how.dino_weight or (how.ibot_weight and how.ibot_head == "shared"):
         found[HEAD] = recipe.head
     if how.ibot_weight and how.ibot_head == "own":

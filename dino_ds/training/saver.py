@@ -106,13 +106,17 @@ class Saver:
 
     def load(self, saved: SavedCheckpoint) -> None:
         """Puts a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
-        self._load(saved, {})
+        self._load(saved)
         self.saved_step = saved.manifest.step
 
-    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
-        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named."""
+    def continue_from(self, saved: SavedCheckpoint, anew: str | None = None) -> list[str]:
+        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
+
+        anew: the beginning of names that keep it, whatever the checkpoint has.
+        """
         own = self.step.state()
-        self._load(saved, own)
+        kept = {name: tensor for name, tensor in own.items() if anew and name.startswith(anew)}
+        self._load(saved, own, kept)
         return lacking(saved, own)
 
     def restart_from(self, saved: SavedCheckpoint) -> list[str]:
@@ -122,11 +126,14 @@ class Saver:
         objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
         return lacking(saved, own)
 
-    def _load(self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor]) -> None:
+    def _load(
+        self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor] = {}, instead: Mapping[str, Tensor] = {}
+    ) -> None:
+        """`otherwise` is of what the checkpoint lacks, `instead` in the place of what it has."""
         state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
-            self.step.restore({**otherwise, **saved.whole()}, saved.manifest.step)
+            self.step.restore({**otherwise, **saved.whole(), **instead}, saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])

@@ -268,6 +268,39 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
+def test_a_gram_teacher_of_a_file_that_a_stage_names_is_the_file_s(base, tmp_path):
+    """Whatever the run before had: a teacher that moves, of which checkpoints hold the weights, or a fixed one."""
+    first, moving, fixed, other = (tmp_path / name for name in ("first", "moving", "fixed", "other"))
+    short = CONTINUE | {"length": "1 steps"}
+    assert run(words_of(first, "--from", str(base), *flags(GRAM | short))) is None
+    named = short | {"gram.teacher": str(first)}
+    assert run(words_of(moving, "--from", str(first), *flags(named | {"gram.refresh_every": "5 steps"}))) is None
+    own, theirs = whole_tensors(moving, 7), whole_tensors(first, 6)
+    gram = [name for name in own if name.startswith("teachers.gram.")]
+    assert len(gram) > 20
+    assert all(torch.equal(own[name], theirs[name.replace("teachers.gram.", "teacher.")]) for name in gram)
+    assert not all(torch.equal(own[name], theirs[name]) for name in gram)
+    assert run(words_of(fixed, "--from", str(first), *flags(named))) is None
+    assert run(words_of(other, "--from", str(fixed), *flags(named | {"gram.teacher": str(base)}))) is None
+    digests = [whole_tensors(path, step)["teachers.gram.sha256"] for path, step in ((fixed, 7), (other, 8))]
+    assert not torch.equal(*digests)
+
+
+def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
+    """The token of hidden patches, and the heads: distilled features have linear layers in their place."""
+    path, regressed = tmp_path / "stage", tmp_path / "regressed"
+    stage = words_of(path, "--from", str(base), max_steps="1")
+    seeing = run([*stage, *flags(CONTINUE | {"crops.mask_hides": "false"})])
+    assert "crops.mask dinov2 there, dinov2, mask_hides false here; take --stage_start restart" in str(seeing)
+    features = {"teacher.source": str(base), "teacher.distill": "features"}
+    assert "has head, ibot_head, which this stage does not train" in str(run([*stage, *flags(CONTINUE | features)]))
+    assert not path.exists()
+    assert run(words_of(regressed, "--from", str(base), *flags(RESTART | features), max_steps="1")) is None
+    stage = words_of(path, "--from", str(regressed), max_steps="1")
+    back = run([*stage, *flags(RESTART | {"teacher.source": "none", "teacher.distill": "heads"})])
+    assert "has no head: a stage can't begin with a head that was not trained" in str(back)
+
+
 def chain(folder: Path, images: Path) -> list[str]:
     """Three recipes: 3 steps, 2 more with another rate, and 2 of two resolutions from the weights."""
     folder.mkdir(exist_ok=True)
