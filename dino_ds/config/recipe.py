@@ -278,7 +278,7 @@ class Recipe(Section):
         ]
 
     def _length_problems(self) -> list[str]:
-        if self.stage_start == "continue":
+        if self.stage_start == "continue" or self.length.begin:
             return []  # the length is the stage's, and the others may lie in the run before
         parts = {
             "optimizer.warmup": self.optimizer.warmup,

@@ -77,5 +77,6 @@ def pass_bytes(recipe: Recipe, config: DsConfig) -> int:
             sides = teacher_sizes(recipe.groups, name)
             tokens = sum((side // spec.patch_size) ** 2 + 1 + spec.registers for side in sides)
             packed, hidden = mlp_widths(spec)
-            most = max(most, tokens * (2 * spec.width + packed + hidden))
+            gate = hidden if spec.swiglu else 0  # the activated one, beside its product with the value
+            most = max(most, tokens * (2 * spec.width + packed + hidden + gate))
     return most * element * config.micro_batch

@@ -160,9 +160,9 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
-    masks = [recipe.crops.mask for recipe in (theirs, ours)]
-    if (masks[0] == "none") != (masks[1] == "none"):
-        raise CheckpointError(f"{run}: crops.mask {masks[0]} there, {masks[1]} here; {advice}")
+    if theirs.hides_patches != ours.hides_patches:
+        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (theirs, ours)]
+        raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (theirs, ours)]
     if isinstance(spec, ViTSpec) and spec.rope is None and sizes[0] != sizes[1]:
         raise CheckpointError(

@@ -314,6 +314,21 @@ def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, t
     assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
+def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
+    """The token of hidden patches, and the heads: distilled features have linear layers in their place."""
+    path, regressed = tmp_path / "stage", tmp_path / "regressed"
+    stage = words_of(path, "--from", str(base), max_steps="1")
+    seeing = run([*stage, *flags(CONTINUE | {"crops.mask_hides": "false"})])
+    assert "crops.mask dinov2 there, dinov2, mask_hides false here; take --stage_start restart" in str(seeing)
+    features = {"teacher.source": str(base), "teacher.distill": "features"}
+    assert "has head, ibot_head, which this stage does not train" in str(run([*stage, *flags(CONTINUE | features)]))
+    assert not path.exists()
+    assert run(words_of(regressed, "--from", str(base), *flags(RESTART | features), max_steps="1")) is None
+    stage = words_of(path, "--from", str(regressed), max_steps="1")
+    back = run([*stage, *flags(RESTART | {"teacher.source": "none", "teacher.distill": "heads"})])
+    assert "has no head: a stage can't begin with a head that was not trained" in str(back)
+
+
 def chain(folder: Path, images: Path) -> list[str]:
     """Three recipes: 3 steps, 2 more with another rate, and 2 of two resolutions from the weights."""
     folder.mkdir(exist_ok=True)
