@@ -16,6 +16,7 @@ from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.text_file import MAX_BYTES, read_bytes
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
@@ -42,7 +43,7 @@ class Origin:
     def read(run_dir: Path) -> Origin | None:
         """Of the run in this folder; None where it began with nothing, or its environment.json can't be read."""
         try:
-            found = json.loads((run_dir / "environment.json").read_text())[ORIGIN]
+            found = json.loads(read_bytes(run_dir / "environment.json", MAX_BYTES))[ORIGIN]
             texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
             run, run_id, stage_start = texts
             return Origin(run, run_id, int(found["step"]), stage_start)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed; what it prints goes to stderr, as standard output is for results such as a bench's JSON."""
     first = "deepspeed" not in sys.modules
-    with contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext(), _without_mlflow():
         import deepspeed
     return deepspeed
+
+
+@contextlib.contextmanager
+def _without_mlflow() -> Iterator[None]:
+    """DeepSpeed's autotuner, of no use here, imports it where it is installed: a second and a half, and a thread."""
+    hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
+    if hides:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hides:
+            del sys.modules["mlflow"]

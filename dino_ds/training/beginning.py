@@ -9,10 +9,8 @@ from pydantic import ValidationError
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
-from dino_ds.config.crops import EMA, GRAM
-from dino_ds.config.loading import keys_set_by
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT, HeadSection
+from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, Origin, split_origin
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Position
@@ -34,14 +32,12 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 @dataclass(frozen=True)
 class Beginning:
     """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
-    the stage takes over the whole training state, else the teacher's weights; other_images: its images are
-    others; anew: as of `Saver.continue_from`."""
+    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
 
     own: SavedCheckpoint | None = None
     before: SavedCheckpoint | None = None
     continues: bool = False
     other_images: bool = False
-    anew: str | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -59,7 +55,7 @@ class Beginning:
             return []
         if not self.continues:
             return saver.restart_from(self.before)
-        notes = saver.continue_from(self.before, self.anew)
+        notes = saver.continue_from(self.before)
         if self.other_images:  # an order of other images has no use for the place in it
             saver.state.position = Position(saver.state.position.epoch + 1)
         return notes
@@ -112,13 +108,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
     changes = images.notes(saved)
-    anew = f"teachers.{GRAM}." if _names_gram_file(given, recipe) else None
-    return Beginning(None, choice.saved, continues, bool(changes), anew, [*notes, *changes])
-
-
-def _names_gram_file(given: Given, recipe: Recipe) -> bool:
-    """Whether the stage itself sets a Gram teacher of a file: that of the run before is then not gone on with."""
-    return recipe.gram.teacher not in (SNAPSHOT, EMA) and "gram.teacher" in keys_set_by(given.config, given.overrides)
+    return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
 
 
 def _recipe_of(saved: Manifest, what: str) -> Recipe:

@@ -60,7 +60,8 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
         )
     with torch.device("meta"):
         backbone = build_backbone(spec, source.image_size)
-    for side in dict.fromkeys(teacher_sizes(recipe.groups, FROZEN)):
+    steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]
+    for side in dict.fromkeys(side for groups in steps for side in teacher_sizes(groups, FROZEN)):
         try:
             backbone.check_image(side, side)
         except ConfigError as error:
@@ -168,7 +169,9 @@ def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
     teacher = teachers.get(FROZEN)
     if not isinstance(teacher, FrozenTeacher):
         return []
-    how = "heads" if recipe.teacher.distill == "heads" else "features, through a linear layer each"
+    how = "heads"
+    if recipe.regresses_features:
+        how = "features, through a linear layer each: head.*, objective.centering and temperatures have no effect"
     lines = []
     if recipe.regresses_features and recipe.crops.num_local:
         lines = ["local crops are computed, and no loss compares their features: set crops.num_local 0"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from dino_ds import distributed
@@ -34,12 +36,12 @@ def gram_schedule(recipe: Recipe, epoch_steps: int) -> GramSchedule:
 def build_gram_term(recipe: Recipe) -> GramTerm:
     """The recipe's."""
     gram = recipe.gram
-    return GramTerm(gram.teacher_name, _seen(recipe).name, "global", gram.whole_batch, gram.drop_negative)
+    return GramTerm(gram.teacher_name, _seen(recipe.groups).name, "global", gram.whole_batch, gram.drop_negative)
 
 
-def _seen(recipe: Recipe) -> CropGroup:
+def _seen(groups: Sequence[CropGroup]) -> CropGroup:
     """The crops that its teacher sees: its own, or the student's global ones."""
-    return next((group for group in recipe.groups if GRAM in group.teachers), recipe.groups[0])
+    return next((group for group in groups if GRAM in group.teachers), groups[0])
 
 
 def build_gram_teacher(recipe: Recipe, config: DsConfig, like: Network, ema: Network) -> Teacher:
@@ -80,7 +82,7 @@ def _make_room(network: Network, dtype: torch.dtype) -> None:
 
 
 def _check_fits(recipe: Recipe, network: Network, source: FrozenSource) -> None:
-    side, ours = _seen(recipe).size, recipe.model.spec()
+    ours = recipe.model.spec()
     if source.spec.in_chans != ours.in_chans:
         raise ConfigError(
             f"{source.name} takes images of {source.spec.in_chans} channels, and this run's have {ours.in_chans}"
@@ -97,13 +99,14 @@ def _check_fits(recipe: Recipe, network: Network, source: FrozenSource) -> None:
                 f"{source.name} was trained on images less {source.normalisation}, and this run's have "
                 f"{Normalisation.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
             )
-    try:
-        network.backbone.check_image(side, side)
-        network.backbone.patch_grid(side, side)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{source.name} can't take its crops: {error}; change gram.crop_size or the teacher"
-        ) from None
+    for one in recipe.resolutions:
+        side = _seen(recipe.groups_of(one)).size
+        try:
+            network.backbone.check_image(side, side)
+            network.backbone.patch_grid(side, side)
+        except ConfigError as error:
+            advice = f"change {'crops.resolutions' if recipe.crops.resolutions else 'gram.crop_size'} or the teacher"
+            raise ConfigError(f"{source.name} can't take its crops: {error}; {advice}") from None
 
 
 def notes_on_snapshot(recipe: Recipe) -> list[str]:

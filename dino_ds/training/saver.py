@@ -15,6 +15,7 @@ from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import SaveCost, Saving
+from dino_ds.config.crops import GRAM
 from dino_ds.durable import is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.training.run import AtStep, RunState
@@ -106,17 +107,18 @@ class Saver:
 
     def load(self, saved: SavedCheckpoint) -> None:
         """Puts a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
-        self._load(saved)
+        self._load(saved, saved.whole())
         self.saved_step = saved.manifest.step
 
-    def continue_from(self, saved: SavedCheckpoint, anew: str | None = None) -> list[str]:
+    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
         """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
 
-        anew: the beginning of names that keep it, whatever the checkpoint has.
+        So does the teacher of a Gram anchoring that has yet to begin, whatever teacher the run before had for it.
         """
         own = self.step.state()
-        kept = {name: tensor for name, tensor in own.items() if anew and name.startswith(anew)}
-        self._load(saved, own, kept)
+        begins = self.step.schedules.gram.start >= saved.manifest.step
+        theirs = {key: t for key, t in saved.whole().items() if not (begins and key.startswith(f"teachers.{GRAM}."))}
+        self._load(saved, {**own, **theirs})
         return lacking(saved, own)
 
     def restart_from(self, saved: SavedCheckpoint) -> list[str]:
@@ -126,14 +128,11 @@ class Saver:
         objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
         return lacking(saved, own)
 
-    def _load(
-        self, saved: SavedCheckpoint, otherwise: Mapping[str, Tensor] = {}, instead: Mapping[str, Tensor] = {}
-    ) -> None:
-        """`otherwise` is of what the checkpoint lacks, `instead` in the place of what it has."""
+    def _load(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
         state = saved.manifest.state
         try:
             self.step.engine.load_state(saved)
-            self.step.restore({**otherwise, **saved.whole(), **instead}, saved.manifest.step)
+            self.step.restore(whole, saved.manifest.step)
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])

@@ -40,17 +40,19 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     spec: Any = model.network.spec  # a frozen dataclass
     about: dict[str, Any] = {"architecture": dataclasses.asdict(spec)}
     if model.is_vit:
-        about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation, "image_size": model.image_size}
+        about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation}
     else:
         about |= {"backbone": backbone_name(spec), "image_size": model.image_size}
     if (timm := timm_model(model)) is not None:
         about |= {"timm_arguments": timm[1], **({} if model.is_vit else {"timm_name": timm[0]})}
-    about |= {key: value for key, value in model.about.items() if key != "image_size"}
+    elif model.is_vit:
+        about["image_size"] = model.image_size
+    about |= model.about
     with _written(out) as file:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
         replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
     if timm is None:
-        return f"dino_ds.load({out.name!r}, backbone={_name(model)!r})"
+        return f"dino_ds.load({out.name!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
     return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
 
 

@@ -211,7 +211,7 @@ def _described_by_us(weights: Weights) -> Description:
 
 def _our_size(about: dict[str, Any]) -> int:
     """Raises KeyError, TypeError or ValueError."""
-    return int(about["image_size"] if "image_size" in about else about["timm_arguments"]["img_size"])
+    return int(about["timm_arguments"]["img_size"] if "timm_arguments" in about else about["image_size"])
 
 
 def _is_rope(arch: ViTSpec) -> bool:

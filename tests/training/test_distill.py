@@ -150,15 +150,25 @@ def test_nothing_to_distil_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov2_vitl16_short")]
+    ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov3_vitl16")]
 )
 def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
     """Prototypes of each head, and patches."""
     first, second = load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {})
     assert first.head.prototypes == second.head.prototypes
+    assert first.ibot_head.prototypes == second.ibot_head.prototypes
     assert first.objective.ibot_head == second.objective.ibot_head
     assert bool(first.objective.ibot_weight) == bool(second.objective.ibot_weight)
     assert first.model.spec().stride == second.model.spec().stride
+
+
+def test_free_prototypes_of_a_teacher(place):
+    """They are known by its recipe: tensors don't show them. The student's own kind is its recipe's."""
+    free = {"head.free_prototypes": "true", "ibot_head.free_prototypes": "true"}
+    assert train_tiny(place / "root", place / "free", max_steps=1, changes={**TEACHER, **IBOT, **free}) is None
+    source = find_frozen(str(place / "free"))
+    assert source.head("head").free_prototypes and not find_frozen(str(place / "teacher")).head("head").free_prototypes
+    assert _distil(place, "of-free", teacher="free", max_steps=1) is None
 
 
 def test_the_product_can_teach_again(place):

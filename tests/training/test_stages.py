@@ -269,21 +269,18 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
 
 
 def test_a_gram_teacher_of_a_file_that_a_stage_names_is_the_file_s(base, tmp_path):
-    """Whatever the run before had: a teacher that moves, of which checkpoints hold the weights, or a fixed one."""
-    first, moving, fixed, other = (tmp_path / name for name in ("first", "moving", "fixed", "other"))
+    """Also where it begins later than the stage, and the run before had another of which checkpoints hold weights."""
+    first, moving = tmp_path / "first", tmp_path / "moving"
     short = CONTINUE | {"length": "1 steps"}
     assert run(words_of(first, "--from", str(base), *flags(GRAM | short))) is None
     named = short | {"gram.teacher": str(first)}
-    assert run(words_of(moving, "--from", str(first), *flags(named | {"gram.refresh_every": "5 steps"}))) is None
+    later = named | {"gram.refresh_every": "5 steps", "gram.start": "1 steps"}
+    assert run(words_of(moving, "--from", str(first), *flags(later))) is None
     own, theirs = whole_tensors(moving, 7), whole_tensors(first, 6)
     gram = [name for name in own if name.startswith("teachers.gram.")]
     assert len(gram) > 20
     assert all(torch.equal(own[name], theirs[name.replace("teachers.gram.", "teacher.")]) for name in gram)
     assert not all(torch.equal(own[name], theirs[name]) for name in gram)
-    assert run(words_of(fixed, "--from", str(first), *flags(named))) is None
-    assert run(words_of(other, "--from", str(fixed), *flags(named | {"gram.teacher": str(base)}))) is None
-    digests = [whole_tensors(path, step)["teachers.gram.sha256"] for path, step in ((fixed, 7), (other, 8))]
-    assert not torch.equal(*digests)
 
 
 def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
@@ -299,6 +296,20 @@ def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
     stage = words_of(path, "--from", str(regressed), max_steps="1")
     back = run([*stage, *flags(RESTART | {"teacher.source": "none", "teacher.distill": "heads"})])
     assert "has no head: a stage can't begin with a head that was not trained" in str(back)
+
+
+def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
+    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
+    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
+    before, kept = base, []
+    for number, (name, changes) in enumerate(settings.items(), 6):
+        stage = ["--from", str(before), *flags(CONTINUE | changes)]
+        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
+        before = tmp_path / name
+        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
+    assert len(kept[0]) > 20
+    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
+    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
 def chain(folder: Path, images: Path) -> list[str]:
