@@ -112,6 +112,7 @@ def _dispatch(words: list[str]) -> None:
 
         files["recipe"].check_learning_rates()
         files["recipe"].check_batch()
+        files["recipe"].check_teacher()
         batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
         resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
         # Before the slow imports: what can't start should not take half a minute to say so.

@@ -185,6 +185,14 @@ class Recipe(Section):
         if self.objective.koleo_weight:
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
 
+    def check_teacher(self) -> None:
+        """For a run that is to be trained, as above. Raises ConfigError where a distillation has no teacher."""
+        if self.teacher.distill is not None and self.teacher.source is None:
+            raise ConfigError(
+                f"teacher.distill {self.teacher.distill} needs a trained teacher: name one (--teacher.from RUN), or "
+                "set teacher.distill none for a run that is taught by its own EMA"
+            )
+
     @property
     def _patch(self) -> int:
         """Sides of crops are multiples of it, as far as is known."""

@@ -220,8 +220,8 @@ class TeacherSection(Section):
         None,
         "distillation (or --teacher.from): the frozen teacher, a run folder, weights or a timm name; none = the EMA",
     )
-    distill: Literal["heads", "features"] = option(
-        "heads", "of teacher.source: its heads' outputs are the targets, or its features through a linear layer"
+    distill: Literal["heads", "features"] | None = option(
+        None, "of teacher.source: its heads' outputs are the targets (none too), or its features through a linear layer"
     )
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")

@@ -105,6 +105,7 @@ def check_chain(first: Recipe, others: Sequence[Given]) -> None:
             raise ConfigError(f"--stages {one.config}: {_one_without_the_other(recipe)}")
         recipe.check_learning_rates()
         recipe.check_batch()
+        recipe.check_teacher()
 
 
 def split_origin(place: str) -> tuple[Path, int | None]:

@@ -24,7 +24,7 @@ def frozen_sizes(recipe: Recipe) -> Mapping[str, int]:
     spec = frozen_spec(recipe)
     if spec is None:
         return {}
-    heads = ObjectiveCosts.of(recipe).heads if recipe.teacher.distill == "heads" else {}
+    heads = ObjectiveCosts.of(recipe).heads if recipe.teacher.distill != "features" else {}
     return parameter_sizes(spec, recipe.crops.global_size, heads.get(HEAD), heads.get(IBOT_HEAD))
 
 
@@ -77,5 +77,6 @@ def pass_bytes(recipe: Recipe, config: DsConfig) -> int:
             sides = teacher_sizes(recipe.groups, name)
             tokens = sum((side // spec.patch_size) ** 2 + 1 + spec.registers for side in sides)
             packed, hidden = mlp_widths(spec)
-            most = max(most, tokens * (2 * spec.width + packed + hidden))
+            gate = hidden if spec.swiglu else 0  # the activated one, beside its product with the value
+            most = max(most, tokens * (2 * spec.width + packed + hidden + gate))
     return most * element * config.micro_batch

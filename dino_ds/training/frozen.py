@@ -66,7 +66,7 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
             backbone.check_image(side, side)
         except ConfigError as error:
             raise ConfigError(f"{teacher} can't take this run's crops: {error}; change crops.global_size") from None
-    if recipe.teacher.distill == "heads":
+    if recipe.teacher.distill != "features":
         _check_heads(source, recipe)
     elif recipe.objective.ibot_weight:
         for name, one in ((teacher, spec), (f"model.backbone {recipe.model.backbone}", recipe.model.spec())):

@@ -113,7 +113,7 @@ class Saver:
     def continue_from(self, saved: SavedCheckpoint) -> list[str]:
         """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
 
-        So does the teacher of a Gram anchoring that has yet to begin, whatever teacher the run before had for it.
+        So does the teacher of a Gram anchoring that begins now or later, whatever teacher the run before had.
         """
         own = self.step.state()
         begins = self.step.schedules.gram.start >= saved.manifest.step

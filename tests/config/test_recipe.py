@@ -485,3 +485,12 @@ def test_one_image_is_refused_where_terms_compare_several_and_it_is_trained(chan
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, changes | {"data.global_batch": "1"}).check_batch()
     assert text in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_recipe_of_distillation_is_not_trained_without_a_teacher():
+    """It would be one with an EMA teacher, and nothing would say so."""
+    for name in ("quickstart_distill", "distill_vits16"):
+        load_recipe(name, {"teacher.source": "runs/l"}).check_teacher()
+        load_recipe(name, {"teacher.distill": "none"}).check_teacher()
+        with pytest.raises(ConfigError, match=r"teacher\.distill heads needs a trained teacher: name one \(--teacher"):
+            load_recipe(name, {}).check_teacher()

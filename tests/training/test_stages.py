@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dino_ds.errors import UserError
 from dino_ds.report.folder import read_run
@@ -225,6 +225,20 @@ def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
     assert "it has no ibot_center: as at the beginning of a run" in log_of(path)
 
 
+def test_regression_of_features_trains_no_heads(base, tmp_path):
+    """So no stage with heads begins with such a run, and no stage of that kind goes on with another's moments."""
+    first, path = tmp_path / "first", tmp_path / "stage"
+    regressed = {"teacher.source": str(base), "teacher.distill": "features"}
+    assert "has head, ibot_head, which this stage does not train" in str(
+        run(words_of(path, "--from", str(base), *flags(CONTINUE | regressed)))
+    )
+    stage = ["--from", str(base), *flags(RESTART | regressed)]
+    assert run(words_of(first, *stage, max_steps="1")) is None
+    heads = {"teacher.source": "none", "teacher.distill": "none"}
+    assert "has no head: a stage can't begin" in str(run(words_of(path, "--from", str(first), *flags(RESTART | heads))))
+    assert not path.exists()
+
+
 def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
     first, path = tmp_path / "first", tmp_path / "stage"
     short = {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
@@ -268,19 +282,36 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
-def test_a_gram_teacher_of_a_file_that_a_stage_names_is_the_file_s(base, tmp_path):
-    """Also where it begins later than the stage, and the run before had another of which checkpoints hold weights."""
-    first, moving = tmp_path / "first", tmp_path / "moving"
-    short = CONTINUE | {"length": "1 steps"}
-    assert run(words_of(first, "--from", str(base), *flags(GRAM | short))) is None
-    named = short | {"gram.teacher": str(first)}
-    later = named | {"gram.refresh_every": "5 steps", "gram.start": "1 steps"}
-    assert run(words_of(moving, "--from", str(first), *flags(later))) is None
-    own, theirs = whole_tensors(moving, 7), whole_tensors(first, 6)
-    gram = [name for name in own if name.startswith("teachers.gram.")]
-    assert len(gram) > 20
-    assert all(torch.equal(own[name], theirs[name.replace("teachers.gram.", "teacher.")]) for name in gram)
-    assert not all(torch.equal(own[name], theirs[name]) for name in gram)
+@pytest.mark.parametrize("changes", [{"gram.start": "2 steps"}, {"gram.refresh_every": "3 steps"}])
+def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes):
+    """The run before had one of its own, of other weights: neither refused nor taken for the stage's, at once or
+    later."""
+    files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
+    weights = load_file(base / "teacher.safetensors")
+    for factor, file in enumerate(files, 2):
+        save_file({name: tensor * factor for name, tensor in weights.items()}, file)
+        shutil.copy(base / "teacher.json", file.with_suffix(".json"))
+    one, other = (GRAM | changes | {"gram.teacher": str(file)} for file in files)
+    assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
+    assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None
+    had, has = (whole_tensors(folder, step) for folder, step in ((first, 6), (path, 7)))
+    gram = [name for name in had if name.startswith("teachers.gram.")]
+    assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
+    assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
+
+
+def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
+    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
+    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
+    before, kept = base, []
+    for number, (name, changes) in enumerate(settings.items(), 6):
+        stage = ["--from", str(before), *flags(CONTINUE | changes)]
+        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
+        before = tmp_path / name
+        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
+    assert len(kept[0]) > 20
+    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
+    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
 def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
@@ -296,20 +327,6 @@ def test_layers_that_one_of_two_stages_has_not_are_refused(base, tmp_path):
     stage = words_of(path, "--from", str(regressed), max_steps="1")
     back = run([*stage, *flags(RESTART | {"teacher.source": "none", "teacher.distill": "heads"})])
     assert "has no head: a stage can't begin with a head that was not trained" in str(back)
-
-
-def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
-    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
-    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
-    before, kept = base, []
-    for number, (name, changes) in enumerate(settings.items(), 6):
-        stage = ["--from", str(before), *flags(CONTINUE | changes)]
-        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
-        before = tmp_path / name
-        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
-    assert len(kept[0]) > 20
-    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
-    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
 def chain(folder: Path, images: Path) -> list[str]:
