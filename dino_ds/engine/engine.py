@@ -116,7 +116,7 @@ class Engine:
         drop_keys: Tensor | None,
         masks: Masks = MappingProxyType({}),
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Output]:
         """As of the network. One call per micro-batch: ZeRO 3 traces it."""
         # Copies: ZeRO 3's hooks write into the dictionaries that they are given.

@@ -71,14 +71,14 @@ class Backbone(nn.Module, ABC):
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
         masks: Mapping[str, Tensor] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """Crops by group -> features by name, all crops in one pass.
 
         "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
         (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
         stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
-        hidden, (v_g * b, patches of a crop) bool. step_key () int64: one key for all images of a step, of what they
+        hidden, (v_g * b, patches of a crop) bool. step_key: one for all images of a step, of what they
         share; None as of drop_keys.
         """
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_ds.hashing import mix, shift_right
+from dino_ds.hashing import crop_seed, mix, shift_right
 from dino_ds.models.packing import Packing, Selection
 
 
@@ -23,9 +23,9 @@ def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
     return mix(base + indices)  # a CPU scalar is an argument of the kernel, not a copy to the device
 
 
-def step_key(seed: int, step: int) -> Tensor:
-    """One int64 key, on the CPU, for what all images of a step share; a kernel takes it as an argument."""
-    return mix(mix(torch.tensor(seed, dtype=torch.int64) ^ -1) + step)
+def step_key(seed: int, step: int) -> int:
+    """One key below 2^63 for what all images of a step share."""
+    return crop_seed(seed, step, -1) >> 1  # -1: no image has this index
 
 
 def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:

@@ -97,7 +97,7 @@ class ForeignBackbone(Backbone):
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
         masks: Mapping[str, Tensor] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """As every `Backbone`; nothing can be hidden from it."""
         assert not masks

@@ -69,9 +69,9 @@ class Network(nn.Module):
         drop_keys: Tensor | None = None,
         masks: Masks = MappingProxyType({}),
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Output]:
-        """Crops by group; drop_keys (b,) int64, step_key () int64 or None -> outputs by name: queries, and `features`.
+        """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`.
 
         Outputs of whole crops are (v * b, ...), crop-major, groups in order. Where `masks` have no "mask", nothing is
         hidden. comparisons: by query what its logits are compared with; without it the query gives the logits.

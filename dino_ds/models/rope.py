@@ -33,7 +33,7 @@ class RopeTables:
         self._kept: dict[tuple[object, ...], Tensor] = {}
 
     def of(
-        self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: Tensor | None = None
+        self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
     ) -> list[Sequence[Tensor]]:
         """For each (rows, columns) the table of each block. With a `step_key` the coordinates are changed: anew for
         each block and place in `grids`, the same for all images."""
@@ -184,11 +184,9 @@ def _rotated(
     return torch.cat(out)
 
 
-def _draws(step_key: Tensor, sizes: int, blocks: int, device: torch.device) -> Tensor:
+def _draws(step_key: int, sizes: int, blocks: int, device: torch.device) -> Tensor:
     """(sizes, blocks, 5) FP64 in [0, 1): a hash of (key, size, block, which)."""
-    hashed = mix(
-        torch.arange(sizes * blocks * _DRAWS, device=device) + step_key
-    )  # a CPU scalar is an argument of the kernel, not a copy to the device
+    hashed = mix(torch.arange(sizes * blocks * _DRAWS, device=device) + step_key)
     return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(sizes, blocks, _DRAWS)
 
 

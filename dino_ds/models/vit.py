@@ -75,7 +75,7 @@ class VisionTransformer(Backbone):
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
         masks: Mapping[str, Tensor] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
         runs = _adjacent_sizes(crops)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from dino_ds.backbones import ViTSpec
-from dino_ds.config.crops import crop_sizes
+from dino_ds.config.crops import EMA, crop_sizes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
@@ -32,7 +33,8 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
 
 
 def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
-    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone."""
+    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone or
+    teachers."""
     ours, fitting = isinstance(recipe.model.spec(), ViTSpec), fitting_levers(recipe, performance)
     for name in _OF_OTHERS if ours else _OF_VITS:
         value = getattr(performance, name)
@@ -42,6 +44,13 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
             raise ConfigError(
                 f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
             )
+    gram = recipe.gram
+    of_file = gram.weight and gram.teacher not in (SNAPSHOT, EMA) and not gram.refresh_every.value
+    if performance.frozen_teacher != "whole" and recipe.teacher.source is None and not of_file:
+        raise ConfigError(
+            f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves "
+            "(teacher.source, gram.teacher), and this run has none: leave it out"
+        )
 
 
 def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:

@@ -202,6 +202,11 @@ def test_levers_of_others_are_refused_for_a_vit():
         _check(_recipe("vit_tiny_patch16_224"), channels_last=False)
 
 
+def test_where_a_frozen_teacher_lies_is_refused_without_one():
+    with pytest.raises(ConfigError, match=r"dino_ds.frozen_teacher sharded is for a teacher of a file"):
+        _check(_recipe("vit_tiny_patch16_224"), frozen_teacher="sharded")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -86,7 +86,7 @@ class ToyBackbone(Backbone):
         drop_keys: Tensor | None = None,
         patches: Sequence[str] = (),
         masks: Mapping[str, Tensor] = MappingProxyType({}),
-        step_key: Tensor | None = None,
+        step_key: int | None = None,
     ) -> dict[str, Tensor]:
         cls, found = [], {}
         for name, group in crops.items():
