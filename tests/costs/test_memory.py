@@ -106,7 +106,10 @@ def _saved_by(run, network) -> int:
 @pytest.mark.parametrize("kind", [{}, {"swiglu": True, "mlp_ratio": 5.0}, {"layer_scale": 1e-5, "registers": 4}, ROPE])
 @pytest.mark.parametrize("attention", ["sdpa", "naive"])
 def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
-    """Exact in FP32; in bf16 a CPU keeps the norms' statistics in bf16 too, a GPU in FP32."""
+    """Exact in FP32; in bf16 a CPU keeps the norms' statistics in bf16 too, a GPU in FP32.
+
+    DeepSpeed's linear function, which ZeRO 3 leaves in a process, keeps biases too: RoPE's are joined, no weight.
+    """
     images, performance = 3, PerformanceOptions(attention=attention)
     views = [torch.randn(images, 3, 64, 64)] * 2 + [torch.randn(images, 3, 32, 32)] * 3
 
@@ -120,6 +123,7 @@ def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     whole = block_bytes(arch, groups, dtype.itemsize, performance)
     tokens = sum(s * n for s, n in groups)
     tolerance = 16 * tokens if dtype == torch.bfloat16 else 0
+    tolerance += 3 * arch.width * dtype.itemsize if arch.rope else 0
     assert saved(2, False) - saved(1, False) == pytest.approx(whole, abs=tolerance)
     last = block_bytes(arch, groups, dtype.itemsize, performance, [1, 1])
     # With CLS only the final norm's input is the block's output itself, and indices of the CLS tokens are kept.
