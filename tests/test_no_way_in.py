@@ -21,7 +21,7 @@ FORBIDDEN = {
 METHODS = {"extractall", "extract", "unsafe_load"}
 """Of whatever object."""
 ALLOWED = {
-    ("dino_ds/config/loading.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
+    ("dino_ds/config/yaml_file.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/build.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
     (
@@ -143,7 +143,7 @@ def test_the_search_leaves_others_alone():
 def test_the_loader_of_recipes_is_a_safe_one():
     import yaml
 
-    from dino_ds.config.loading import _Loader
+    from dino_ds.config.yaml_file import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader) and not issubclass(_Loader, yaml.UnsafeLoader | yaml.FullLoader)
     assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})
