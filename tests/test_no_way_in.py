@@ -21,7 +21,7 @@ FORBIDDEN = {
 METHODS = {"extractall", "extract", "unsafe_load"}
 """Of whatever object."""
 ALLOWED = {
-    ("dino_ds/config/yaml_file.py", "yaml.load"): "with a loader derived from SafeLoader, which the test below looks at",
+    ("dino_ds/config/yaml_file.py", "yaml.load"): "with a loader derived from SafeLoader, which a test looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/build.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
     (
