@@ -56,6 +56,7 @@ def run(options: EmbedOptions) -> None:
     from dino_ds.engine.process import init_distributed
     from dino_ds.tools.embedding_parts import WRITERS, Parts
     from dino_ds.tools.model_options import find_images, range_for, side_of
+    from dino_ds.weights.frozen import digest
     from dino_ds.weights.load import load
 
     init_distributed()
@@ -72,7 +73,7 @@ def run(options: EmbedOptions) -> None:
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             images = hashlib.sha256("\n".join(map(source.name, range(len(source)))).encode()).hexdigest()
-            weights = _digest(model)
+            weights = digest(model.network.state_dict())
             parts.begin({"what": options.what, "size": size, "images": images, "weights": weights})
     distributed.barrier()
     reading = _reading(options, model, size, value_range)
@@ -136,10 +137,3 @@ def _reading(options: EmbedOptions, model: Backbone, size: int, value_range: Val
 
     crop = EvalCrop(size, model.normalisation)
     return Reading(crop, options.workers, value_range, options.batch, progress="embed")
-
-
-def _digest(model: Backbone) -> str:
-    found = hashlib.sha256()
-    for name, tensor in model.network.state_dict().items():
-        found.update(name.encode() + tensor.detach().cpu().contiguous().view(-1).numpy().tobytes())
-    return found.hexdigest()
