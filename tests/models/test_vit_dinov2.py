@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dino_ds.backbones import BackboneOptions
-from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.fit import architecture_of
+from tests.models.recorded import compare_features, run_probe
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical
@@ -36,21 +36,7 @@ def _recorded(kind):
 def test_features_are_the_reference_s(kind, masked):
     """CLS, patches and registers of each size, one by one and all sizes in one pass."""
     numbers, meta, vit = _recorded(kind)
-    crops = {size: [numbers[f"{size}.input"]] for size in meta["sizes"]}
-    masks = {size: numbers[f"{size}.masks"] for size in crops} if masked else {}
-    together = vit(crops, patches=list(crops), masks=masks)
-    for row, (size, (images,)) in enumerate(crops.items()):
-        prefix = f"{size}.masked" if masked else size
-        own = {name: mask for name, mask in masks.items() if name == size}
-        alone = vit({size: [images]}, patches=[size], masks=own)
-        cls, patches = numbers[f"{prefix}.x_norm_clstoken"], numbers.get(f"{prefix}.x_norm_patchtokens")
-        for found, rows in ((alone, slice(0, 2)), (together, slice(2 * row, 2 * row + 2))):
-            torch.testing.assert_close(found[CLS][rows], cls, **CLOSE)
-            if patches is not None:
-                torch.testing.assert_close(found[patches_of(size)][:1], patches, **CLOSE)
-        if not masked and vit.arch.registers:
-            registers = vit.tokens(images)[:, 1 : 1 + vit.arch.registers]
-            torch.testing.assert_close(registers, numbers[f"{size}.x_norm_regtokens"], **CLOSE)
+    compare_features(numbers, meta["sizes"], vit, None if masked else "x_norm_regtokens", **CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,15 +55,8 @@ def test_position_embeddings_are_the_reference_s(kind):
 def test_gradients_of_a_masked_pass_are_the_reference_s(kind):
     """Two tensors in full and the norms of all, the mask token's among them; relative to the largest entry: 1e-4."""
     numbers, meta, vit = _recorded(kind)
-    features = vit({"global": [numbers["global.input"]]}, patches=["global"], masks={"global": numbers["global.masks"]})
-    width = vit.arch.width
-    probe = (features[CLS].square() * torch.linspace(0, 1, width)).sum()
-    probe = probe + (features[patches_of("global")] * torch.linspace(-1, 1, width)).sin().mean()
-    torch.testing.assert_close(probe, numbers["global.probe"].squeeze(), rtol=1e-5, atol=0)
-    probe.backward()
+    recorded = run_probe(numbers, vit)
     ours = {name: parameter.grad for name, parameter in vit.named_parameters()}
-    recorded = {name.removeprefix("global.grad."): t for name, t in numbers.items() if name.startswith("global.grad.")}
-    assert len(recorded) == 2
     for name, theirs in recorded.items():
         torch.testing.assert_close(ours[our_name(name)], theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     norms = {our_name(name): norm for name, norm in meta["gradient_norms_of_probe"].items()}

@@ -14,6 +14,7 @@ from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import init_weights_in_pieces
+from tests.models.recorded import compare_features, run_probe
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
 
 pytestmark = pytest.mark.numerical
@@ -78,22 +79,8 @@ def _recorded(kind):
 def test_features_are_the_reference_s(kind, masked):
     """CLS, patches and storage tokens of each size, one by one and all sizes in one pass."""
     numbers, meta, vit = _recorded(kind)
-    crops = {size: [numbers[f"{size}.input"]] for size in meta["sizes"]}
-    masks = {size: numbers[f"{size}.masks"] for size in crops} if masked else {}
     with torch.no_grad():  # with a gradient the CLS tokens of local crops have a norm of their own
-        together = vit(crops, patches=list(crops), masks=masks)
-        for row, (size, (images,)) in enumerate(crops.items()):
-            prefix = f"{size}.masked" if masked else size
-            own = {name: mask for name, mask in masks.items() if name == size}
-            alone = vit({size: [images]}, patches=[size], masks=own)
-            cls, patches = numbers[f"{prefix}.x_norm_clstoken"], numbers.get(f"{prefix}.x_norm_patchtokens")
-            for found, rows in ((alone, slice(0, 2)), (together, slice(2 * row, 2 * row + 2))):
-                torch.testing.assert_close(found[CLS][rows], cls, **CLOSE)
-                if patches is not None:
-                    torch.testing.assert_close(found[patches_of(size)][:1], patches, **CLOSE)
-            if not masked and vit.arch.registers:
-                storage = vit.tokens(images)[:, 1 : 1 + vit.arch.registers]
-                torch.testing.assert_close(storage, numbers[f"{size}.x_storage_tokens"], **CLOSE)
+        compare_features(numbers, meta["sizes"], vit, None if masked else "x_storage_tokens", **CLOSE)
 
 
 def test_local_crops_have_a_norm_of_their_own_in_training():
@@ -111,15 +98,8 @@ def test_local_crops_have_a_norm_of_their_own_in_training():
 def test_gradients_of_a_masked_pass_are_the_reference_s(kind):
     """Two tensors in full and the norms of all, the mask token's among them; relative to the largest entry: 1e-4."""
     numbers, meta, vit = _recorded(kind)
-    features = vit({"global": [numbers["global.input"]]}, patches=["global"], masks={"global": numbers["global.masks"]})
-    width = vit.arch.width
-    probe = (features[CLS].square() * torch.linspace(0, 1, width)).sum()
-    probe = probe + (features[patches_of("global")] * torch.linspace(-1, 1, width)).sin().mean()
-    torch.testing.assert_close(probe, numbers["global.probe"].squeeze(), rtol=1e-5, atol=0)
-    probe.backward()
+    recorded = run_probe(numbers, vit)
     ours = _in_one({name: p.grad for name, p in vit.named_parameters() if not name.startswith("local_cls_norm")})
-    recorded = {name.removeprefix("global.grad."): t for name, t in numbers.items() if name.startswith("global.grad.")}
-    assert len(recorded) == 2
     for name, theirs in recorded.items():
         own = ours[our_name(name, dinov3=True)]
         torch.testing.assert_close(own, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
