@@ -1,4 +1,4 @@
-"""A training job among the processes of the fork server: a launcher of its own, as `deepspeed` would be, and its ranks."""
+"""A training job among the fork server's processes: a launcher of its own, as `deepspeed` would be, and its ranks."""
 
 from __future__ import annotations
 
