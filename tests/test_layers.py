@@ -20,6 +20,7 @@ LAYERS = [
         "backbones",
         "foreign_backbones",
         "foreign_checks",
+        "hubs",
         "ranges",
         "text_file",
         "durable",
@@ -42,7 +43,7 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "text_file", "__init__"}]
+ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "hubs", "text_file", "__init__"}]
 
 
 def _room(path: Path) -> str:
