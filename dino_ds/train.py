@@ -33,6 +33,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
+from dino_ds.data.transform_check import check_transform
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
@@ -211,6 +212,8 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    with distributed.raise_on_all_ranks():
+        check_transform(folder.recipe, source)
     folder.agree()
     return folder, source, [*config.notes, *getattr(source, "notes", ()), *([found] if found else [])]
 

@@ -9,7 +9,10 @@ from dino_ds.config.fields import UNITS
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
-_STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
+_STRENGTHS = (
+    "--crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation "
+    "change it; --data.transform adds a function of yours (docs/data.md)"
+)
 _METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
 _WEIGHTS = "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume"
 _DEVICE = "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES=1 names another, an empty one leaves the CPU"
@@ -26,6 +29,8 @@ _OPTIONS = {
     **dict.fromkeys(("gpus", "num_gpus", "devices", "nproc_per_node", "num_nodes", "ranks"), _LAUNCHER),
     **dict.fromkeys(("logger", "loggers", "wandb", "tensorboard", "mlflow", "log_dir"), _METRICS),
     **dict.fromkeys(("color_jitter", "jitter", "blur", "grayscale", "flip", "hflip", "solarize"), _STRENGTHS),
+    **dict.fromkeys(("vflip", "vertical_flip", "rotation", "rotate", "transform", "transforms"), _STRENGTHS),
+    **dict.fromkeys(("brightness", "contrast", "saturation", "hue", "gray", "gaussian_blur"), _STRENGTHS),
     **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
     "sweep": "which model fits which card is in docs/scaling.md, made by python -m scripts.sweep in a checkout",
     "scaling": "simulated scaling is in docs/scaling.md, made by python -m scripts.scaling in a checkout",

@@ -25,11 +25,17 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
     """Describe this ds JSON, or recommend one if it is None. Raises ConfigError."""
     if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
+    stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     recipe = with_backbone(recipe, options.backbone)
     card = _card(options.gpu, options.memory_gib)
     network = card.network if options.network_gbit is None else options.network_gbit / 8
     cluster = Cluster(card, options.gpus, options.nodes, network)
     recipe, warnings = _divisible(recipe, cluster.world_size)
+    if stage_alone and options.backbone is None:
+        warnings.append(
+            f"the recipe is a stage and names no backbone: planned with {recipe.model.backbone}; --config RECIPE,STAGE "
+            "plans it over the recipe of the run that it begins with"
+        )
     if options.gpu is None:
         warnings.append(f"no --gpu is given: speed is estimated as of {card.name}")
     if ds is None or ds_path is None:
