@@ -24,7 +24,7 @@ examples
 """
 
 GROUPS = {
-    "train": ("train", "plan", "doctor", "find-batch-size", "find-workers"),
+    "train": ("train", "advise", "plan", "doctor", "find-batch-size", "find-workers"),
     "look": ("look-data", "report", "pictures", "attention-video"),
     "evaluate and export": ("eval", "embed", "export"),
     "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
