@@ -243,8 +243,10 @@ def _text(name: str, value: Any) -> str:
             return f"[{', '.join(parts)}]"
         if not any("," in part for part in parts):
             return ",".join(parts)
+    given = f"{value!r:.80}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
     raise ConfigError(
-        f"{name}: {value!r:.80} can't be given; a value is text, a number, True, False, None, a path or a list of those"
+        f"{name}: {given} can't be given; a value is text, a number, True, False, None, a path, or a list of those "
+        "without commas in them"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import logging
@@ -21,6 +22,7 @@ import torch
 import dino_ds
 from dino_ds import cli
 from dino_ds.api import _words
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
@@ -28,6 +30,7 @@ from dino_ds.options.flags import parse_flags
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
 
+ROOT = Path(__file__).parent.parent
 MEASURED = re.compile(r"second|wait|memory|fraction|_gib|rolling|throughput|host|cpu")
 """Names of what two runs of one command measure differently."""
 
@@ -145,9 +148,11 @@ def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_trains_in_a_thread(recipe, tmp_path):
-    """Where signals can't be handled, as in some servers of notebooks."""
-    thread = threading.Thread(target=lambda: dino_ds.train(run_dir=tmp_path / "run", max_steps=1, **recipe))
+def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path):
+    """Signals can't be handled there; nothing ends the process that a run is part of."""
+    given = {"run_dir": tmp_path / "run", "max_steps": 2, "hang_seconds": 1, **recipe}
+    wait = [lambda step, _: time.sleep(2.5 if step == 1 else 0)]
+    thread = threading.Thread(target=lambda: dino_ds.train(callbacks=wait, **given))
     thread.start()
     thread.join()
     assert (tmp_path / "run/teacher.safetensors").exists()
@@ -233,10 +238,10 @@ def test_words_of_a_list_are_given_one_by_one():
         ({"crops": {"num_locals": 3}}, ConfigError, "Did you mean --crops.num_local"),
         ({"ds": {"zero_optimisation": {"stage": 1}}}, ConfigError, "zero_optimization"),
         ({"max_steps": 2.5}, ConfigError, "'2.5' is not a whole number"),
-        ({"max_steps": object()}, ConfigError, "can't be given; a value is text, a number"),
-        ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "can't be given"),
+        ({"max_steps": object()}, ConfigError, "max_steps: a object can't be given; a value is text, a number"),
+        ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "['knn,ridge', 'x'] can't be given"),
         ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
-        ({"data": "/images"}, ConfigError, "set data.source, data.root"),
+        ({"data": "/images"}, ConfigError, "write --data.root /images"),
         ({"json": True}, ConfigError, "not an option of dino_ds.train"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"resume": "last.ckpt"}, ConfigError, "auto or the step of a checkpoint"),
@@ -250,6 +255,35 @@ def test_mistakes_get_the_command_s_answer_before_anything_is_written(given, err
     with pytest.raises(error, match=re.escape(answer)):
         dino_ds.train(**{"run_dir": tmp_path / "run", "config": "quickstart", **given})
     assert not list(tmp_path.iterdir())
+
+
+def _calls():
+    """(page, function, its arguments as far as they are written out) of the documents' examples."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.Call) and re.fullmatch(r"dino_ds\.(?!load)\w+", ast.unparse(node.func)):
+                    function = getattr(dino_ds, ast.unparse(node.func).removeprefix("dino_ds."))
+                    given = {key.arg: key.value for key in node.keywords if key.arg}
+                    given |= dict(zip(inspect.signature(function).parameters, node.args, strict=False))
+                    more = [ast.literal_eval(key.value) for key in node.keywords if not key.arg]
+                    yield page.name, function, {name: _value(node) for name, node in given.items()} | dict(*more)
+
+
+def _value(node):
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return "NAME"  # of a variable
+
+
+@pytest.mark.parametrize(("page", "function", "given"), list(_calls()))
+def test_documented_calls_are_accepted(page, function, given):
+    command = COMMANDS[{"evaluate": "eval"}.get(function.__name__, function.__name__)]
+    inspect.signature(function).bind(**given)
+    given.pop("callbacks", None)
+    flags = parse_flags(command, _words(command, {}, given))
+    load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
 
 
 def test_a_rank_of_a_launcher_is_refused(monkeypatch, tmp_path):
@@ -290,14 +324,13 @@ def test_new_lines_are_those_after_what_a_resumed_run_keeps(tmp_path):
     ("code", "error", "text"),
     [(3, CheckpointError, "^damaged$"), (1, RuntimeError, r"^damaged \(exit code 1\)$"), (75, Stopped, "at step 4")],
 )
-def test_an_exit_code_of_the_launcher_is_an_error(code, error, text):
-    output = _Output()
-    read, write = os.pipe()
-    os.write(write, b"stopped  by SIGTERM at step 4; saved step 4. To continue: the\ndino_ds: error: damaged\n")
-    os.write(write, b"dino_ds: error: rank 0 ended with code 3 while starting")
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        while output.waits(pipe, 0.0):
-            output.take(pipe)
+def test_an_exit_code_of_the_launcher_is_an_error(code, error, text, tmp_path, capsys):
+    with (tmp_path / "output").open("w+b", buffering=0) as file:
+        output = _Output(file.fileno())
+        file.write(b"stopped  by SIGTERM at step 4; saved step 4. To continue: the\ndino_ds: error: damaged\n")
+        output.show()
+        file.write(b"dino_ds: error: rank 0 ended with code 3 while starting\n")
+        output.show()
+    assert capsys.readouterr().err.count("\n") == 3
     with pytest.raises(error, match=text):
         raise output.error(code)

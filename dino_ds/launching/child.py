@@ -6,10 +6,11 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,62 +43,67 @@ def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Call
     Raises the UserError of its exit code, RuntimeError for a bug, KeyboardInterrupt after a second Ctrl-C (the first
     asks the ranks to save and stop), and what a callback has raised, after which the ranks save and stop, too.
     """
-    caller, output, new_lines = Caller(callbacks), _Output(), _NewLines(run_dir / "metrics.jsonl")
+    caller, new_lines = Caller(callbacks), _NewLines(run_dir / "metrics.jsonl")
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dino_ds", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), PARENT: str(os.getpid())},
-        start_new_session=True,  # a terminal's Ctrl-C is for this process, which passes it on
-    )
-    assert process.stdout is not None
-    asked = False
-    try:
-        while process.poll() is None or output.waits(process.stdout, 0.0):
-            try:
-                if output.waits(process.stdout, _TICK_SECONDS):
-                    output.take(process.stdout)
-                for line in new_lines:
-                    caller.tell(line)
-                if caller.error is not None and not asked:
-                    asked = True
-                    process.terminate()
-            except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)
-        for line in new_lines:
-            caller.tell(line)
-    finally:
-        process.terminate()
-        process.communicate()
+    with tempfile.TemporaryFile() as file:  # not a pipe: it would break, with the ranks, when this program dies
+        output = _Output(file.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dino_ds", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), PARENT: str(os.getpid())},
+            start_new_session=True,  # a terminal's Ctrl-C is for this process, which passes it on
+        )
+        try:
+            _follow(process, output, new_lines, caller)
+        finally:
+            process.terminate()
+            process.wait()
     if caller.error is not None:
         raise caller.error
     if process.returncode:
         raise output.error(process.returncode)
 
 
+def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLines, caller: Caller) -> None:
+    """Until the process has ended, and all that it has left was seen."""
+    asked = ended = False
+    while not ended:
+        try:
+            ended = process.poll() is not None
+            output.show()
+            for line in new_lines:
+                caller.tell(line)
+            if caller.error is not None and not asked:
+                asked = True
+                process.terminate()
+            time.sleep(0 if ended else _TICK_SECONDS)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+
+
 class _Output:
-    """What the child prints, as far as it says why it has ended."""
+    """What the child prints into a file, and what of it says why it has ended."""
 
-    def __init__(self) -> None:
-        self._rest, self._errors, self._stopped, self._at_end = b"", list[str](), "", False
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._place, self._rest = descriptor, 0, b""
+        self._errors, self._stopped = list[str](), ""
 
-    def waits(self, pipe: Any, seconds: float) -> bool:
-        """Whether there is output to be taken, within so many seconds."""
-        return bool(select.select([] if self._at_end else [pipe], [], [], seconds)[0])
+    def show(self) -> None:
+        """Print the lines that have come."""
+        while data := os.pread(self._descriptor, 1 << 16, self._place):  # the child writes at the file's own place
+            self._place += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(line.decode(errors="replace"))
 
-    def take(self, pipe: Any) -> None:
-        data = os.read(pipe.fileno(), 1 << 16)
-        self._at_end = not data
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in [*lines, *([self._rest] if self._at_end and self._rest else [])]:
-            text = line.decode(errors="replace")
-            print(text, file=sys.stderr, flush=True)
-            if found := re.match(r"dino_ds: (?:\S+: )?error: (.*)", text):
-                self._errors.append(found[1])
-            elif text.startswith("stopped "):
-                self._stopped = text.removeprefix("stopped ").partition(". To continue")[0].strip()
+    def _take(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if found := re.match(r"dino_ds: (?:\S+: )?error: (.*)", line):
+            self._errors.append(found[1])
+        elif line.startswith("stopped "):
+            self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
 
     def error(self, code: int) -> BaseException:
         if code == 128 + signal.SIGINT:
