@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from dino_ds.cli import check_software, prepare
 from dino_ds.errors import ConfigError, Stopped
 from dino_ds.options.commands import COMMANDS
-from dino_ds.options.definition import Command
+from dino_ds.options.python_values import words_of
 from dino_ds.preflight import adopt_ranks
 from dino_ds.text_file import read_lines
 
@@ -92,13 +92,13 @@ def train(
     own["resume"] = None if resume is False else resume
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    words = _words(COMMANDS["train"], own, options)
+    words = words_of(COMMANDS["train"], own, options)
     if ranks is None:
         return Run(_train_here(words, callbacks))
     from dino_ds.launching.child import launch_from_python
 
     with _as_it_was():
-        launch = ["launch", *_words(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
+        launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
         path = Path(prepare(launch)[2]["train"]["options"].run_dir)
         launch_from_python(launch, path, callbacks)
     return Run(path)
@@ -189,65 +189,9 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
 
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A command's options and files."""
-    command, chosen, files = prepare([*name.split(), *_words(COMMANDS[name], own, options)])
+    command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
     check_software(command, chosen)
     return chosen, files
-
-
-def _words(command: Command, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """The command line that says the same. Raises ConfigError for a value that none can say."""
-    known = {name: option for option in command.all_options for name in (option.field, option.name)}
-    words: list[str] = []
-    for name, value in _flat("", {**own, **options}, known):
-        option = known.get(name)
-        if name in ("json", "debug") or "=" in name:
-            raise ConfigError(f"{name}: not an option of dino_ds.{command.name} of Python")
-        if option is not None and value is None:
-            continue
-        name = option.name if option else name
-        several = value if option and option.kind == "words" and isinstance(value, list | tuple) else [value]
-        words += [f"--{name}={_text(name, one)}" for one in several]
-    return words
-
-
-def _flat(prefix: str, values: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """data={"root": X} is "data.root": X."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if not isinstance(value, Mapping):
-            yield name, value
-        elif name in known:
-            raise ConfigError(f"{name}: a dict is not a value; {_SECTIONS}")
-        else:
-            yield from _flat(f"{name}.", value, known)
-
-
-_SECTIONS = """name a file, and set keys beside it: data={"root": X}, ds={"zero_optimization": {"stage": 1}}"""
-
-
-def _text(name: str, value: Any) -> str:
-    """A value as one writes it on the command line. Raises ConfigError for what can't be written there."""
-    if getattr(value, "shape", None) == ():
-        value = value.item()  # a number of numpy's or torch's
-    if value is None:
-        return "null" if name.startswith("ds.") else "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str | os.PathLike):
-        return str(os.fspath(value))
-    if isinstance(value, list | tuple):
-        parts = [_text(name, one) for one in value]
-        if name.startswith("ds."):  # lists of numbers alone
-            return f"[{', '.join(parts)}]"
-        if not any("," in part for part in parts):
-            return ",".join(parts)
-    given = f"{value!r:.80}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise ConfigError(
-        f"{name}: {given} can't be given; a value is text, a number, True, False, None, a path, or a list of those "
-        "without commas in them"
-    )
 
 
 @contextmanager
@@ -285,6 +229,8 @@ def _torch_as_it_was() -> Iterator[None]:
     convolutions = cudnn.benchmark, cudnn.allow_tf32
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
     with _as_it_was():
         try:
             yield

@@ -21,12 +21,12 @@ import torch
 
 import dino_ds
 from dino_ds import cli
-from dino_ds.api import _words
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
+from dino_ds.options.python_values import words_of
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
 
@@ -222,12 +222,12 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
     ],
     ids=str,
 )
-def test_values_of_python_become_words(given, text):
-    assert _words(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
+def test_values_of_python_becomewords_of(given, text):
+    assert words_of(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
 
 
 def test_words_of_a_list_are_given_one_by_one():
-    words = _words(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
+    words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
     assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
 
 
@@ -282,7 +282,7 @@ def test_documented_calls_are_accepted(page, function, given):
     command = COMMANDS[{"evaluate": "eval"}.get(function.__name__, function.__name__)]
     inspect.signature(function).bind(**given)
     given.pop("callbacks", None)
-    flags = parse_flags(command, _words(command, {}, given))
+    flags = parse_flags(command, words_of(command, {}, given))
     load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
 
 

@@ -105,36 +105,6 @@ class StopRequests:
         return time.monotonic() - self._first_at > FORWARDED_SECONDS
 
 
-class CallersStopRequests(StopRequests):
-    """Those of a run in a program that goes on after it, such as a notebook: nothing here ends the process.
-
-    Before `install`, and from the second signal on, signals do what they do in that program: Ctrl-C is a
-    KeyboardInterrupt. In a thread other than the main one they always do.
-    """
-
-    def __init__(self, beat: Beat) -> None:
-        super().__init__(beat, lambda _: None, lambda *_: None)
-
-    def __enter__(self) -> CallersStopRequests:
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def install(self, ask: Callable[[], None]) -> None:
-        super().install(ask)
-        if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
-
-    def _note(self, number: int, _frame: object) -> None:
-        if not self._signal:
-            self.request(signal.Signals(number).name)
-        elif self._again() and not self._over:
-            signal.signal(number, self._handlers[signal.Signals(number)])
-            signal.raise_signal(number)
-
-
 _numbers = iter(range(sys.maxsize))
 
 
