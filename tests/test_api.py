@@ -242,7 +242,7 @@ def test_words_of_a_list_are_given_one_by_one():
         ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "['knn,ridge', 'x'] can't be given"),
         ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
         ({"data": "/images"}, ConfigError, "write --data.root /images"),
-        ({"json": True}, ConfigError, "not an option of dino_ds.train"),
+        ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"resume": "last.ckpt"}, ConfigError, "auto or the step of a checkpoint"),
         ({"callbacks": print}, ConfigError, "a list of functions"),

@@ -17,7 +17,7 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
     for name, value in _flat("", {**own, **options}, known):
         option = known.get(name)
         if name in ("json", "debug") or "=" in name:
-            raise ConfigError(f"{name}: not an option of dino_ds.{command.name} of Python")
+            raise ConfigError(f"{name}: not an option in Python")
         if option is not None and value is None:
             continue
         name = option.name if option else name
