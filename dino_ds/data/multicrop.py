@@ -21,6 +21,7 @@ from torch import Tensor
 from dino_ds.config.crops import CropGroup, Masks, crop_sizes
 from dino_ds.data.masks import MaskOptions, with_hidden_patches
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
+from dino_ds.data.visible import visible
 from dino_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -159,9 +160,7 @@ class MultiCrop:
         for column, crop in enumerate(crops):
             for row in range(rows):
                 height, width = crop.shape[-2:]
-                pixels = self.normalisation.undone(crop[row].detach().float().cpu()).clamp(0, 1)
-                if len(pixels) != 3:
-                    pixels = pixels.mean(0, keepdim=True)
+                pixels = visible(self.normalisation.undone(crop[row].detach().float().cpu()))
                 sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
         return sheet
 
