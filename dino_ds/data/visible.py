@@ -29,8 +29,9 @@ def how_visible(channels: int) -> str:
     """What `visible` does, in words; nothing for RGB."""
     if channels == 3:
         return ""
-    which = f"channels 1, 2, 3 of {channels} in red, green, blue" if channels > 3 else f"channel 1 of {channels}"
-    return f"{which}, each stretched from its 2nd to its 98th percentile"
+    if channels < 3:
+        return f"channel 1 of {channels} in gray, stretched from its 2nd to its 98th percentile"
+    return f"channels 1, 2, 3 of {channels} in red, green, blue, each stretched from its 2nd to its 98th percentile"
 
 
 def _fractions(pixels: Tensor) -> Tensor:
