@@ -148,4 +148,4 @@ def _reading(options: EmbedOptions, model: Backbone, size: int, value_range: Val
     from dino_ds.evals.features import Reading
 
     crop = EvalCrop(size, model.normalisation)
-    return Reading(crop, options.workers, value_range, options.batch, progress="embed")
+    return Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
