@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import nearest
 from dino_ds.own_code import find_own
 
@@ -244,6 +245,10 @@ def _segments(network: Any) -> tuple[str, ...]:
 
 def foreign_spec(name: str) -> ForeignSpec:
     """Of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
+    if answer := weights_elsewhere(name):
+        raise ValueError(
+            f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
+        )
     if ":" in name:
         if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
             raise ValueError(f"{name!r} is not a class of yours as module:Class")

@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, cheaply: worker processes are started once and serve many tests.
+"""Run a function on real gloo ranks, cheaply: worker processes are forked once and serve many tests.
 
     results = run_on_ranks(function, *args, world=2)     # function(*args) on each rank -> [its value of rank 0, 1, ...]
 
@@ -8,12 +8,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
-import socket
+import signal
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+from dino_ds.ports import find_free_port
+from tests.fork_server import fork_server
 
 _pools: dict[int, _Pool] = {}
 _LIMIT_SECONDS = 300
@@ -31,17 +35,13 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, world: int = 2, **kwa
 
 class _Pool:
     def __init__(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = find_free_port()
         self._pipes, self._processes = [], []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, port), daemon=False)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            self._processes.append(fork_server().fork(_serve, theirs, rank, world, port))
+            theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
         atexit.register(self.close)
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -59,11 +59,8 @@ class _Pool:
 
     def close(self) -> None:
         for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
@@ -77,12 +74,8 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
         OMP_NUM_THREADS="1",
         DS_ACCELERATOR="cpu",
     )
-    import torch
-
-    torch.set_num_threads(1)
     from dino_ds.engine.process import init_distributed
 
-    pretend_fp16()
     init_distributed()
     while True:
         try:
@@ -93,13 +86,3 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
             pipe.send((True, function(*args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-def pretend_fp16() -> None:
-    """DeepSpeed refuses fp16 on CPUs without fp16 units; torch computes it all the same, overflow included."""
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]

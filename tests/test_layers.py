@@ -20,6 +20,7 @@ LAYERS = [
         "backbones",
         "foreign_backbones",
         "foreign_checks",
+        "hubs",
         "own_code",
         "ranges",
         "text_file",
@@ -43,7 +44,9 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "own_code", "text_file", "__init__"}]
+ROOMS = [
+    {"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "hubs", "own_code", "text_file", "__init__"}
+]
 
 
 def _room(path: Path) -> str:

@@ -6,14 +6,11 @@ outcome = job.wait(seconds=60)          # exit codes, what was printed, seconds 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import time
-import unittest.mock
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +19,12 @@ from typing import Any
 import psutil
 
 from dino_ds.ports import find_free_port
-from tests.faults.server import Order, serve
+from tests.faults.launcher import Order, launch
+from tests.fork_server import ForkServer, fork_server
 from tests.training.harness import REPOSITORY, TINY
 
 ORPHANS_MAY_LIVE = 30.0
 """Seconds after the end of a job within which all it has started must be gone; on a quiet machine it is one or two."""
-_server: _Server | None = None
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,6 @@ def start(
     environment: Mapping[str, str] | None = None,
 ) -> Job:
     """`dino-ds train` on `world` ranks; `changes` to the tiny recipe, `fault` runs in every rank before it starts."""
-    global _server
-    if _server is None or not _server.is_alive():
-        _server = _Server()
     words = ["train", "--ds_config", str(REPOSITORY / "ds_configs" / ds), "--run_dir", str(run_dir), *flags]
     values = {**TINY, "data.root": str(images), **(changes or {})}
     words += [part for name, value in values.items() for part in (f"--{name}", value)]
@@ -78,15 +72,14 @@ def start(
     folder = there / f"{run_dir.name}.job{time.monotonic_ns()}"
     folder.mkdir(parents=True)
     order = Order(folder, words, world, port or find_free_port(), fault, dict(environment or {}))
-    job = Job(_server, order, _server.ask(order))
-    _server.launchers.add(job.launcher)
-    return job
+    server = fork_server()
+    return Job(server, order, server.fork(launch, order, output=folder / "launcher.txt"))
 
 
 class Job:
     """A job at work."""
 
-    def __init__(self, server: _Server, order: Order, launcher: int) -> None:
+    def __init__(self, server: ForkServer, order: Order, launcher: int) -> None:
         self._server, self._order, self.launcher = server, order, launcher
         self._started = time.monotonic()
 
@@ -162,7 +155,7 @@ class Job:
     def _codes(self) -> dict[int, tuple[int, float]]:
         """Of the ranks that have ended: by their launcher, or where that one is dead by the server."""
         found = {event["rank"]: (event["code"], event["at"]) for event in self._events() if "code" in event}
-        ended = self._server.ask(None)
+        ended = self._server.ended()
         found |= {rank: ended[process] for rank, process in self._processes().items() if process in ended}
         return found
 
@@ -189,37 +182,3 @@ class Job:
 
     def _output(self) -> str:
         return "\n".join(self.text(rank)[-3000:] for rank in range(self._order.world))
-
-
-class _Server:
-    """The driver's end of the pipe to `serve`."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=False)
-        # In time for whatever the main module imports: NumPy's threads would hold locks in the forked ranks.
-        with unittest.mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            self._process.start()
-        theirs.close()
-        self.launchers: set[int] = set()
-        self.process = int(self._receive(120))
-        atexit.register(self.close)
-
-    def is_alive(self) -> bool:
-        return self._process.is_alive()
-
-    def ask(self, order: Order | None) -> Any:
-        self._pipe.send(order)
-        return self._receive(30)
-
-    def _receive(self, seconds: float) -> Any:
-        if not self._pipe.poll(seconds):
-            raise TimeoutError(f"the fork server gave no answer in {seconds} s")
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
