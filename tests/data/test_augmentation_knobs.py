@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.multicrop import MultiCrop, sample_box
 from dino_ds.errors import ConfigError
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
 from tests.data.test_multicrop import assert_rate, multicrop, photo
 
 DINO = AUGMENTATIONS["dino"]
@@ -230,3 +234,18 @@ def test_boxes_are_resized_to_squares_before_they_are_turned():
     for width, height in ((1, 300), (300, 20)):
         found = crops(Image.fromarray(np.zeros((height, width, 3), np.uint8)), 1)
         assert [tuple(crop.shape) for crop in found] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * 3
+
+
+def test_the_page_s_tables_are_true():
+    """What it says that a preset does changes nothing where it is given; the flags for kinds of images are accepted."""
+    page = (Path(__file__).parent.parent.parent / "docs/data.md").read_text()
+    rows = re.findall(r"^\| `(crops\.\w+)` \| [^|]+ \| `([\d.,]+)` \| (?:`([\d.,]+)`|the same) \|", page, re.M)
+    assert len(rows) == 7
+    for key, dino, dinov2 in rows:
+        for preset, value in (("dino", dino), ("dinov2_as_trained", dinov2 or dino)):
+            crops = load_recipe(None, {"crops.augment": preset, key: value}).crops
+            assert crops.augmentation == AUGMENTATIONS[preset]
+    flags = re.findall(r"`(--crops\.[^`]+)`", page[page.index("| your images |") :])
+    assert len(flags) > 8
+    for some in flags:
+        load_recipe(None, parse_flags(TRAIN, some.split()).recipe)
