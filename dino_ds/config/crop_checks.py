@@ -34,14 +34,12 @@ def _colour_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     """Where operations on colours are asked for and images have none."""
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []
-    why = f"has no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
-    problems = [f"crops.grayscale {crops.grayscale:g} {why}: leave it out"] if crops.grayscale else []
+    why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
+    problems = [f"crops.grayscale {crops.grayscale:g} has {why}: leave it out"] if crops.grayscale else []
     if crops.jitter and any(crops.jitter[2:]):
-        bright, contrast, *colours = (f"{strength:g}" for strength in crops.jitter)
-        problems.append(
-            f"crops.jitter: the saturation and hue of {','.join((bright, contrast, *colours))} {why}: "
-            f"write {bright},{contrast},0,0"
-        )
+        strengths = [f"{strength:g}" for strength in crops.jitter]
+        instead = ",".join([*strengths[:2], "0", "0"])
+        problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
     return problems
 
 

@@ -32,7 +32,7 @@ def cut_crops(
     turned = [torch.rot90(crop, one.turns) if one.turns else crop for crop, one in zip(crops, sampled, strict=True)]
     return [
         # A copy: it may be a part of the image, and the user's function may write to it.
-        crop if transform is None else torch.from_numpy(transform(np.array(crop, order="C")))
+        crop if transform is None else torch.from_numpy(transform(np.array(crop.numpy(), order="C")))
         for crop, transform in zip(turned, transforms, strict=True)
     ]
 

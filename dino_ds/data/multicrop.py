@@ -41,8 +41,6 @@ BICUBIC = Image.Resampling.BICUBIC
 _ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
 CropTransform = Callable[[np.ndarray], np.ndarray]
 """Crop (h, w, c) -> crop of the same shape and type."""
-
-
 _KINDS = {"global": (0, 1), "local": (2,)}
 """By group: which number of a triple is that of its first crop, its second, ...; the last one is for all others."""
 _TURNS, _TRANSFORM = -2, -3
@@ -143,14 +141,17 @@ class MultiCrop:
 
     def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
         """Adds turns and top-to-bottom flips: all else is drawn as without them."""
-        strength, rng = self.augmentation, random.Random(crop_seed(seed, _TURNS, 0))
+        strength = self.augmentation
+        if not (strength.vertical_flip or strength.rotation):
+            return lambda crop: crop
+        rng = random.Random(crop_seed(seed, _TURNS, 0))
 
         def turned(crop: CropParameters) -> CropParameters:
             upside_down = rng.random() < strength.vertical_flip
             turns = rng.randint(1, 3) if rng.random() < strength.rotation else 0
             return replace(crop, flip=crop.flip != upside_down, turns=(turns + 2 * upside_down) % 4)
 
-        return turned if strength.vertical_flip or strength.rotation else lambda crop: crop
+        return turned
 
     def _sample_crop(
         self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None

@@ -56,7 +56,7 @@ def describe(crop: CropParameters) -> str:
     """What was done to a crop, in words."""
     left, top, right, bottom = crop.box
     words = [f"{right - left} x {bottom - top} at {left}, {top}"]
-    words += [f"turned by {90 * crop.turns} degrees"] if crop.turns else []
+    words += [f"turned left by {90 * crop.turns} degrees"] if crop.turns else []
     words += ["mirrored"] if crop.flip else []
     words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in crop.jitter]
     words += ["grey"] if crop.gray else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,24 +20,11 @@ DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
 GOOD = "def __len__(self): return 3\n    def load(self, i): pass\n    def name(self, i): return str(i)\n"
 
 
-@pytest.fixture
-def write(tmp_path, monkeypatch):
-    """Write a module into the current folder, which is not on Python's path."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
-
-    def write_module(name: str, text: str) -> None:
-        sys.modules.pop(name, None)
-        (tmp_path / f"{name}.py").write_text(text)
-
-    return write_module
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_example_of_the_docs_runs(write, workers):
+def test_the_example_of_the_docs_runs(write_module, workers):
     (code,) = re.findall(r"```python\n# (?:my_module\.py)\n(.*?)```", DOCS.read_text(), re.S)
     assert sum(bool(line) for line in code.splitlines()) <= 15
-    write("my_module", code)
+    write_module("my_module", code)
     recipe = load_recipe(None, {"data.source": "my_module:MySource", "data.root": "8"})
     source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
     assert len(source) == 8 and source.labels is None and source.classes is None
@@ -83,9 +69,9 @@ def test_the_example_of_the_docs_runs(write, workers):
         ("mod:A", f"class A:\n    labels = [0]\n    def __init__(self, r): pass\n    {GOOD}", r"3 images and 1 labels"),
     ],
 )
-def test_what_is_wrong_with_a_class_is_one_line(write, source, text, message):
+def test_what_is_wrong_with_a_class_is_one_line(write_module, source, text, message):
     if text is not None:
-        write("mod", text)
+        write_module("mod", text)
     with pytest.raises(UserError, match=message) as caught:
         build_source(source, "R", "train", False)
     assert "\n" not in str(caught.value) and isinstance(caught.value, ConfigError | DataError)

@@ -67,3 +67,5 @@ def test_the_pil_pipeline_is_dinos():
     for view in range(4):
         a, b = (np.array([float(crops[view].mean()) for crops in some]) for some in (theirs, ours))
         assert abs(a.mean() - b.mean()) <= 5 * np.sqrt((a.var() + b.var()) / 60)
+    with pytest.raises(ConfigError, match=r"DINO's pipeline has no crops\.rotation"):
+        PilPipeline(MultiCrop.of(load_recipe(None, {"crops.rotation": "0.5"})))

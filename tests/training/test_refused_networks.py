@@ -37,6 +37,7 @@ REFUSED = [
     ({"model.backbone": f"{OWN}Sequences"}, "its features have shape [2, 12, 3136]"),
     ({"model.backbone": f"{OWN}Tied"}, "are one tensor"),
     ({"model.backbone": "levit_128s", "model.drop_path": "0"}, "levit_128s can't take images of"),
+    ({"data.transform": f"{OWN}missing"}, "has no function missing"),
     ({"teacher.batch_norm": "frozen"}, "give model.init_from, or take reference or ema"),
 ]
 

@@ -1,0 +1,251 @@
+"""crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation: each changes its part and nothing else."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
+from dino_ds.config.crops import all_crops, dino_groups, gram_group
+from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
+from dino_ds.data.masks import MaskOptions
+from dino_ds.data.multicrop import MultiCrop, sample_box
+from dino_ds.errors import ConfigError
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
+from tests.data.test_multicrop import assert_rate, multicrop, photo
+
+DINO = AUGMENTATIONS["dino"]
+PLAIN = Augmentation(blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0, gray=0)
+TURNED = replace(PLAIN, vertical_flip=0.5, rotation=0.75)
+GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3)
+BOTH = pytest.mark.parametrize("mode", ["worker", "device"])
+
+
+class Photos:
+    """Square, so that a turned crop has pixels of the same size."""
+
+    labels = classes = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def name(self, index: int) -> str:
+        return "photo"
+
+    def load(self, index: int) -> Image.Image:
+        return photo(96, 96)
+
+
+def crops_of(crops: MultiCrop, mode: str, epoch: int) -> list[torch.Tensor]:
+    dataset = MultiCropDataset(Photos(), crops, LoaderOptions(augment=mode))
+    return [crop[0] for crop in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
+
+
+@pytest.mark.parametrize("name", sorted(AUGMENTATIONS))
+def test_presets_draw_as_they_did_before_there_were_knobs(name):
+    """Number by number in DINO's order: an older run is resumed on the crops that it would have seen."""
+    preset = AUGMENTATIONS[name]
+    strengths = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4 if name == "low_res" else 0.2, "hue": 0.1}
+    for seed in range(100):
+        rng = random.Random(seed)
+        for kind, crop in zip((0, 1, 2, 2, 2), multicrop(name).sample(100, 80, seed), strict=True):
+            assert crop.box == sample_box(rng, 100, 80, (0.05, 0.4) if kind == 2 else (0.4, 1.0))
+            assert crop.flip == (rng.random() < 0.5) and crop.turns == 0
+            names = list(strengths) if rng.random() < 0.8 else []
+            rng.shuffle(names)
+            jitter = [(one, (one != "hue") + rng.uniform(-strengths[one], strengths[one])) for one in names]
+            assert crop.jitter == tuple(jitter)
+            assert crop.gray == (rng.random() < 0.2)
+            assert crop.blur_radius == (rng.uniform(0.1, 2.0) if rng.random() < preset.blur[kind] else None)
+            assert crop.solarize == (rng.random() < (0.2 if kind == 1 else 0))
+
+
+@pytest.mark.parametrize(
+    ("given", "changes"),
+    [
+        ({}, {}),
+        ({"jitter": "1"}, {}),
+        ({"jitter": "0.5"}, {"brightness": 0.2, "contrast": 0.2, "saturation": 0.1, "hue": 0.05}),
+        ({"jitter": "0.3, 0.2, 0, 0.5"}, {"brightness": 0.3, "contrast": 0.2, "saturation": 0.0, "hue": 0.5}),
+        ({"blur": "0.3"}, {"blur": (0.3, 0.3, 0.3)}),
+        ({"blur": "0"}, {"blur": (0, 0, 0)}),
+        ({"solarize": "0.1,0.2,0.3"}, {"solarize": (0.1, 0.2, 0.3)}),
+        ({"grayscale": "0"}, {"gray": 0.0}),
+        ({"flip": "0"}, {"flip": 0.0}),
+        ({"vertical_flip": "0.5"}, {"vertical_flip": 0.5}),
+        ({"rotation": "0.75"}, {"rotation": 0.75}),
+    ],
+)
+def test_a_knob_replaces_its_part_of_the_preset(given, changes, tmp_path):
+    """And is the same after the recipe was written and read."""
+    recipe = load_recipe(None, {f"crops.{name}": value for name, value in given.items()})
+    assert MultiCrop.of(recipe).augmentation == recipe.crops.augmentation == replace(DINO, **changes)
+    (tmp_path / "again.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(str(tmp_path / "again.yaml"), {}) == recipe
+
+
+def test_chances_are_those_of_the_draws():
+    chances = replace(DINO, blur=(0.3, 0.6, 0.0), solarize=(0.1, 0, 0.7), gray=0.9, flip=0.2, rotation=0.6)
+    crops, draws = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), chances), 1000
+    sampled = [crops.sample(100, 100, seed) for seed in range(draws)]
+    for kind, of_kind in enumerate(zip(*sampled, strict=True)):
+        assert_rate(sum(crop.blur_radius is not None for crop in of_kind), draws, chances.blur[kind])
+        assert_rate(sum(crop.solarize for crop in of_kind), draws, chances.solarize[kind])
+        assert_rate(sum(crop.gray for crop in of_kind), draws, 0.9)
+        assert_rate(sum(crop.flip for crop in of_kind), draws, 0.2)
+        assert_rate(sum(bool(crop.jitter) for crop in of_kind), draws, 0.8)
+        for turns in (1, 2, 3):
+            assert_rate(sum(crop.turns == turns for crop in of_kind), draws, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "likely"),
+    [
+        ({"vertical_flip": 0.25}, {(False, 0): 0.375, (True, 0): 0.375, (True, 2): 0.125, (False, 2): 0.125}),
+        ({"rotation": 0.75}, {(flip, turns): 0.125 for flip in (False, True) for turns in range(4)}),
+        ({"flip": 0, "vertical_flip": 0.5}, {(False, 0): 0.5, (True, 2): 0.5}),
+    ],
+)
+def test_orientations(given, likely):
+    """A flip and two turns are a flip top to bottom."""
+    crops = MultiCrop(GROUPS, replace(DINO, **given))
+    found = Counter((crop.flip, crop.turns) for seed in range(1000) for crop in crops.sample(50, 50, seed))
+    assert found.keys() == likely.keys()
+    for orientation, chance in likely.items():
+        assert_rate(found[orientation], 5000, chance)
+
+
+@pytest.mark.parametrize("given", [{"rotation": 0.75, "vertical_flip": 0.5}, {"jitter": "0"}, {"jitter": "0.5,0,0,0"}])
+def test_turns_and_strengths_leave_all_other_draws_as_they_were(given):
+    recipe = load_recipe(None, {f"crops.{name}": str(value) for name, value in given.items()})
+    changed, plain = MultiCrop.of(recipe), MultiCrop.of(load_recipe(None, {}))
+    for seed in range(100):
+        for ours, theirs in zip(changed.sample(90, 80, seed), plain.sample(90, 80, seed), strict=True):
+            if "jitter" in given:
+                assert {name for name, _ in ours.jitter} <= ({"brightness"} if given["jitter"] != "0" else set())
+                assert ours == replace(theirs, jitter=ours.jitter)
+            else:
+                assert ours == replace(theirs, flip=ours.flip, turns=ours.turns)
+
+
+@BOTH
+def test_a_turned_crop_is_the_same_crop_turned(mode):
+    """Pixel by pixel; 1e-6 where other crops of a batch move the rounding of FP32. Masks stay where they are."""
+    masks = {"global": MaskOptions("dinov2", 0.5, (0.1, 0.5), (4, 4))}
+    plain, turned = MultiCrop(GROUPS, PLAIN, masks), MultiCrop(GROUPS, TURNED, masks)
+    seen = set()
+    for epoch in range(10):
+        batches = [
+            MultiCropDataset(Photos(), crops, LoaderOptions(augment=mode)).__getitems__([(epoch, 0)])
+            for crops in (plain, turned)
+        ]
+        assert torch.equal(*(batch.masks["global"]["mask"] for batch in batches))
+        for a, b in zip(*(all_crops(augmented_crops(batch)) for batch in batches), strict=True):
+            whole = [a[0].rot90(turns, (1, 2)) for turns in range(4)]
+            whole += [crop.flip(2) for crop in whole]
+            found = [i for i, crop in enumerate(whole) if torch.allclose(crop, b[0], rtol=0, atol=1e-6)]
+            assert len(found) == 1
+            seen.add(found[0])
+    assert seen == set(range(8))
+
+
+@BOTH
+def test_gram_crops_lie_as_the_student_s_do(mode):
+    """Also turned, so that patches are of the same places: each is its global crop with twice the pixels. Resizing
+    makes 0.03 of a deviation, another orientation 0.7."""
+    globals_, local = GROUPS
+    crops = MultiCrop((globals_, local, gram_group(globals_, 64)), TURNED)
+    turned = 0
+    for epoch in range(10):
+        found = crops_of(crops, mode, epoch)
+        for student, teacher in zip(found[:2], found[-2:], strict=True):
+            assert (F.avg_pool2d(teacher, 2) - student).abs().mean() < 0.1
+            assert (F.avg_pool2d(teacher, 2).rot90(1, (1, 2)) - student).abs().mean() > 0.3
+        turned += sum(crop.turns > 0 for crop in crops.sample(96, 96, epoch)[-2:])
+    assert turned > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rotation": 1.0, "vertical_flip": 0.5},
+        {"brightness": 1.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0, "jitter": 1.0},
+        {"blur": (0.0, 1.0, 0.0)},
+        {"gray": 1.0},
+        {"solarize": (1.0, 0.0, 0.0)},
+    ],
+)
+def test_both_modes_do_what_a_knob_says(changes):
+    """A level of 255 on average, in deviations of 0.22: Pillow rounds after each operation, and blurs with boxes."""
+    crops = MultiCrop(GROUPS, replace(PLAIN, **changes))
+    for epoch in range(4):
+        for worker, device in zip(crops_of(crops, "worker", epoch), crops_of(crops, "device", epoch), strict=True):
+            assert (worker - device).abs().mean() < 1 / 255 / 0.22
+
+
+REFUSED = [
+    ("jitter", "0.4,0.4", r"jitter 0\.4,0\.4 has 2 numbers: give one factor .* such as 0\.4,0\.4,0\.2,0\.1"),
+    ("jitter", "3", r"jitter 3 makes the strength of brightness 1\.2: it must be 0 to 1"),
+    ("jitter", "-1", r"makes the strength of brightness -0\.4: it must be 0 to 1"),
+    ("jitter", "0,0,0,0.6", r"makes the strength of hue 0\.6: it must be 0 to 0\.5"),
+    ("jitter", "strong", r"'strong' is not a number, nor several"),
+    ("blur", "0.5,0.5", r"blur 0\.5,0\.5 has 2 numbers: give one chance for every crop, or three"),
+    ("solarize", "1.5", r"solarize 1\.5 is not a chance: it must be 0 to 1"),
+    ("blur", "nan", "nan is not a number"),
+    ("grayscale", "2", r"2 must be <= 1"),
+    ("flip", "-0.1", r"-0\.1 must be >= 0"),
+    ("vertical_flip", "true", r"'true' is not a number"),
+    ("rotation", "90", r"90 is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0\.75"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_nonsense_is_refused_in_one_line(name, value, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(None, {f"crops.{name}": value})
+    assert "\n" not in str(caught.value)
+
+
+def test_colours_of_images_without_are_refused():
+    """A factor only scales what is left out anyway."""
+    five = {"model.in_chans": "5"}
+    with pytest.raises(ConfigError, match=r"crops\.grayscale 0\.2 has no effect on images of 5 channels"):
+        load_recipe(None, {**five, "crops.grayscale": "0.2"})
+    with pytest.raises(ConfigError, match=r"jitter 0\.4,0\.3,0\.2,0\.1: .* no effect .*: write 0\.4,0\.3,0,0"):
+        load_recipe(None, {**five, "crops.jitter": "0.4,0.3,0.2,0.1"})
+    for allowed in ({"crops.jitter": "0.5"}, {"crops.jitter": "0.4,0.4,0,0"}, {"crops.grayscale": "0"}):
+        load_recipe(None, {**five, **allowed})
+
+
+def test_boxes_are_resized_to_squares_before_they_are_turned():
+    """Crops of images that are anything but square have the sizes of their groups."""
+    crops = MultiCrop(GROUPS, replace(TURNED, rotation=1.0))
+    for width, height in ((1, 300), (300, 20)):
+        found = crops(Image.fromarray(np.zeros((height, width, 3), np.uint8)), 1)
+        assert [tuple(crop.shape) for crop in found] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * 3
+
+
+def test_the_page_s_tables_are_true():
+    """What it says that a preset does changes nothing where it is given; the flags for kinds of images are accepted."""
+    page = (Path(__file__).parent.parent.parent / "docs/data.md").read_text()
+    rows = re.findall(r"^\| `(crops\.\w+)` \| [^|]+ \| `([\d.,]+)` \| (?:`([\d.,]+)`|the same) \|", page, re.M)
+    assert len(rows) == 7
+    for key, dino, dinov2 in rows:
+        for preset, value in (("dino", dino), ("dinov2_as_trained", dinov2 or dino)):
+            crops = load_recipe(None, {"crops.augment": preset, key: value}).crops
+            assert crops.augmentation == AUGMENTATIONS[preset]
+    flags = re.findall(r"`(--crops\.[^`]+)`", page[page.index("| your images |") :])
+    assert len(flags) > 8
+    for some in flags:
+        load_recipe(None, parse_flags(TRAIN, some.split()).recipe)

@@ -1,0 +1,181 @@
+"""data.transform module:function: the example of the docs, what it is given, and what is said of one that fails."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dino_ds.config.augmentation import AUGMENTATIONS
+from dino_ds.config.crops import all_crops, gram_group
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
+from dino_ds.data.loader import Loader, Position
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.transform import OwnTransform
+from dino_ds.data.transform_check import check_transform
+from dino_ds.errors import ConfigError, DataError, UserError
+from dino_ds.hashing import crop_seed
+from tests.data.test_augmentation_knobs import BOTH, PLAIN
+from tests.data.test_loader import CROPS, Noise
+
+DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
+NOISE = "def change(crop, rng):\n    return (crop + rng.integers(0, 9, crop.shape)).astype(crop.dtype)"
+
+
+def crops_with(path: str, **more) -> MultiCrop:
+    given = {"groups": CROPS.groups, "augment": PLAIN} | more
+    return MultiCrop(**given, transform=OwnTransform(path))
+
+
+def without_transform(crops: MultiCrop) -> MultiCrop:
+    return MultiCrop(crops.groups, crops.augmentation)
+
+
+def batches(crops: MultiCrop, count: int, augment: str, workers: int = 0, start: int = 0) -> list[LoaderBatch]:
+    position = Position()
+    for _ in range(start):
+        position = position.advance(4, per_epoch=20)
+    options = LoaderOptions(global_batch=4, micro_batch=4, workers=workers, augment=augment)
+    loader = Loader(Noise(), crops, options, position)
+    try:
+        return list(itertools.islice(loader, count))
+    finally:
+        loader.close()
+
+
+def same(a: LoaderBatch, b: LoaderBatch) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(all_crops(a.crops), all_crops(b.crops), strict=True))
+
+
+@pytest.fixture
+def example(write_module) -> MultiCrop:
+    """The function of the docs."""
+    (code,) = re.findall(r"```python\n# my_augmentation\.py\n(.*?)```", DOCS.read_text(), re.S)
+    write_module("my_augmentation", code)
+    return crops_with("my_augmentation:speckle")
+
+
+@BOTH
+def test_a_resumed_run_transforms_as_the_straight_one(example, mode):
+    straight = batches(example, 3, mode)
+    assert not any(map(same, straight, batches(without_transform(example), 3, mode)))
+    assert same(straight[2], batches(example, 1, mode, start=2)[0])
+
+
+@pytest.mark.slow
+def test_loader_processes_transform_as_this_one_does(example):
+    assert all(map(same, batches(example, 3, "device"), batches(example, 3, "device", workers=2)))
+
+
+@BOTH
+def test_it_comes_after_turns_and_before_flips_and_colours(write_module, mode):
+    """It marks a corner of a crop, which then is flipped as the crop is, and made grey with it."""
+    write_module("mark", "def mark(crop, rng):\n    crop[:2, :2] = (255, 0, 0)\n    return crop")
+    crops = crops_with("mark:mark", augment=replace(PLAIN, flip=0.5, rotation=0.75, gray=0.5))
+    dataset = MultiCropDataset(Noise(), crops, LoaderOptions(augment=mode))
+    for epoch in range(10):
+        found = all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))
+        for crop, sampled in zip(found, crops.sample(12, 12, crop_seed(0, epoch, 0)), strict=True):
+            pixels = crops.normalisation.undone(crop[0])
+            corner = (pixels.flip(2) if sampled.flip else pixels)[:, :2, :2]
+            red = torch.tensor([0.299] * 3 if sampled.gray else [1.0, 0, 0]).view(3, 1, 1)
+            assert (corner - red).abs().max() < 0.01
+
+
+@BOTH
+def test_crops_without_colours_are_not_given_to_it(write_module, mode):
+    """Those of Gram anchoring: of the others each has random numbers of its own."""
+    write_module("noise", NOISE)
+    groups = (*CROPS.groups, gram_group(CROPS.groups[0], 8))
+    own = crops_with("noise:change", groups=groups)
+    [changed], [plain] = batches(own, 1, mode), batches(without_transform(own), 1, mode)
+    assert torch.equal(changed.crops["gram"], plain.crops["gram"])
+    assert not any(torch.equal(changed.crops[name], plain.crops[name]) for name in ("global", "local"))
+    seeds = [transform.keywords["seed"] for transform in own.transforms(7) if transform]
+    assert len(set(seeds)) == 3 and own.transforms(7)[3:] == [None, None]
+
+
+@pytest.mark.parametrize("value_range", [None, (0.0, 255.0)])
+def test_it_is_given_8_bits_or_floats(write_module, value_range):
+    write_module(
+        "look", "seen = []\ndef look(crop, rng):\n    seen.append((crop.shape, str(crop.dtype)))\n    return crop"
+    )
+    dataset = MultiCropDataset(
+        Noise(), crops_with("look:look"), LoaderOptions(augment="device", value_range=value_range)
+    )
+    dataset.__getitems__([(0, 0)])
+    dtype = "float32" if value_range else "uint8"
+    assert sys.modules["look"].seen == [((8, 8, 3), dtype)] * 2 + [((4, 4, 3), dtype)]
+
+
+FAILING = [
+    ("def f(crop, rng): return crop.astype(float)", DataError, "made float64 8 x 8 x 3 of uint8 8 x 8 x 3"),
+    ("def f(crop, rng): return crop[1:]", DataError, "made uint8 7 x 8 x 3 of uint8 8 x 8 x 3: both must stay"),
+    ("def f(crop, rng): crop[:] = 0", DataError, "returned NoneType, and must return an array"),
+    ("def f(crop, rng):\n    return crop / [1, 2]", DataError, r"raised ValueError: .* \(mod.py, line 2\)"),
+    (
+        "from dino_ds.data.base import UnreadableImage\ndef f(crop, rng):\n    raise UnreadableImage('x', 'y')",
+        DataError,
+        "raised UnreadableImage",
+    ),
+    (
+        "import numpy as np\ndef f(crop, rng): return np.random.permutation(crop)",
+        ConfigError,
+        "made something else of the same crop when called again: draw all random numbers from rng",
+    ),
+    ("def f(crop): return crop", ConfigError, r"must take two arguments: f\(crop, rng\)"),
+    ("class f:\n    def __init__(self, crop, rng): pass", ConfigError, "mod has no function f"),
+    ("def g(crop, rng): return crop", ConfigError, r"mod has no function f\."),
+    ("import absent_thing", ConfigError, "it needs absent_thing, which is not installed"),
+    (None, ConfigError, "there is no mod on Python's path or in"),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "message"), FAILING)
+def test_what_is_wrong_with_a_function_is_one_line_before_anything_starts(write_module, text, kind, message):
+    sys.modules.pop("mod", None)
+    if text is not None:
+        write_module("mod", text)
+    sizes = {"crops.global_size": "8", "crops.local_size": "4", "model.patch_size": "4"}
+    recipe = load_recipe(None, {"data.transform": "mod:f", **sizes})
+    with pytest.raises(UserError, match=message) as caught:
+        check_transform(recipe, Noise())
+    said = str(caught.value)
+    assert isinstance(caught.value, kind) and "\n" not in said and "data.transform mod:f" in said
+    if kind is DataError:
+        assert said.endswith("the image is noise/0")
+
+
+def test_floats_beyond_0_and_1_are_refused(write_module):
+    for name, text in (("high", "crop + 1"), ("nothing", "crop * float('nan')")):
+        write_module(name, f"def f(crop, rng): return ({text}).astype(crop.dtype)")
+        with pytest.raises(DataError, match=r"returned values .* clip them to 0 and 1"):
+            OwnTransform(f"{name}:f")(np.full((4, 4, 3), 0.5, np.float32), 0)
+
+
+@BOTH
+def test_a_function_that_fails_later_ends_the_run_and_names_the_image(write_module, mode):
+    """It is no unreadable image, which would be replaced by another."""
+    write_module("rare", "def f(crop, rng):\n    return crop if rng.random() < 0.9 else 1 / 0")
+    with pytest.raises(DataError, match=r"rare:f raised ZeroDivisionError.*; the image is noise/\d+$"):
+        batches(crops_with("rare:f"), 10, mode)
+
+
+@pytest.mark.parametrize("name", ["mod", "mod.py", "mod:f()", "mod:a:b", ":f"])
+def test_the_recipe_refuses_what_is_no_name(name):
+    with pytest.raises(ConfigError, match="is not a function of yours as module:function"):
+        load_recipe(None, {"data.transform": name})
+    assert load_recipe(None, {}).data.transform is None and MultiCrop.of(load_recipe(None, {})).transform is None
+
+
+def test_a_preset_and_a_transform_go_together(write_module):
+    write_module("noise", NOISE)
+    crops = MultiCrop.of(load_recipe(None, {"data.transform": "noise:change"}))
+    assert crops.augmentation == AUGMENTATIONS["dino"] and str(crops.transform) == "data.transform noise:change"
