@@ -38,7 +38,7 @@ LAYERS = [
     {"evals"},
     {"measure"},
     {"plan", "report"},
-    {"train", "bench", "tools", "launching"},
+    {"train", "bench", "tools", "launching", "examples"},
     {"preflight"},
     {"cli"},
     {"__main__"},
