@@ -39,7 +39,7 @@ LAYERS = [
     {"evals"},
     {"measure"},
     {"plan", "report"},
-    {"train", "bench", "tools", "launching"},
+    {"train", "bench", "tools", "launching", "examples"},
     {"preflight"},
     {"cli"},
     {"__main__", "api"},

@@ -50,7 +50,7 @@ _COMMANDS = {
     **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
     "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
     "resume": "dino-ds train with the run's own options and --resume",
-    "finetune": "fine-tuning is for other programs: dino-ds export MODEL --format timm (docs/models.md)",
+    "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }
 _CHOICES = {

@@ -129,7 +129,7 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
         (["{seven}"], "7 images are too few to learn from"),
         (["{nothing}"], "no images under"),
         (["{broken}"], "none of the 20 images looked at can be read"),
-        (["{seven}/000.png"], "is a file of an unknown kind"),
+        (["{seven}/000.png"], "is a single image: give the folder"),
         (["{seven}/none"], "does not exist"),
         (["hf://datasets/x"], "is not a local path"),
         (["--source", "cifar11"], "Did you mean cifar10"),

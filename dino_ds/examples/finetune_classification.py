@@ -1,0 +1,150 @@
+"""Fine-tune a teacher to classify images, by timm and plain PyTorch; a folder of images for each class.
+
+python -m dino_ds.examples.finetune_classification runs/vits16 --train images/train --test images/test --out classifier
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
+from timm.optim import param_groups_layer_decay
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+Score = Callable[[], tuple[float, dict[str, float]]]
+
+
+def open_upright(path: str | Path) -> Image.Image:
+    """RGB, turned as its EXIF says: as the teacher saw images."""
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def load_teacher(model: str, classes: int, random: bool = False, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    """timm's network with a new head, and what is known of it: timm_name, timm_arguments, mean, std.
+
+    model: a run folder, a .safetensors file with the .json of its name beside it, or timm's name of released weights.
+    random: the same network without the weights. arguments: more of timm's, of ViTs only. Ends the program if it can't.
+    """
+    path = Path(model) / "teacher.safetensors" if Path(model).is_dir() else Path(model)
+    if path.suffix != ".safetensors":
+        if not timm.is_model(model.partition(".")[0]):
+            sys.exit(f"{model} is neither a run folder, a .safetensors file nor a name of timm's")
+        network: Any = timm.create_model(model, pretrained=not random, num_classes=classes, **arguments)
+        config = network.pretrained_cfg
+        return network, {"timm_name": model, "timm_arguments": {}, "mean": config["mean"], "std": config["std"]}
+    if not (path.exists() and path.with_suffix(".json").exists()):
+        sys.exit(f"{path} or the .json of its name is missing: give a run folder, or dino-ds export its teacher")
+    about = json.loads(path.with_suffix(".json").read_text())
+    wanted = about["timm_arguments"] = {**about["timm_arguments"], "num_classes": classes}
+    if wanted.get("in_chans", 3) != 3:
+        sys.exit(f"{model} takes {wanted['in_chans']} channels: change how this program reads images")
+    network = timm.create_model(about["timm_name"], **wanted, **(arguments if "img_size" in wanted else {}))
+    if not random:
+        head = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(("head.", "fc."))}
+        try:
+            network.load_state_dict(load_file(path) | head)
+        except RuntimeError as error:
+            sys.exit(f"{path} does not fit {about['timm_name']}: {str(error).splitlines()[1].strip()}")
+    return network, about
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that kinds of fine-tuning have in common."""
+    options = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("model", help="a run folder, teacher.safetensors or timm's name")
+    options.add_argument("--out", type=Path, required=True, help="folder for the best weights")
+    options.add_argument("--size", type=int, help="side of the images in pixels (default: the teacher's)")
+    options.add_argument("--frozen", action="store_true", help="train the head alone")
+    options.add_argument("--random", action="store_true", help="start without the weights, to compare")
+    for name, default in {"epochs": 20, "batch": 64, "lr": 1e-3, "layer_decay": 0.75, "workers": 4, "seed": 0}.items():
+        options.add_argument(f"--{name}", type=type(default), default=default, help=f"(default: {default})")
+    return options
+
+
+def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any], given: Any) -> float:
+    """Train the weights of `groups`, and keep those of the best epoch by score() = (percent, percent of each class)
+    in given.out. Labels of 255 do not count."""
+    loader = DataLoader(data, min(given.batch, len(data)), True, drop_last=True, num_workers=given.workers)
+    optimizer, steps, best = torch.optim.AdamW(groups, given.lr, weight_decay=0.05), given.epochs * len(loader), -1.0
+    # timm's schedule: torch's do not know of layer decay.
+    schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for epoch in range(given.epochs):
+        network.train()
+        if given.frozen:
+            getattr(network, "backbone", network).eval()  # its BatchNorm too
+        for number, (images, labels) in enumerate(tqdm(loader, disable=None, leave=False), epoch * len(loader) + 1):
+            schedule.step_update(number)
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):
+                outputs = network(images.to(DEVICE))
+            loss = nn.functional.cross_entropy(outputs.float(), labels.to(DEVICE), ignore_index=255)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        reached, each = score()
+        print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {reached:.2f} %", flush=True)
+        if reached > best:
+            best, known = reached, {name: round(percent, 2) for name, percent in each.items()}
+            save_file(network.state_dict(), given.out / "best.safetensors")
+            (given.out / "best.json").write_text(json.dumps({**about, "best": best, "classes": known}, indent=1))
+    print(f"best {best:.2f} %:", ", ".join(f"{name} {percent:.1f}" for name, percent in known.items()))
+    return best
+
+
+@torch.no_grad()
+def accuracy(network: Any, loader: DataLoader[Any], classes: list[str]) -> tuple[float, dict[str, float]]:
+    """(of all images, of those of each class), percent."""
+    found = torch.zeros(2, len(classes))
+    for images, labels in loader:
+        right = network.eval()(images.to(DEVICE)).argmax(1).cpu() == labels
+        found += torch.stack([some.bincount(minlength=len(classes)) for some in (labels[right], labels)])
+    percent = (100 * found[0] / found[1]).tolist()
+    return float(100 * found[0].sum() / found[1].sum()), dict(zip(classes, percent, strict=True))
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Returns the best accuracy on the test images, in percent."""
+    options = parser(__doc__)
+    for name in ("--train", "--test"):
+        options.add_argument(name, type=Path, required=True, help="a folder of images for each class")
+    given = options.parse_args(argv)
+    torch.manual_seed(given.seed)
+    classes, others = (
+        [one.name for one in sorted(path.glob("*")) if one.is_dir()] for path in (given.train, given.test)
+    )
+    if len(classes) < 2 or classes != others:
+        sys.exit(
+            f"{given.train} has the class folders {classes}, {given.test} {others}: they must be the same, 2 or more"
+        )
+    network, about = load_teacher(given.model, len(classes), given.random)
+    size = given.size or about["timm_arguments"].get("img_size", 224)
+    last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(about["mean"], about["std"])]
+    crop = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])
+    middle = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *last])
+    tests = DataLoader(ImageFolder(given.test, middle, loader=open_upright), given.batch, num_workers=given.workers)
+    if given.frozen:
+        network.requires_grad_(False).get_classifier().requires_grad_(True)
+    groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=given.layer_decay)
+    return fit(
+        network, ImageFolder(given.train, crop), groups, partial(accuracy, network, tests, classes), about, given
+    )
+
+
+if __name__ == "__main__":
+    main()

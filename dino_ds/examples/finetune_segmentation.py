@@ -1,0 +1,141 @@
+"""Segment images by a teacher's patch features and a head of BatchNorm and one linear layer, as DINOv2's evaluation.
+
+Images lie in DIR/images, masks in DIR/masks: PNG files of the same names and sizes whose values are numbers of classes,
+255 where nobody knows.
+
+python -m dino_ds.examples.finetune_segmentation runs/vits16 --frozen --train TRAIN --test TEST --out segmenter \\
+    --classes background,crack,rust
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from safetensors.torch import load_file
+from timm.optim import param_groups_layer_decay
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from dino_ds.examples.finetune_classification import DEVICE, fit, load_teacher, open_upright, parser
+
+UNKNOWN = 255
+COLOURS = np.random.default_rng(3).integers(40, 256, (256, 3), dtype=np.uint8)
+COLOURS[0], COLOURS[UNKNOWN] = 0, 255
+
+
+class Segmenter(nn.Module):
+    """Images (b, 3, h, w) -> logits (b, classes, h, w)."""
+
+    def __init__(self, backbone: Any, classes: int, frozen: bool) -> None:
+        super().__init__()
+        self.backbone: Any = backbone.requires_grad_(not frozen)
+        self.stride: int = backbone.feature_info[-1]["reduction"]
+        self.head = nn.Sequential(nn.BatchNorm2d(backbone.num_features), nn.Conv2d(backbone.num_features, classes, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        padded = functional.pad(images, (0, -width % self.stride, 0, -height % self.stride))
+        features = self.backbone.forward_intermediates(padded, indices=1, norm=True, intermediates_only=True)[-1]
+        logits = functional.interpolate(self.head(features).float(), padded.shape[-2:], mode="bilinear")
+        return logits[..., :height, :width]
+
+
+class Masked(Dataset[tuple[Tensor, Tensor]]):
+    """Images and their masks, all looked at first. Ends the program with one line about the first that is wrong."""
+
+    def __init__(self, folder: Path, classes: int, transform: Any) -> None:
+        names = sorted(path for path in (folder / "images").glob("*") if not path.name.startswith("."))
+        self.pairs = [(path, folder / "masks" / f"{path.stem}.png") for path in names]
+        self.transform = transform
+        if not names:
+            sys.exit(f"no images in {folder / 'images'}")
+        for image, mask in self.pairs:
+            if not mask.exists():
+                sys.exit(f"{image} has no mask {mask}")
+            picture = open_upright(image)
+            with Image.open(mask) as drawn:
+                if picture.size != drawn.size or drawn.mode not in ("L", "P"):
+                    wanted = f"{picture.size} pixels of 8 bits in one channel, the numbers of classes"
+                    sys.exit(f"{mask} is {drawn.size} of mode {drawn.mode}, and its image wants {wanted}")
+                if wrong := [one for one in np.unique(np.array(drawn)).tolist() if classes <= one != UNKNOWN]:
+                    sys.exit(f"{mask} has class {wrong[0]}: --classes names 0 to {classes - 1}, and 255 is unknown")
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, mask = self.pairs[index]
+        pair = tv_tensors.Image(open_upright(image)), tv_tensors.Mask(np.array(Image.open(mask), dtype=np.int64))
+        found, labels = self.transform(*pair)
+        return found.as_subclass(Tensor), labels.squeeze(0).as_subclass(Tensor)
+
+
+@torch.no_grad()
+def predict(network: Segmenter, data: Masked, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """(classes, mask) of a whole image in its own size, (h, w) each."""
+    mask = np.array(Image.open(data.pairs[index][1]))
+    logits = network.eval()(data[index][0][None].to(DEVICE))
+    return functional.interpolate(logits, mask.shape, mode="bilinear").argmax(1)[0].cpu().numpy(), mask
+
+
+def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, dict[str, float]]:
+    """Intersection over union of all images, percent: the mean over classes, and that of each that is somewhere."""
+    n = len(classes)
+    counts = np.zeros((n, n))
+    for index in range(len(data)):
+        found, mask = predict(network, data, index)
+        known = mask != UNKNOWN
+        counts += np.bincount(n * mask[known].astype(int) + found[known], minlength=n * n).reshape(n, n)
+    right, union = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
+    each = {name: float(100 * a / b) for name, a, b in zip(classes, right, union, strict=True) if b}
+    return float(np.mean([*each.values()])), each
+
+
+def overlay(network: Segmenter, data: Masked, path: Path) -> None:
+    """The first four images, each beside its mask and what was found, half transparent."""
+    rows = []
+    for index in range(min(4, len(data))):
+        image = open_upright(data.pairs[index][0])
+        found, mask = predict(network, data, index)
+        tinted = [Image.blend(image, Image.fromarray(COLOURS[each]), 0.5) for each in (mask, found)]
+        rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted)]))
+    Image.fromarray(np.vstack(rows)).save(path)
+
+
+def main(argv: list[str] | None = None) -> float:
+    """Returns the best mean IoU on the test images, in percent."""
+    options = parser(__doc__)
+    for name in ("--train", "--test"):
+        options.add_argument(name, type=Path, required=True, help="a folder with images/ and masks/")
+    options.add_argument("--classes", required=True, help="names of the classes 0, 1, 2, ... with commas between")
+    given = options.parse_args(argv)
+    torch.manual_seed(given.seed)
+    names = given.classes.split(",")
+    backbone, about = load_teacher(given.model, 0, given.random, dynamic_img_size=True)
+    size = given.size or about["timm_arguments"].get("img_size", 224)
+    last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
+    last.append(v2.Normalize(about["mean"], about["std"]))
+    crop = [v2.RandomResizedCrop(size, scale=(0.25, 1)), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4, 0.4)]
+    training = Masked(given.train, len(names), v2.Compose([*crop, *last]))
+    tests = Masked(given.test, len(names), v2.Compose([v2.Resize(size), *last]))
+    network = Segmenter(backbone, len(names), given.frozen).to(DEVICE)
+    groups = [{"params": [*network.head.parameters()]}]
+    if not given.frozen:
+        groups += param_groups_layer_decay(backbone, weight_decay=0.05, layer_decay=given.layer_decay)
+    best = fit(network, training, groups, partial(iou, network, tests, names), about, given)
+    network.load_state_dict(load_file(given.out / "best.safetensors"))
+    overlay(network, tests, given.out / "overlay.png")
+    return best
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The programs of docs/finetuning.md: each learns from a few images, and says in one line what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
+
+from dino_ds.data.photos import PhotoPatches
+from dino_ds.examples import finetune_classification, finetune_segmentation
+
+NAMES = ("background", "disc", "box")
+QUICK = ("--workers", "0", "--batch", "16")
+
+
+def _draw(source, number):
+    """A photograph with a shape on it, (image, mask, class)."""
+    kind = 1 + number % 2
+    image = source.load(97 * number % len(source)).convert("RGB").resize((48, 40))
+    mask = Image.new("L", image.size)
+    left, top = 3 + 5 * number % 20, 2 + 7 * number % 14
+    for canvas, fill in ((image, (250, 20, 20) if kind == 1 else (20, 40, 250)), (mask, kind)):
+        draw = ImageDraw.Draw(canvas)
+        (draw.ellipse if kind == 1 else draw.rectangle)((left, top, left + 22, top + 22), fill=fill)
+    mask.putpixel((0, 0), finetune_segmentation.UNKNOWN)
+    return image, mask, NAMES[kind]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A teacher's file, and images as both programs want them."""
+    path = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(0)
+    arguments = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "num_classes": 0}
+    name = "vit_tiny_patch16_224"
+    save_file(timm.create_model(name, **arguments).state_dict(), path / "teacher.safetensors")
+    about = {"timm_name": name, "timm_arguments": arguments, "mean": [0.5] * 3, "std": [0.25] * 3}
+    (path / "teacher.json").write_text(json.dumps(about))
+    source = PhotoPatches("train")
+    for part, numbers in (("train", range(48)), ("test", range(48, 64))):
+        for number in numbers:
+            image, mask, name = _draw(source, number)
+            for folder, picture in (
+                (f"masked/{part}/images", image),
+                (f"masked/{part}/masks", mask),
+                (f"{part}/{name}", image),
+            ):
+                (path / folder).mkdir(parents=True, exist_ok=True)
+                picture.save(path / folder / f"{number:03d}.png")
+    return path
+
+
+def _classify(place, out, *more):
+    parts = ("--train", place / "train", "--test", place / "test", "--out", out)
+    return finetune_classification.main([str(word) for word in (place / "teacher.safetensors", *parts, *QUICK, *more)])
+
+
+def _segment(place, out, *more, masked="masked"):
+    parts = ("--train", place / masked / "train", "--test", place / masked / "test", "--out", out)
+    words = (place / "teacher.safetensors", *parts, "--classes", ",".join(NAMES), *QUICK, *more)
+    return finetune_segmentation.main([str(word) for word in words])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [(), ("--frozen",)])
+def test_classes_are_learned_and_the_best_weights_load_in_timm(place, tmp_path, capsys, frozen):
+    best = _classify(place, tmp_path, "--epochs", "8", "--lr", "3e-3", *frozen)
+    assert best > 80  # chance 50
+    about = json.loads((tmp_path / "best.json").read_text())
+    network = timm.create_model(about["timm_name"], **about["timm_arguments"])
+    weights = load_file(tmp_path / "best.safetensors")
+    network.load_state_dict(weights)
+    assert [*about["classes"]] == ["box", "disc"] and about["best"] == best
+    assert f"best {best:.2f} %: box" in capsys.readouterr().out
+    before = load_file(place / "teacher.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in before.items()) == bool(frozen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", [(), ("--frozen",)])
+def test_masks_are_learned_and_drawn(place, tmp_path, frozen):
+    """Background everywhere would have a third of its own IoU, about 25 %."""
+    best = _segment(place, tmp_path, "--epochs", "10", "--lr", "1e-2", *frozen)
+    assert best > 45
+    classes = json.loads((tmp_path / "best.json").read_text())["classes"]
+    assert [*classes] == [*NAMES] and np.mean([*classes.values()]) == pytest.approx(best, abs=0.01)
+    assert Image.open(tmp_path / "overlay.png").size == (3 * 320, 4 * 240)
+    weights, before = load_file(tmp_path / "best.safetensors"), load_file(place / "teacher.safetensors")
+    assert all(torch.equal(weights[f"backbone.{name}"], tensor) for name, tensor in before.items()) == bool(frozen)
+
+
+def test_logits_are_as_large_as_the_image_whatever_the_patches(place):
+    backbone, _ = finetune_classification.load_teacher(str(place / "teacher.safetensors"), 0, dynamic_img_size=True)
+    network = finetune_segmentation.Segmenter(backbone, 3, True).eval()
+    assert network(torch.zeros(2, 3, 37, 51)).shape == (2, 3, 37, 51)
+    resnet = finetune_segmentation.Segmenter(timm.create_model("resnet18", num_classes=0), 3, True).eval()
+    assert resnet(torch.zeros(1, 3, 64, 70)).shape == (1, 3, 64, 70)
+
+
+def test_photographs_are_turned_as_their_exif_says(tmp_path):
+    image = Image.new("RGB", (40, 30))
+    image.getexif()[0x0112] = 6
+    image.save(tmp_path / "turned.jpg", exif=image.getexif())
+    assert finetune_classification.open_upright(tmp_path / "turned.jpg").size == (30, 40)
+
+
+@pytest.mark.slow
+def test_the_commands_and_the_code_of_the_page_run(place, tmp_path, monkeypatch):
+    """In the folders that they name."""
+    shutil.copytree(place, tmp_path / "runs/cifar10")
+    shutil.copytree(place, tmp_path / "images")
+    shutil.copytree(place / "masked", tmp_path / "shapes")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^python -m dino_ds\.examples\.(\w+) (.*)$", page, re.M)
+    assert [name for name, _ in commands] == ["finetune_classification", "finetune_segmentation"]
+    for name, words in commands:
+        program = {"finetune_classification": finetune_classification, "finetune_segmentation": finetune_segmentation}
+        program[name].main([*shlex.split(words), "--epochs", "1", "--workers", "0"])
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code, {})
+
+
+def _remove_mask(folder):
+    next((folder / "masks").iterdir()).unlink()
+
+
+def _resize_mask(folder):
+    Image.new("L", (9, 9)).save(next((folder / "masks").iterdir()))
+
+
+def _class_beyond(folder):
+    Image.new("L", (48, 40), 7).save(next((folder / "masks").iterdir()))
+
+
+def _coloured_mask(folder):
+    Image.new("RGB", (48, 40)).save(next((folder / "masks").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_remove_mask, "has no mask"),
+        (_resize_mask, "is (9, 9) of mode L, and its image wants (48, 40)"),
+        (_class_beyond, "has class 7: --classes names 0 to 2"),
+        (_coloured_mask, "of mode RGB"),
+        (lambda folder: shutil.rmtree(folder / "images"), "no images in"),
+    ],
+)
+def test_masks_that_do_not_fit_are_one_line(place, tmp_path, spoil, message):
+    shutil.copytree(place / "masked", tmp_path / "masked")
+    shutil.copy(place / "teacher.safetensors", tmp_path)
+    shutil.copy(place / "teacher.json", tmp_path)
+    spoil(tmp_path / "masked/test")
+    with pytest.raises(SystemExit) as stopped:
+        _segment(tmp_path, tmp_path / "out")
+    assert message in str(stopped.value) and "\n" not in str(stopped.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "message"),
+    [
+        ("teacher.safetensors", "masked", "they must be the same"),
+        ("nothing.safetensors", "train", "is missing: give a run folder"),
+        ("vit_of_nobody", "train", "nor a name of timm's"),
+        ("masked", "train", "is missing: give a run folder"),
+    ],
+)
+def test_a_model_or_classes_that_do_not_fit_are_one_line(place, tmp_path, monkeypatch, model, train, message):
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as stopped:
+        finetune_classification.main([model, "--train", train, "--test", "test", "--out", str(tmp_path / "out")])
+    assert message in str(stopped.value) and not (tmp_path / "out").exists()
