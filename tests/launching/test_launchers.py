@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from dino_ds.ports import find_free_port
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
@@ -69,7 +70,7 @@ def deepspeed_run(images, tmp_path_factory):
     """The project's own command, from a clone."""
     run = tmp_path_factory.mktemp("deepspeed") / "run"
     flags = ["--ds_config", "ds_configs/zero2_fp32.json", "--data.root", images, "--run_dir", run, *OPTIONS]
-    code, output = _run(_deepspeed(23450, *flags, "--max_steps", 4))
+    code, output = _run(_deepspeed(find_free_port(), *flags, "--max_steps", 4))
     assert code == 0, output[-3000:]
     return run, output
 
@@ -112,7 +113,7 @@ def test_ctrl_c_saves_and_resume_goes_on(launcher, images, tmp_path):
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     flags = ["--ds_config", "ds_configs/zero1_fp32.json", "--data.root", images, "--run_dir", run, *flags]
     command = {"deepspeed": _deepspeed, "torchrun": _torchrun, "one": lambda _, *f: ["dino-ds", "train", *f]}[launcher]
-    process = _start(command(23452, *flags))
+    process = _start(command(find_free_port(), *flags))
     _wait_for_steps(run, process)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=180)
@@ -130,7 +131,7 @@ def test_sigterm_to_the_deepspeed_command_alone_saves_and_leaves_no_orphans(imag
     run = tmp_path / "run"
     options = dict(TINY, length="100000 steps")
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    process = _start(_deepspeed(23455, "--data.root", images, "--run_dir", run, *flags))
+    process = _start(_deepspeed(find_free_port(), "--data.root", images, "--run_dir", run, *flags))
     _wait_for_steps(run, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
@@ -177,7 +178,7 @@ def test_typing_errors_are_one_line_before_anything_starts(flags, parts, images,
     ids=["hostfile", "ds_config"],
 )
 def test_errors_under_the_launcher(launcher_flags, script_flags, part, images, tmp_path):
-    command = ["deepspeed", "--master_port", 23454, *launcher_flags, "--num_gpus", "2", SCRIPT]
+    command = ["deepspeed", "--master_port", find_free_port(), *launcher_flags, "--num_gpus", "2", SCRIPT]
     code, output = _run([*command, "--data.root", images, "--run_dir", tmp_path / "run", *script_flags])
     assert code != 0
     assert sum(part in line and "dino_ds: error" in line for line in output.splitlines()) == 1, output[-3000:]
