@@ -22,8 +22,18 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.errors import INTERRUPTED, ConfigError, OutOfMemory, UserError, is_out_of_memory, lines_for_people
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    OutOfMemory,
+    UserError,
+    is_out_of_memory,
+    lines_for_people,
+)
 from dino_ds.health.lock import RunLock
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
@@ -45,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
         if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
-            print(help_text(words[1:] if words[:1] == ["help"] else words))
+            asked = words[1:] if words[:1] == ["help"] else words
+            if asked and not asked[0].startswith("-") and not any(name.split()[0] == asked[0] for name in COMMANDS):
+                raise ConfigError(_no_command(asked))
+            print(help_text(asked))
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
@@ -120,6 +133,7 @@ def _dispatch(words: list[str]) -> None:
         on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
         if files["recipe"].data.source == "folder" and on_first_machine:
             check_root(files["recipe"].data.root)
+        _check_weights(files["recipe"])
         RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
 
     def call() -> None:  # fire would go on with what a command returns
@@ -127,6 +141,13 @@ def _dispatch(words: list[str]) -> None:
 
     # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
     fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
+
+
+def _check_weights(recipe: Recipe) -> None:
+    """Raises CheckpointError for another hub's name, before the slow imports; the rest is looked at when it is read."""
+    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
+        if name is not None and (answer := weights_elsewhere(name)):
+            raise CheckpointError(f"{key} {name} does not exist; {answer}")
 
 
 def _no_command(words: list[str]) -> str:

@@ -6,20 +6,17 @@ Nothing is known of them without building them: that is done once, on the meta d
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import json
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import nearest
+from dino_ds.own_code import find_own
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,25 +184,10 @@ def own_class(name: str) -> Any:
     """
     from torch import nn
 
-    module, _, attribute = name.partition(":")
-    with _current_folder_on_path():
-        try:
-            found = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # whatever importing it raises
-            raise ConfigError(f"model.backbone {name} can't be imported: {one_line(error)}") from None
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(f"model.backbone {name} is not a class of torch.nn.Module")
-    return found
+    def is_network(found: object) -> bool:
+        return isinstance(found, type) and issubclass(found, nn.Module)
 
-
-@contextmanager
-def _current_folder_on_path() -> Iterator[None]:
-    here = str(Path.cwd())
-    sys.path.append(here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
+    return find_own("model.backbone", name, "torch.nn.Module", is_network)
 
 
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
@@ -263,6 +245,10 @@ def _segments(network: Any) -> tuple[str, ...]:
 
 def foreign_spec(name: str) -> ForeignSpec:
     """Of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
+    if answer := weights_elsewhere(name):
+        raise ValueError(
+            f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
+        )
     if ":" in name:
         if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
             raise ValueError(f"{name!r} is not a class of yours as module:Class")

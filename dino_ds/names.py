@@ -6,7 +6,6 @@ The recipe says what is learned, the ds JSON how fast and on what hardware: one 
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,7 +24,7 @@ DS_HOMES: dict[str, str] = {
         "fp16.enabled": "fp16 use_fp16",
         "fp16.loss_scale": "loss_scale",
         "fp16.initial_scale_power": "initial_scale_power",
-        "bf16.enabled": "bf16 precision mixed_precision",
+        "bf16.enabled": "bf16 precision mixed_precision amp half",
         "zero_optimization.stage": "zero zero_stage zero_optimization stage",
         "zero_optimization.offload_optimizer.device": "offload_optimizer",
         "zero_optimization.offload_param.device": "offload_param",
@@ -85,12 +84,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def suggestion(near: list[str]) -> str:
     return f" Did you mean {_listed(near)}?" if near else ""
-
-
-def hub_id(text: str) -> str | None:
-    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
-    name = text.removeprefix("hf://").removeprefix("datasets/")
-    return name if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).parent.is_dir() else None
 
 
 def _listed(words: list[str]) -> str:

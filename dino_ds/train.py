@@ -22,8 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import DsConfig, load_ds_config
@@ -35,7 +33,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
-from dino_ds.engine.device import device, fp16_supported, memory_gib
+from dino_ds.data.transform_check import check_transform
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
@@ -45,9 +43,9 @@ from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
-from dino_ds.measure.machine import host_memory_gib
 from dino_ds.measure.trial import free_memory
 from dino_ds.options.run import TrainOptions
+from dino_ds.plan.here import find_machine
 from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
 from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
@@ -207,20 +205,6 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory 
     return start, predict(recipe, start.config, machine)
 
 
-def find_machine() -> Machine:
-    """What this rank has."""
-    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
-    return Machine(
-        distributed.world_size(),
-        distributed.local_world_size(),
-        host_memory_gib()[0],
-        card.total_memory / 2**30 if card else None,
-        bf16=card is None or card.major >= 8,
-        fp16=fp16_supported(),
-        libraries=round(memory_gib() * 2**30),
-    )
-
-
 def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[RunFolder, Source, list[str]]:
     """The run folder, whose recipe has data.value_range as a number, the training images, and notes for people."""
     data = recipe.data
@@ -228,6 +212,8 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
     folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    with distributed.raise_on_all_ranks():
+        check_transform(folder.recipe, source)
     folder.agree()
     return folder, source, [*config.notes, *getattr(source, "notes", ()), *([found] if found else [])]
 

@@ -10,5 +10,5 @@ DS_CONFIG=ds_configs/zero2_bf16.json
 
 cd "$(dirname "$0")/.." || exit 1
 exec mpirun -n "$RANKS" --host "$HOSTS" --bind-to none -x PATH -x MASTER_ADDR="${HOSTS%%:*}" -x MASTER_PORT="$PORT" \
-    python dino_ds/train.py \
+    python -m dino_ds train \
     --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@"

@@ -23,7 +23,7 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export MASTER_ADDR MASTER_PORT
 
 # Not --kill-on-bad-exit: a rank that ends first, with 75, would take the others with it while they save.
-srun --kill-on-bad-exit=0 --wait=300 python dino_ds/train.py \
+srun --kill-on-bad-exit=0 --wait=300 python -m dino_ds train \
     --config "$RECIPE" --ds_config "$DS_CONFIG" --data.root "$DATA" --run_dir "$RUN" --resume auto "$@" &
 STEP=$!
 trap 'kill -USR1 "$STEP"' USR1 # srun hands it on to the ranks

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
+import dino_ds
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
@@ -88,6 +93,29 @@ def _anchors(text):
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.slow
+def test_the_site_has_no_broken_link(tmp_path):
+    """MkDocs warns of nothing; every link and picture of every page is a file of the site, with that anchor."""
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = {path: path.read_text() for path in tmp_path.glob("*.html") if path.name != "404.html"}
+    assert len(pages) > 20
+    anchors = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in pages.items()}
+    for path, text in pages.items():
+        for link in re.findall(r'\b(?:href|src)="([^"]*)"', text):
+            target, _, anchor = unquote(link).partition("#")
+            if re.match(r"https?:|data:|mailto:", target):
+                continue
+            linked = path.parent / target if target else path
+            assert linked.is_file(), f"{path.name}: {link}"
+            assert not anchor or linked not in anchors or anchor in {*anchors[linked], "__skip"}, f"{path.name}: {link}"
+    for name in getattr(dino_ds, "__all__", ["load"]):
+        assert f"dino_ds.{name}" in pages[tmp_path / "api.html"]
 
 
 def test_the_table_of_evaluations_is_the_program_s():

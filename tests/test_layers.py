@@ -7,7 +7,7 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures
 
-CLOSURE_OF_THE_LOOP = (85, 11_400)
+CLOSURE_OF_THE_LOOP = (85, 11_500)
 """Files and lines that importing training/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}
@@ -20,6 +20,8 @@ LAYERS = [
         "backbones",
         "foreign_backbones",
         "foreign_checks",
+        "hubs",
+        "own_code",
         "ranges",
         "text_file",
         "durable",
@@ -42,7 +44,9 @@ LAYERS = [
     {"__main__"},
 ]
 # Several files of one room: free to import each other.
-ROOMS = [{"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "text_file", "__init__"}]
+ROOMS = [
+    {"errors", "names", "backbones", "foreign_backbones", "foreign_checks", "hubs", "own_code", "text_file", "__init__"}
+]
 
 
 def _room(path: Path) -> str:

@@ -25,10 +25,9 @@ ALLOWED = {
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/build.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
     (
-        "dino_ds/foreign_backbones.py",
+        "dino_ds/own_code.py",
         "importlib.import_module",
-    ): "model.backbone module:Class, of command line or recipe; weights.foreign asks before a file may name one",
-    ("dino_ds/data/sources.py", "importlib.import_module"): "data.source module:Class, of command line or recipe",
+    ): "data.source, data.transform, model.backbone module:NAME; weights.foreign asks before a file may name one",
     ("dino_ds/cli.py", "importlib.import_module"): "a command's module, from the table of commands",
     (
         "dino_ds/tools/doctor_software.py",

@@ -1,9 +1,10 @@
-"""Which sizes of crops a recipe can't have, in one line each. No torch here."""
+"""Which crops a recipe can't have: their sizes, and colours of images without; in one line each. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.crops import Resolution, parse_resolutions
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import CropsSection
@@ -12,7 +13,8 @@ from dino_ds.config.sections import CropsSection
 def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_size: int | None) -> list[str]:
     """`patch`: what the sides of crops are multiples of. gram_size: of Gram anchoring's own crops, if it has any."""
     several = parse_resolutions(crops.resolutions)
-    sizes, problems = [("crops.global_size", crops.global_size)], _gram_problems(several, gram_size)
+    sizes = [("crops.global_size", crops.global_size)]
+    problems = _gram_problems(several, gram_size) + _colour_problems(crops, model)
     if crops.num_local:
         sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
         sizes += [] if several else [("crops.local_size", crops.local_size)]
@@ -26,6 +28,21 @@ def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_siz
         for name, size in sizes
         if size % patch
     ]
+
+
+def _colour_problems(crops: CropsSection, model: ModelSection) -> list[str]:
+    """Where operations on colours are asked for and images have none."""
+    if model.in_chans == 3 or model.backbone == FROM_SOURCE:
+        return []
+    why = f"has no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
+    problems = [f"crops.grayscale {crops.grayscale:g} {why}: leave it out"] if crops.grayscale else []
+    if crops.jitter and any(crops.jitter[2:]):
+        bright, contrast, *colours = (f"{strength:g}" for strength in crops.jitter)
+        problems.append(
+            f"crops.jitter: the saturation and hue of {','.join((bright, contrast, *colours))} {why}: "
+            f"write {bright},{contrast},0,0"
+        )
+    return problems
 
 
 def _gram_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:

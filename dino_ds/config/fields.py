@@ -133,6 +133,15 @@ def _split_range(value: object) -> object:
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 
+def _parse_numbers(value: object) -> object:
+    """A number, or several in a list or with commas between them."""
+    parts: Any = _split_range(value)
+    try:
+        return tuple(float(part) for part in (parts if isinstance(parts, list | tuple) else [parts]))
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a number, nor several with commas between them") from None
+
+
 def check_range(value: tuple[float, float]) -> tuple[float, float]:
     if not 0 < value[0] <= value[1] <= 1:
         raise ValueError(f"{list(value)} is not a range of areas: two numbers with 0 < low <= high <= 1")
@@ -234,6 +243,7 @@ SaveEvery = Annotated[
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
 Resolutions = Annotated[tuple[str, ...], BeforeValidator(_parse_resolutions)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
@@ -277,4 +287,11 @@ def _check_source(source: str) -> str:
     return source
 
 
+def _check_function(name: str) -> str:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+        raise ValueError(f"{name!r} is not a function of yours as module:function, such as my_augmentation:change")
+    return name
+
+
+FunctionName = Annotated[str, AfterValidator(_check_function)]
 SourceName = Annotated[str, AfterValidator(_check_source)]

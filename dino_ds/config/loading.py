@@ -19,6 +19,7 @@ from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.yaml_file import read_yaml
 from dino_ds.errors import ConfigError
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
 from dino_ds.text_file import is_file
 
@@ -143,8 +144,12 @@ def _find_recipe(config: str) -> str:
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
     if config.endswith((".yaml", ".yml")) or "/" in config:
+        if not is_file(config) and (answer := weights_elsewhere(config)):
+            raise ConfigError(f"--config {config} is not a recipe; are weights meant? --model.init_from: {answer}")
         if not is_file(config):
-            raise ConfigError(missing_file(config, (".yaml", ".yml")))
+            near = did_you_mean(Path(config).stem, recipe_names())
+            shipped = f" Shipped recipes go by name alone.{near}" if near else ""
+            raise ConfigError(f"{missing_file(config, ('.yaml', '.yml'))}{shipped}")
         return config
     if config not in recipe_names():
         near = did_you_mean(config, recipe_names())

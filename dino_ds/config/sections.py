@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import EMA, GRAM, parse_resolutions
 from dino_ds.config.fields import (
     BENCHMARKS,
@@ -19,9 +21,11 @@ from dino_ds.config.fields import (
     Evaluations,
     Few,
     Fraction01,
+    FunctionName,
     Length,
     LengthField,
     NotNegative,
+    Numbers,
     PathText,
     Positive,
     Ramp,
@@ -52,6 +56,9 @@ class DataSection(Section):
     workers: Few | None = option(None, "data loading processes per rank; none = by the cores")
     augment: Literal["device", "worker"] = option(
         "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+    )
+    transform: FunctionName | None = option(
+        None, "module:function of yours that changes crops in training, before colours: f(crop, rng) -> crop"
     )
     max_pixels: Count = option(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
     value_range: ValueRangeField = option(
@@ -95,6 +102,23 @@ class CropsSection(Section):
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
         "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
     )
+    jitter: Numbers | None = option(
+        None,
+        "factor on the strengths of crops.augment (0 = no jitter), or those of brightness, contrast, saturation, hue, "
+        "such as 0.4,0.4,0.2,0.1; none = crops.augment's",
+    )
+    blur: Numbers | None = option(
+        None,
+        "chance of a crop to be blurred, or three of the first global crop, the second and the local ones; none = "
+        "crops.augment's",
+    )
+    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colours; none = crops.augment's")
+    flip: Fraction01 | None = option(None, "chance of a crop to be mirrored left to right; none = crops.augment's")
+    solarize: Numbers | None = option(None, "as crops.blur, the chance that bright pixels are inverted")
+    vertical_flip: Fraction01 = option(0.0, "chance of a crop to be mirrored top to bottom")
+    rotation: float = option(
+        0.0, "chance of a crop to be turned by 90, 180 or 270 degrees; 0.75 makes all four directions equally likely"
+    )
     mask: Literal["none", "dinov2", "dinov3"] = option(
         "none", "blocks of patches hidden from the student in global crops; dinov3 hides an exact number of them"
     )
@@ -109,8 +133,30 @@ class CropsSection(Section):
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
 
+    @field_validator("rotation")
+    @classmethod
+    def _no_degrees(cls, chance: float) -> float:
+        if not 0 <= chance <= 1:
+            raise ValueError(
+                f"{chance:g} is not a chance, 0 to 1, of a turn by 90, 180 or 270 degrees: 0.75 makes all four "
+                "directions equally likely (other angles would leave corners without an image)"
+            )
+        return chance
+
+    @property
+    def augmentation(self) -> Augmentation:
+        """That of `augment`, with what else is given here in its place. Raises ValueError."""
+        preset = AUGMENTATIONS[self.augment]
+        given: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
+        by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}
+        given |= {name: chances_by_kind(name, some) for name, some in by_kind.items() if some is not None}
+        given |= {"vertical_flip": self.vertical_flip, "rotation": self.rotation}
+        changed = preset if self.jitter is None else preset.with_jitter(self.jitter)
+        return replace(changed, **{name: value for name, value in given.items() if value is not None})
+
     @model_validator(mode="after")
     def _check(self) -> CropsSection:
+        _ = self.augmentation  # raises
         low, high = self.mask_ratio
         if not 0 < low <= high < 1:
             raise ValueError(f"mask_ratio {[low, high]} must be two parts of the patches, 0 < low <= high < 1")

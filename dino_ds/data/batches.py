@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
@@ -18,11 +16,13 @@ from torch.utils.data import Dataset, get_worker_info
 from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
-from dino_ds.data.multicrop import Box, CropParameters, MultiCrop
+from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
+from dino_ds.data.transform import FailedTransform
 from dino_ds.errors import DataError
 from dino_ds.hashing import crop_seed
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 _Opened = EncodedImage | DecodedImage
 _CPU = torch.device("cpu")
-_SHRINKS = (8, 4, 2)
-"""Factors by which a JPEG can be decoded smaller."""
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
 
@@ -210,6 +208,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
+            except FailedTransform as error:
+                raise DataError(f"{error}; the image is {self._source.name(actual)}") from error
         raise DataError(
             f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
         )
@@ -230,16 +230,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return image
 
     def _cut(self, multicrop: MultiCrop, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
-        """The crops of an image, which is decoded no larger than they need; augmented where Pillow does it."""
+        """The crops of an image, turned and transformed; augmented where Pillow does it."""
         if self._by_pillow:
             return multicrop(Image.fromarray(image.decode()), seed), []
-        sampled, sizes = multicrop.sample(image.width, image.height, seed), multicrop.sizes
-        boxes = [crop.box for crop in sampled]
-        array = image.decode(largest_shrink(boxes, sizes))
-        if array.shape[:2] != (image.height, image.width):
-            across, down = array.shape[1] / image.width, array.shape[0] / image.height
-            boxes = [shrunk_box(box, across, down) for box in boxes]
-        return [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)], sampled
+        sampled = multicrop.sample(image.width, image.height, seed)
+        return cut_crops(image, sampled, multicrop.sizes, multicrop.transforms(seed)), sampled
 
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
@@ -266,33 +261,3 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
 def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
-
-
-def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
-    """Image (h, w, c) -> its `box` (left, top, right, bottom) as (size, size, c), bicubic, antialiased.
-
-    uint8 stays uint8, float32 stays in [0, 1]. Pillow's filter; rounding of uint8 differs by a level or two. Pixels
-    stay interleaved, which is torch's fastest layout here.
-    """
-    left, top, right, bottom = box
-    pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
-    if pixels.shape[-2:] == (size, size):
-        return pixels[0].permute(1, 2, 0)
-    resized = F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True)
-    if resized.is_floating_point():
-        resized.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
-    return resized[0].permute(1, 2, 0)
-
-
-def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
-    """How many times smaller the image may be decoded so that still no crop is enlarged: 1, 2, 4 or 8."""
-    spare = min(
-        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
-    )
-    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
-
-
-def shrunk_box(box: Box, across: float, down: float) -> Box:
-    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
-    left, top = round(box[0] * across), round(box[1] * down)
-    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -18,10 +20,13 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
+from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
 from dino_ds.config.crops import CropGroup, Masks, crop_sizes
 from dino_ds.data.masks import MaskOptions, with_hidden_patches
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
+from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError
+from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
@@ -32,38 +37,20 @@ _ASPECT = (3 / 4, 4 / 3)
 _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
 BICUBIC = Image.Resampling.BICUBIC
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """Probabilities and strengths; triples are (first global crop, second global crop, local crops): see `_KINDS`."""
-
-    blur: tuple[float, float, float]
-    solarize: tuple[float, float, float] = (0.0, 0.2, 0.0)
-    flip: float = 0.5
-    jitter: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    gray: float = 0.2
+_ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
+CropTransform = Callable[[np.ndarray], np.ndarray]
+"""Crop (h, w, c) -> crop of the same shape and type."""
 
 
 _KINDS = {"global": (0, 1), "local": (2,)}
 """By group: which number of a triple is that of its first crop, its second, ...; the last one is for all others."""
-
-AUGMENTATIONS = {
-    "dino": Augmentation(blur=(1.0, 0.1, 0.5)),
-    # DINOv2's GaussianBlur inverts its probability: written 1, .1, .5, executed 0, .9, .5.
-    "dinov2_as_trained": Augmentation(blur=(0.0, 0.9, 0.5)),
-    # A radius of 2 pixels erases what a 32-pixel image shows.
-    "low_res": Augmentation(blur=(0.0, 0.0, 0.0), saturation=0.4),
-}
+_TURNS, _TRANSFORM = -2, -3
+"""Streams of random numbers beside the crops' own, of `seed` itself, and the masks', -1."""
 
 
 @dataclass(frozen=True)
 class CropParameters:
-    """What is done to one crop, in this order."""
+    """What is done to one crop, in this order; between `turns` and `flip` comes a transform of the user's, if any."""
 
     box: Box
     flip: bool
@@ -72,13 +59,17 @@ class CropParameters:
     gray: bool
     blur_radius: float | None
     solarize: bool
+    turns: int = 0
+    """By 90 degrees, counter-clockwise: right after the box was cut and resized. Two and a flip: top to bottom."""
 
 
 class MultiCrop:
     """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them by
     `normalisation`.
 
+    augment: what is done with which chance, or the name of a preset.
     masks: by name of the masked groups, which of their patches are hidden from the student.
+    transform: what the user does to crops besides; not to those of groups that are not augmented.
     resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
     Raises ConfigError where `augment` is not a name of AUGMENTATIONS, or says nothing about an augmented group.
     """
@@ -86,15 +77,17 @@ class MultiCrop:
     def __init__(
         self,
         groups: Sequence[CropGroup],
-        augment: str,
+        augment: str | Augmentation,
         masks: Mapping[str, MaskOptions] = MappingProxyType({}),
         normalisation: Normalisation = IMAGENET,
         resolutions: Sequence[MultiCrop] = (),
+        transform: OwnTransform | None = None,
     ) -> None:
-        if augment not in AUGMENTATIONS:
+        if isinstance(augment, str) and augment not in AUGMENTATIONS:
             raise ConfigError(f"crops.augment '{augment}' is unknown; allowed are {', '.join(AUGMENTATIONS)}")
         self.groups = tuple(groups)
-        self.augmentation = AUGMENTATIONS[augment]
+        self.augmentation = AUGMENTATIONS[augment] if isinstance(augment, str) else augment
+        self.transform = transform
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
@@ -103,11 +96,16 @@ class MultiCrop:
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
-        """The crops of a recipe; of several resolutions its groups are those of the largest."""
-        augment, normalisation = recipe.crops.augment, Normalisation.of(recipe)
+        """The crops of a recipe; of several resolutions its groups are those of the largest.
+
+        Raises ConfigError for a data.transform that is not there.
+        """
+        augmentation, normalisation = recipe.crops.augmentation, Normalisation.of(recipe)
+        transform = OwnTransform(recipe.data.transform) if recipe.data.transform else None
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
-            return MultiCrop(groups, augment, MaskOptions.of(recipe, groups), normalisation, resolutions)
+            masks = MaskOptions.of(recipe, groups)
+            return MultiCrop(groups, augmentation, masks, normalisation, resolutions, transform)
 
         sized = [of_groups(recipe.groups_of(one)) for one in recipe.resolutions]
         return of_groups(recipe.groups, sized if len(sized) > 1 else ())
@@ -115,22 +113,43 @@ class MultiCrop:
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
         sampled = self.sample(image.width, image.height, seed)
-        crops = [apply_crop(image, crop, size) for crop, size in zip(sampled, self.sizes, strict=True)]
+        crops = map(apply_crop, repeat(image), sampled, self.sizes, self.transforms(seed))
         return [to_tensor(crop, self.normalisation) for crop in crops]
+
+    def transforms(self, seed: int) -> list[CropTransform | None]:
+        """What the user's transform does to each crop, each with random numbers of its own."""
+        own = self.transform
+        if own is None:
+            return [None] * len(self.crops)
+        return [
+            None if kind is None else partial(own, seed=crop_seed(seed, _TRANSFORM, place))
+            for place, (_, kind) in enumerate(self.crops)
+        ]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
-        rng = random.Random(seed)
+        rng, turning = random.Random(seed), self._turning(seed)
         sampled: list[CropParameters] = []
         first: dict[str, int] = {}
         for group, kind in self.crops:
             own = first.setdefault(group.name, len(sampled))
             if group.like is None:
-                sampled.append(self._sample_crop(rng, width, height, group, kind))
+                sampled.append(turning(self._sample_crop(rng, width, height, group, kind)))
             else:
                 seen = sampled[first[group.like] + len(sampled) - own]
-                sampled.append(CropParameters(seen.box, seen.flip, (), gray=False, blur_radius=None, solarize=False))
+                sampled.append(CropParameters(seen.box, seen.flip, (), False, None, False, seen.turns))
         return sampled
+
+    def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
+        """Adds turns and top-to-bottom flips: all else is drawn as without them."""
+        strength, rng = self.augmentation, random.Random(crop_seed(seed, _TURNS, 0))
+
+        def turned(crop: CropParameters) -> CropParameters:
+            upside_down = rng.random() < strength.vertical_flip
+            turns = rng.randint(1, 3) if rng.random() < strength.rotation else 0
+            return replace(crop, flip=crop.flip != upside_down, turns=(turns + 2 * upside_down) % 4)
+
+        return turned if strength.vertical_flip or strength.rotation else lambda crop: crop
 
     def _sample_crop(
         self, rng: random.Random, width: int, height: int, group: CropGroup, kind: int | None
@@ -166,9 +185,15 @@ class MultiCrop:
         return sheet
 
 
-def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
+def apply_crop(
+    image: Image.Image, sampled: CropParameters, size: int, transform: CropTransform | None = None
+) -> Image.Image:
     """One crop (size x size pixels) of an RGB image."""
     crop = image.crop(sampled.box).resize((size, size), BICUBIC)
+    if sampled.turns:
+        crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
+    if transform:
+        crop = Image.fromarray(transform(np.array(crop)))
     if sampled.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     for name, factor in sampled.jitter:
@@ -224,7 +249,8 @@ def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tupl
     rng.shuffle(names)
     strengths = {name: float(getattr(augmentation, name)) for name in names}
     middles = {"hue": 0.0}
-    return tuple((name, middles.get(name, 1.0) + rng.uniform(-strengths[name], strengths[name])) for name in names)
+    drawn = [(name, middles.get(name, 1.0) + rng.uniform(-strengths[name], strengths[name])) for name in names]
+    return tuple((name, factor) for name, factor in drawn if strengths[name])
 
 
 def _shift_hue(image: Image.Image, turns: float) -> Image.Image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import itertools
 import os
@@ -9,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.folder import ImageFolder, describe_missing
 from dino_ds.data.list_file import ListFile
@@ -16,9 +18,10 @@ from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import DataError
-from dino_ds.names import hub_id
+from dino_ds.hubs import images_elsewhere
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
+_ENDINGS = (".txt", ".tar", ".parquet")
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
 
 
@@ -39,18 +42,27 @@ def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
 
 def check_root(root: str) -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
-    path, name = os.path.expanduser(root), hub_id(root)
+    path = os.path.expanduser(root)
+    if os.path.isfile(path) and not path.lower().endswith(_ENDINGS):
+        raise DataError(_wrong_file(path, root))
+    if os.path.isdir(path) and _is_empty(path):
+        raise DataError(f"no images under data.root {root}: the folder is empty. Give the folder that holds the images")
     if os.path.lexists(path):
         return
-    if name is not None:
+    if (answer := images_elsewhere(root)) is not None:
+        raise DataError(f"data.root {root} {answer}{f' {_FORMS}' if answer.endswith('then give') else ''}")
+    if root in SOURCES:
         raise DataError(
-            f"data.root {root} does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+            f"data.root {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
         )
-    if re.match(r"[a-z][a-z0-9+.-]*://|pipe:", root):
-        raise DataError(f"data.root {root} is not a local path: mount or copy it, then give {_FORMS}")
     if not re.search(r"[*?\[{]", path):
         raise DataError(describe_missing(Path(path)))
+
+
+def _is_empty(folder: str) -> bool:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return next(entries, None) is None
+    return False
 
 
 def expand(pattern: str) -> list[str]:
@@ -111,10 +123,22 @@ def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards
         return ParquetImages(paths)
     if endings == {".tar", ".parquet"}:
         raise DataError(f"data.root {root} holds both .tar and .parquet files: give one kind, as a pattern")
-    other = next(path for path in paths if not path.lower().endswith((".tar", ".parquet")))
-    if other.lower().endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
-        raise DataError(f"{printable(other)} is compressed: unpack it to .tar, images are read at their places")
-    raise DataError(f"{printable(other)} (data.root {root}) is a file of an unknown kind; data.root wants {_FORMS}")
+    raise DataError(_wrong_file(next(path for path in paths if not path.lower().endswith((".tar", ".parquet"))), root))
+
+
+def _wrong_file(path: str, root: str) -> str:
+    """What to say about a file that images can't be read from."""
+    name, ending = printable(path), path.lower()
+    if ending.endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
+        return f"{name} is compressed: unpack it to .tar, images are read at their places"
+    if ending.endswith((".zip", ".rar", ".7z")):
+        return f"{name} is an archive: unpack it, then give --data.root FOLDER"
+    if ending.endswith(EXTENSIONS):
+        folder = printable(os.path.dirname(path)) or "."
+        return f"{name} is a single image: give the folder that it is in, --data.root {folder}"
+    if ending.endswith((".csv", ".tsv", ".json", ".jsonl", ".xlsx")):
+        return f"{name} is a table: a list of images is a .txt file with a path a line, its class after a tab"
+    return f"{name} (data.root {root}) is a file of an unknown kind; data.root wants {_FORMS}"
 
 
 def _archives_in(folder: str) -> list[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
 import pickle
-import sys
 from typing import Any, Literal
 
 from dino_ds.config.fields import SOURCES
@@ -16,6 +13,7 @@ from dino_ds.data.root import open_files
 from dino_ds.data.torchvision_sets import TorchvisionImages
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 from dino_ds.names import did_you_mean
+from dino_ds.own_code import find_own
 
 __all__ = ["Source", "UnreadableImage", "build_source"]
 
@@ -79,24 +77,7 @@ def build_own_source(path: str, root: str | None) -> Any:
 
 
 def _find_class(path: str) -> type:
-    module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        why = f"it needs {missing}, which is not installed"
-        if f"{module_name}.".startswith(f"{missing}."):
-            why = f"there is no {missing} on Python's path or in {os.getcwd()}"
-        raise ConfigError(f"data.source {path}: {why}; set PYTHONPATH, or start where {module_name} lies") from None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise ConfigError(f"data.source {path}: importing {module_name} fails: {reason}") from error
-    found = getattr(module, name, None)
-    if not inspect.isclass(found):
-        known = [key for key, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(f"data.source {path}: {module_name} has no class {name}.{did_you_mean(name, known)}")
+    found: type = find_own("data.source", path, "class", inspect.isclass)
     missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
     if missing_methods:
         # Looked at before it is called: a recipe must not be able to start any class of the library.

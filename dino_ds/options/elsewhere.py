@@ -9,14 +9,28 @@ from dino_ds.config.fields import UNITS
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
-_STRENGTHS = "colour, blur and flips are those of a named augmentation: --crops.augment NAME (docs/data.md)"
+_STRENGTHS = (
+    "--crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation "
+    "change it; --data.transform adds a function of yours (docs/data.md)"
+)
 _METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
+_WEIGHTS = "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume"
+_DEVICE = "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES=1 names another, an empty one leaves the CPU"
+_SIZE = "sizes are those of the crops: --crops.global_size {value}, --crops.local_size"
 _OPTIONS = {
+    **dict.fromkeys(("data", "dataset", "data_dir", "input", "images", "train_dir"), "write --data.root {value}"),
+    "model": "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)",
+    **dict.fromkeys(("output", "out_dir", "save_dir", "workdir"), "write --run_dir {value}"),
+    **dict.fromkeys(("pretrained", "weights", "checkpoint", "ckpt", "resume_from"), _WEIGHTS),
+    **dict.fromkeys(("device", "cuda", "cpu", "gpu", "accelerator"), _DEVICE),
+    **dict.fromkeys(("image_size", "img_size", "crop_size", "input_size", "resolution"), _SIZE),
     **dict.fromkeys(("epochs", "epoch", "max_epochs", "num_train_epochs"), 'write --length "{value} epochs"'),
     **dict.fromkeys(("steps", "iterations", "iters", "num_steps"), 'write --length "{value} steps"'),
     **dict.fromkeys(("gpus", "num_gpus", "devices", "nproc_per_node", "num_nodes", "ranks"), _LAUNCHER),
     **dict.fromkeys(("logger", "loggers", "wandb", "tensorboard", "mlflow", "log_dir"), _METRICS),
     **dict.fromkeys(("color_jitter", "jitter", "blur", "grayscale", "flip", "hflip", "solarize"), _STRENGTHS),
+    **dict.fromkeys(("vflip", "vertical_flip", "rotation", "rotate", "transform", "transforms"), _STRENGTHS),
+    **dict.fromkeys(("brightness", "contrast", "saturation", "hue", "gray", "gaussian_blur"), _STRENGTHS),
     **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
     "sweep": "which model fits which card is in docs/scaling.md, made by python -m scripts.sweep in a checkout",
     "scaling": "simulated scaling is in docs/scaling.md, made by python -m scripts.scaling in a checkout",
@@ -28,8 +42,14 @@ _COMMANDS = {
     **{f"bench {word}": _SCRIPT.format(f"bench_{word}") for word in ("attention", "knn", "plan")},
     "bench data": _SCRIPT.format("bench_data") + "; dino-ds find-workers measures your images",
     **dict.fromkeys(
-        ("predict", "extract", "features"), "dino-ds embed MODEL --root DIR --out x.parquet writes features"
+        ("predict", "extract", "features", "infer", "encode"),
+        "dino-ds embed MODEL --root DIR --out x.parquet writes features",
     ),
+    **dict.fromkeys(("visualize", "visualise", "plot", "show"), "dino-ds pictures MODEL, or dino-ds report RUN"),
+    **dict.fromkeys(("list", "recipes", "models"), "dino-ds train --help lists the recipes"),
+    **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
+    "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
+    "resume": "dino-ds train with the run's own options and --resume",
     "finetune": "fine-tuning is for other programs: dino-ds export MODEL --format timm (docs/models.md)",
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }

@@ -223,13 +223,14 @@ def _unknown(command: Command, name: str, value: str) -> str:
     own = [option.name for option in command.all_options]
     if not command.takes_recipe:
         there_are = f" There are {', '.join(f'--{name}' for name in own)}"
-        return f"unknown option.{_dashed(suggestion(nearest(name, own, cutoff=0.7))) or there_are}"
+        near = suggestion(nearest(name, [*own, "help"], cutoff=0.7))
+        return f"unknown option.{_dashed(near) or there_are}"
     home = ds_home(name)
     if home and command.takes_ds:
         return f"unknown option: {home}"
     if any(option.name.startswith(f"{name}.") for option in recipe_options()):
         return unknown_key(name)
-    near = nearest_knobs(_CALLED.get(name, name), [*own, *(ALIASES if command.takes_ds else ())])
+    near = nearest_knobs(_CALLED.get(name, name), [*own, "help", *(ALIASES if command.takes_ds else ())])
     return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"
 
 

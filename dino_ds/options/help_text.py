@@ -24,11 +24,11 @@ examples
 """
 
 GROUPS = {
-    "train": ("train", "plan", "doctor", "find-batch-size", "find-workers"),
+    "train": ("train", "advise", "plan", "doctor", "find-batch-size", "find-workers"),
     "look": ("look-data", "report", "pictures", "attention-video"),
     "evaluate and export": ("eval", "embed", "export"),
     "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
-    "data and clusters": ("shard", "unshard", "launch", "convert", "simulate-goodput"),
+    "data and clusters": ("init", "shard", "unshard", "launch", "convert", "simulate-goodput"),
 }
 """Every command once, as `--help` shows them."""
 _VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}

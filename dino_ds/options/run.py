@@ -57,6 +57,15 @@ class TrainOptions:
     allow_oversize: Annotated[bool, Help("start though more memory is predicted than there is")] = False
 
 
+@command("init", "dino_ds.tools.project:run", check="dino_ds.tools.project:check")
+class InitOptions:
+    """a new folder with a recipe, a ds JSON for this machine and launch scripts, to edit and to train with"""
+
+    dir: Annotated[str, Help("a new folder, or an empty one", bare=True)]
+    recipe: Annotated[str, Help("the shipped recipe to begin with")] = "vits16"
+    root: Annotated[str, Help("your images, as data.root")] = "/images"
+
+
 @command("convert", "dino_ds.tools.convert:run")
 class ConvertOptions:
     """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""

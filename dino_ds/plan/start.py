@@ -140,18 +140,33 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
     problem = _problem(recipe, start.config, machine)
     if not problem:
         return
+    flags, _ = _fitting(recipe, start, machine) or ({}, start)
+    cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
+    cure = cure if flags else _other(recipe, start, machine)
+    raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+
+
+def fitting(recipe: Recipe, start: Start, machine: Machine) -> Start:
+    """`start`, with smaller micro-batches where it would not fit. Raises ConfigError where these don't help."""
+    _, smaller = _fitting(recipe, start, machine) or ({}, start)
+    if smaller is start:
+        check_fits(recipe, start, machine)
+    return smaller
+
+
+def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, str], Start] | None:
+    """The first overrides with which a start fits that does not, and what they make of it."""
+    if not _problem(recipe, start.config, machine):
+        return None
     for flags in _smaller(recipe, start, machine):
         ds = change_ds_config(dict(start.ds), start.path, flags)
         try:
-            smaller = _resolve(recipe, ds, start.path, machine)
+            smaller = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
         except ConfigError:
             continue
-        if not _problem(recipe, smaller, machine):
-            cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
-            break
-    else:
-        cure = _other(recipe, start, machine)
-    raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+        if not _problem(recipe, smaller.config, machine):
+            return flags, smaller
+    return None
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:

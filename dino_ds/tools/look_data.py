@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import pixels
@@ -27,6 +28,7 @@ from dino_ds.data.masks import with_hidden_patches
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
+from dino_ds.data.transform_check import check_transform
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
@@ -38,6 +40,8 @@ from dino_ds.tools.sheet_page import build_page
 
 _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
+_CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
+"""Of the recipe's crops: what is said where it is not the preset's."""
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> None:
@@ -51,6 +55,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, words = _with_some_range(recipe, source)
+    check_transform(recipe, source)
     facts = _look(source, options.sample, recipe)
     found = _describe(facts, source, recipe) | {"value_range": words}
     rows = list(islice(_seen(source, recipe), options.images))
@@ -155,7 +160,8 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         if array.shape[2] != channels:
             continue
         batch = dataset.__getitems__(keys)
-        assert not isinstance(batch, DataError)
+        if isinstance(batch, DataError):
+            raise batch
         original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
@@ -175,5 +181,8 @@ def _picture(array: np.ndarray) -> Image.Image:
 
 def _title(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    masks = "" if recipe.crops.mask == "none" else f", masks {recipe.crops.mask}"
-    return f"What the network sees: {crops} px, augmentation {recipe.crops.augment}{masks}"
+    given = [(name, getattr(recipe.crops, name)) for name in _CHANGES]
+    changes = [f"{name} {show_value(value)}" for name, value in given if value != getattr(CropsSection(), name)]
+    masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
+    words = [f"augmentation {recipe.crops.augment}", *changes, recipe.data.transform, *masks]
+    return f"What the network sees: {crops} px, {', '.join(word for word in words if word)}"

@@ -54,6 +54,7 @@ def describe(crop: CropParameters) -> str:
     """What was done to a crop, in words."""
     left, top, right, bottom = crop.box
     words = [f"{right - left} x {bottom - top} at {left}, {top}"]
+    words += [f"turned by {90 * crop.turns} degrees"] if crop.turns else []
     words += ["mirrored"] if crop.flip else []
     words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in crop.jitter]
     words += ["grey"] if crop.gray else []
@@ -64,10 +65,13 @@ def describe(crop: CropParameters) -> str:
 
 def _draw_title(sheet: Image.Image, title: str, row: Seen) -> None:
     draw = ImageDraw.Draw(sheet)
-    x = float(_MARGIN)
-    legend = [(title, _INK), ("global crops", GLOBAL_COLOUR)]
+    legend = [("global crops", GLOBAL_COLOUR)]
     legend += [("local crops", LOCAL_COLOUR)] if len(row.crops) > row.num_global else []
-    for text, colour in legend:
+    room = sheet.width - 2 * _MARGIN - sum(draw.textlength(text, font=_font(13)) + 16 for text, _ in legend)
+    while draw.textlength(title, font=_font(13)) > room:
+        title = f"{title.rstrip('…')[:-1]}…"
+    x = float(_MARGIN)
+    for text, colour in [(title, _INK), *legend]:
         draw.text((x, _MARGIN), text, fill=colour, font=_font(13))
         x += draw.textlength(text, font=_font(13)) + 16
 

@@ -19,7 +19,8 @@ from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_man
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
-from dino_ds.names import MODEL_FORMS, did_you_mean, hub_id
+from dino_ds.hubs import weights_elsewhere
+from dino_ds.names import MODEL_FORMS, did_you_mean
 from dino_ds.weights.checks import check_beside, checked
 from dino_ds.weights.dinov3 import LOCAL_NORM, has_rope
 from dino_ds.weights.normalisation import timm_statistics
@@ -42,7 +43,7 @@ def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():
-        near = on_a_hub(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
+        near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
         raise CheckpointError(f"{place} does not exist; {near}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
@@ -150,20 +151,6 @@ def _from_timm(name: str) -> Weights:
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
     about |= {"num_attention_heads": heads, "layer_norm_eps": eps, "image_size": config["input_size"][-1]}
     return Weights("timm", backbone, about=about, notes=network.notes)
-
-
-def on_a_hub(name: str) -> str | None:
-    """What to do with another hub's name for weights; None if `name` does not look like one."""
-    torch_hub = re.fullmatch(r"(dinov2)_vit([sblg])14(_reg)?(_lc)?|dino_vit([sb])(8|16)", name)
-    if torch_hub:
-        size = {"s": "small", "b": "base", "l": "large", "g": "giant"}[torch_hub[2] or torch_hub[5]]
-        old = f"vit_{size}_patch{torch_hub[6]}_224.dino"
-        timm = f"vit_{size}_patch14_{'reg4_' if torch_hub[3] else ''}dinov2.lvd142m" if torch_hub[1] else old
-        return f"that is torch.hub's name: timm has these weights as {timm}"
-    found = hub_id(name)
-    if found is None:
-        return None
-    return f"if {found} is on the Hugging Face Hub: hf download {found} --local-dir DIR, then give DIR"
 
 
 @contextmanager

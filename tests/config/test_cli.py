@@ -453,11 +453,72 @@ def test_values_that_a_shell_has_split(tmp_path: Path, errors: Callable[..., lis
     assert lines == [f"unexpected word 'images': quote it: --data.root \"{tmp_path}/my images\""]
 
 
+@pytest.fixture
+def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder as a newcomer has it."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("imgs/cats", "my images", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("imgs.zip", "imgs/cats/1.jpg", "labels.csv", "weights.npz"):
+        (tmp_path / file).write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "do"),
+    [
+        ("", 2, "dino-ds train"),
+        ("trian --help", 2, "Did you mean train?"),
+        ("help trian", 2, "Did you mean train?"),
+        ("predict imgs", 2, "dino-ds embed MODEL --root DIR"),
+        ("train", 2, "--data.root FOLDER"),
+        ("train imgs", 2, "--data.root imgs"),
+        ("train --data imgs", 2, "--data.root imgs"),
+        ("train --data.root my images", 2, '--data.root "my images"'),
+        ("train --data.root imgz", 2, "Did you mean imgs?"),
+        ("train --data.root imgs.zip", 2, "unpack it, then give --data.root FOLDER"),
+        ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
+        ("train --data.root labels.csv", 2, "a .txt file with a path a line"),
+        ("train --data.root empty", 2, "Give the folder that holds the images"),
+        ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
+        ("train --data.root hf://datasets/o/n", 2, "hf download o/n --repo-type dataset --local-dir DIR"),
+        ("train --data.root s3://b/i", 2, "aws s3 sync s3://b/i DIR"),
+        ("train --data.root gs://b/i", 2, "gcloud storage rsync -r gs://b/i DIR"),
+        ("train --data.root imgs --gpus 4", 2, "deepspeed --num_gpus 4"),
+        ("train --data.root imgs --lr 0.1", 2, "--optimizer.lr"),
+        ("train --data.root imgs --batch_size 64", 2, "--data.global_batch"),
+        ("train --data.root imgs --epochs 100", 2, '--length "100 epochs"'),
+        ("train --data.root imgs --length 100 epochs", 2, '--length "100 epochs"'),
+        ("train --data.root imgs --img_size 96", 2, "--crops.global_size 96"),
+        ("train --data.root imgs --output out", 2, "--run_dir out"),
+        ("train --data.root imgs --pretrained", 2, "--model.init_from FILE"),
+        ("train --data.root imgs --device cuda", 2, "CUDA_VISIBLE_DEVICES"),
+        ("train --data.root imgs --amp", 2, "--ds.bf16.enabled"),
+        ("train --data.root imgs --hlep", 2, "Did you mean --help?"),
+        ("train --data.root imgs --config vit_s.yaml", 2, "Did you mean vits16?"),
+        ("train --data.root imgs --resume last.ckpt", 2, "newest checkpoint"),
+        ("train --data.root imgs --ds_config zero9", 2, "there is zero0_fp32"),
+        ("train --data.root imgs --model.backbone facebook/dinov2-small", 2, "as vit_small_patch14_dinov2.lvd142m"),
+        ("train --data.root imgs --model.backbone hf-hub:me/mine", 2, "hf download me/mine --local-dir DIR"),
+        ("train --data.root imgs --model.init_from me/mine", 3, "hf download me/mine --local-dir DIR"),
+        ("train --data.root imgs --model.init_from dinov3_vits16", 3, "as vit_small_patch16_dinov3.lvd1689m"),
+        ("train --data.root imgs --teacher.from dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
+        ("train --data.root imgs --config facebook/dino-vits16", 2, "--model.init_from"),
+        ("eval runs/none", 3, "give a run folder, a file of weights"),
+        ("export weights.npz --format hf", 3, "weights.npz"),
+    ],
+)
+def test_mistakes_of_a_first_hour_are_answered_by_what_to_do(
+    typed, code, do, beginner, errors: Callable[..., list[str]]
+):
+    (line,) = errors(*typed.split(), code=code)
+    assert do in line
+
+
 @pytest.mark.parametrize(
     ("root", "says"),
     [
         ("imagse", "{}/imagse does not exist. Did you mean {}/images?"),
-        ("s3://bucket/images", "data.root s3://bucket/images is not a local path: mount or copy it, then give"),
+        ("s3://bucket/images", "data.root s3://bucket/images is not a local path: mount or copy it (aws s3 sync s3:"),
         (
             "ILSVRC/imagenet-1k",
             "data.root ILSVRC/imagenet-1k does not exist; if ILSVRC/imagenet-1k is a data",

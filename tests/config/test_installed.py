@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,38 +35,68 @@ PathFinder.find_spec, importlib.metadata.distribution = classmethod(find_spec), 
 """Run at the start of Python: dino_ds is not installed, tests' packages are absent, DeepSpeed's import prints."""
 
 
+@pytest.fixture(scope="module")
+def away(tmp_path_factory):
+    """Runs a command in a folder away from the checkout, where the wheel is installed and nothing else of ours."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("wheel")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "bench_results")
+    shutil.copytree(REPOSITORY, folder / "checkout", symlinks=True, ignore=left_out)
+    pip = ["pip", "install", "-q", "--no-deps", "--no-compile", "--disable-pip-version-check", "--target"]
+    # The wheel is built from the sdist.
+    for words in (
+        ["build", "--no-isolation", "--outdir", folder / "dist", folder / "checkout"],
+        [*pip, folder / "lib"],
+    ):
+        wheels = [] if words[0] == "build" else [*(folder / "dist").glob("*.whl")]
+        command = [sys.executable, "-m", *words, *wheels]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    shutil.rmtree(folder / "checkout")
+
+    def run(*words):
+        environment = {**os.environ, "PYTHONPATH": str(folder / "lib"), "CUDA_VISIBLE_DEVICES": ""}
+        (folder / "work").mkdir(exist_ok=True)
+        command = [sys.executable, folder / "lib/bin/dino-ds", *words]
+        done = subprocess.run(
+            command, cwd=folder / "work", env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    run.lib, run.work = folder / "lib/dino_ds", folder / "work"
+    return run
+
+
 @pytest.mark.slow
-def test_a_copy_without_its_checkout_has_recipes_and_ds_configs(tmp_path):
-    """As `pip install .` copies the package; the default --ds_config is found from any folder."""
-    build = [
-        "setup.py",
-        "-q",
-        "egg_info",
-        "--egg-base",
-        str(tmp_path),
-        "build_py",
-        "--build-lib",
-        str(tmp_path / "lib"),
-    ]
-    subprocess.run([sys.executable, *build], cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
-    copy = tmp_path / "lib/dino_ds"
-    for pattern in ("ds_configs/**/*.json", "dino_ds/recipes/*.yaml", "dino_ds/data/photos/*.jpg"):
-        there = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob(pattern)}
-        assert there
-        for path in there:
-            copied = copy / path.relative_to("dino_ds") if path.parts[0] == "dino_ds" else copy / path
-            assert copied.read_bytes() == (REPOSITORY / path).read_bytes()
-    program = "from dino_ds.config.ds_config import find_ds_config; print(find_ds_config('ds_configs/zero0_fp32.json'))"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "lib")},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=120,
+def test_the_wheel_has_what_the_program_reads(away):
+    """Byte by byte: recipes, ds configs, launch scripts, photographs, pages."""
+    patterns = (
+        "recipes/*",
+        "ds_configs/**/*.json",
+        "launch/*.sh",
+        "data/photos/*",
+        "report/templates/*",
+        "tools/sheet.*",
     )
-    assert found.stdout.strip() == str(copy / "ds_configs/zero0_fp32.json")
+    for pattern in patterns:
+        there = [path for path in (REPOSITORY / "dino_ds").glob(pattern) if path.is_file()]
+        assert there, pattern
+        for path in there:
+            assert (away.lib / path.relative_to(REPOSITORY / "dino_ds")).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_and_makes_a_project_that_trains(away):
+    """Away from the checkout: the quickstart, and what `init` writes, started by its own options."""
+    out = away("train", "--config", "quickstart", "--max_steps", "2")
+    assert "step 2/" in out and (away.work / "runs/quickstart/teacher.safetensors").is_file()
+    photos = away.lib / "data/photos"
+    assert "recipe.yaml" in away("init", "mine", "--recipe", "cifar10", "--root", str(photos))
+    words = ["--config", "mine/recipe.yaml", "--ds_config", "mine/ds.json", "--data.root", str(photos)]
+    out = away(
+        "train", *words, "--max_steps", "2", "--data.global_batch", "8", "--ds.train_micro_batch_size_per_gpu", "8"
+    )
+    assert "step 2/" in out
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from dino_ds.config.sections import DataSection
 from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.batches import largest_shrink, resize_crop, shrunk_box
+from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image, pixels
 from dino_ds.data.images import FORMATS
 from tests.data.test_multicrop import photo

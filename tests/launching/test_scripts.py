@@ -52,8 +52,8 @@ def _accepted(given):
         assert given["dino-ds"][0] == "launch"
         train = parse_flags(COMMANDS["launch"], given["dino-ds"][1:]).train
     else:
-        (words,) = (words for words in given.values() if "dino_ds/train.py" in words)
-        train = parse_flags(TRAIN, words[words.index("dino_ds/train.py") + 1 :])
+        (words,) = (words for words in given.values() if "dino_ds" in words)
+        train = parse_flags(TRAIN, words[words.index("train") + 1 :])
     assert train is not None
     load_recipe(train.fixed["config"], train.recipe)
     load_ds_config(str(REPOSITORY / train.fixed.get("ds_config", "ds_configs/zero0_fp32.json")), train.ds)

@@ -176,8 +176,8 @@ OWN = [
     ("Tied", "{}", "its parameters stem.weight and again.weight are one tensor"),
     ("Sequences", "{}", r"its features have shape \[2, 12, 3136\], wanted is \(b, d\)"),
     ("Raises", "{}", "gives no features of images: no weights here"),
-    ("NoModule", "{}", "is not a class of torch.nn.Module"),
-    ("Missing", "{}", "can't be imported: .*no attribute 'Missing'"),
+    ("NoModule", "{}", "has no torch.nn.Module NoModule"),
+    ("Missing", "{}", "has no torch.nn.Module Missing"),
 ]
 
 

@@ -65,6 +65,13 @@ def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
     assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
 
 
+def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
+    alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g")
+    assert "stage" in alone["warnings"][0] and "vit_small" in alone["warnings"][0]
+    for words in (("dinov3_vitl16,dinov3_gram",), ("dinov3_gram", "--backbone", "vit_base_patch16_224")):
+        assert not any("stage" in line for line in _plan(capsys, "--config", *words, "--gpu", "h100-80g")["warnings"])
+
+
 def test_crops_follow_the_patches_of_a_named_backbone(capsys):
     found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2")
     assert found["crops"] == "2x224 + 8x98"

@@ -33,7 +33,7 @@ def test_the_log_says_once_how_it_runs(root, tmp_path):
 
 REFUSED = [
     ({"model.backbone": f"{OWN}Raises"}, "gives no features of images: no weights here"),
-    ({"model.backbone": f"{OWN}NoModule"}, "is not a class of torch.nn.Module"),
+    ({"model.backbone": f"{OWN}NoModule"}, "has no torch.nn.Module NoModule"),
     ({"model.backbone": f"{OWN}Sequences"}, "its features have shape [2, 12, 3136]"),
     ({"model.backbone": f"{OWN}Tied"}, "are one tensor"),
     ({"model.backbone": "levit_128s", "model.drop_path": "0"}, "levit_128s can't take images of"),

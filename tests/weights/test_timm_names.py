@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from dino_ds.backbones import BACKBONES
 from dino_ds.errors import CheckpointError
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import hub_or_cache
 from dino_ds.weights.load import load
@@ -121,3 +123,20 @@ def test_every_architecture_has_timm_s_parameters(name):
     assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
     shapes = {n: p.shape for n, p in theirs.named_parameters()}
     assert {n: p.shape for n, p in ours.named_parameters()} == shapes
+
+
+def test_timm_has_the_weights_that_answers_name():
+    released = {
+        *(f"dinov2_vit{size}14{kind}" for size in "sblg" for kind in ("", "_reg", "_lc")),
+        *(f"facebook/dinov2{kind}-{size}" for size in ("small", "giant") for kind in ("", "-with-registers")),
+        *(
+            f"facebook/dinov3-vit{size}-pretrain-lvd1689m"
+            for size in ("s16", "s16plus", "b16", "l16", "h16plus", "7b16")
+        ),
+        *(f"facebook/dinov3-{name}" for name in ("vitl16-pretrain-sat493m", "convnext-tiny-pretrain-lvd1689m")),
+        *(f"facebook/dino-vit{size}{patch}" for size in "sb" for patch in (8, 16)),
+        *("dinov3_vitb16", "dinov3_convnext_large", "hf-hub:timm/vit_small_patch14_dinov2.lvd142m"),
+    }
+    for name in released:
+        answer = weights_elsewhere(name)
+        assert answer is not None and re.findall(r" as ([\w.]+)", answer)[0] in timm.list_pretrained(), name

@@ -1,0 +1,72 @@
+"""How crops are augmented: the chances and strengths of each preset, and what a recipe may give in their place.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+JITTERED = ("brightness", "contrast", "saturation", "hue")
+_MOST = (1.0, 1.0, 1.0, 0.5)
+"""Strengths of these: beyond, brightness would be negative, and the hue more than half a turn either way."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Chances and strengths; triples are (first global crop, second global crop, local crops).
+
+    brightness, contrast and saturation are multiplied by 1 ± strength, the hue is turned by ± strength of the colour
+    circle, all four with the chance `jitter`. rotation: the chance of a turn by 90, 180 or 270 degrees.
+    """
+
+    blur: tuple[float, float, float]
+    solarize: tuple[float, float, float] = (0.0, 0.2, 0.0)
+    flip: float = 0.5
+    jitter: float = 0.8
+    brightness: float = 0.4
+    contrast: float = 0.4
+    saturation: float = 0.2
+    hue: float = 0.1
+    gray: float = 0.2
+    vertical_flip: float = 0.0
+    rotation: float = 0.0
+
+    def with_jitter(self, given: Sequence[float]) -> Augmentation:
+        """With one factor on its four strengths, or these four. Raises ValueError for other numbers."""
+        text = ",".join(f"{value:g}" for value in given)
+        if len(given) not in (1, len(JITTERED)):
+            raise ValueError(
+                f"jitter {text} has {len(given)} numbers: give one factor on the strengths of crops.augment (0 = none) "
+                f"or the strengths of {', '.join(JITTERED)}, such as 0.4,0.4,0.2,0.1"
+            )
+        factors = [given[0] * getattr(self, name) for name in JITTERED]
+        strengths = dict(zip(JITTERED, factors if len(given) == 1 else given, strict=True))
+        for (name, strength), most in zip(strengths.items(), _MOST, strict=True):
+            if not 0 <= strength <= most:
+                raise ValueError(f"jitter {text} makes the strength of {name} {strength:g}: it must be 0 to {most:g}")
+        return replace(self, **strengths)
+
+
+def chances_by_kind(name: str, given: Sequence[float]) -> tuple[float, float, float]:
+    """One chance for every crop, or three: see Augmentation. Raises ValueError for other numbers."""
+    text = ",".join(f"{value:g}" for value in given)
+    if len(given) not in (1, 3):
+        raise ValueError(
+            f"{name} {text} has {len(given)} numbers: give one chance for every crop, or three, of the first global "
+            "crop, the second and the local ones"
+        )
+    if not all(0 <= value <= 1 for value in given):
+        raise ValueError(f"{name} {text} is not a chance: it must be 0 to 1")
+    first, second, local = given if len(given) == 3 else (*given, *given, *given)
+    return first, second, local
+
+
+AUGMENTATIONS = {
+    "dino": Augmentation(blur=(1.0, 0.1, 0.5)),
+    # DINOv2's GaussianBlur inverts its probability: written 1, .1, .5, executed 0, .9, .5.
+    "dinov2_as_trained": Augmentation(blur=(0.0, 0.9, 0.5)),
+    # A radius of 2 pixels erases what a 32-pixel image shows.
+    "low_res": Augmentation(blur=(0.0, 0.0, 0.0), saturation=0.4),
+}

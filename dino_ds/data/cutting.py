@@ -1,0 +1,67 @@
+"""Cuts crops out of an image that is decoded no larger than they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dino_ds.data.decode import DecodedImage, EncodedImage
+from dino_ds.data.multicrop import Box, CropParameters, CropTransform
+
+_SHRINKS = (8, 4, 2)
+"""Factors by which a JPEG can be decoded smaller."""
+
+
+def cut_crops(
+    image: EncodedImage | DecodedImage,
+    sampled: Sequence[CropParameters],
+    sizes: Sequence[int],
+    transforms: Sequence[CropTransform | None],
+) -> list[Tensor]:
+    """Crops (size, size, c) of an image: cut, resized, turned and transformed."""
+    boxes = [crop.box for crop in sampled]
+    array = image.decode(largest_shrink(boxes, sizes))
+    if array.shape[:2] != (image.height, image.width):
+        across, down = array.shape[1] / image.width, array.shape[0] / image.height
+        boxes = [shrunk_box(box, across, down) for box in boxes]
+    crops = [resize_crop(array, box, size) for box, size in zip(boxes, sizes, strict=True)]
+    turned = [torch.rot90(crop, one.turns) if one.turns else crop for crop, one in zip(crops, sampled, strict=True)]
+    return [
+        # A copy: it may be a part of the image, and the user's function may write to it.
+        crop if transform is None else torch.from_numpy(transform(np.array(crop, order="C")))
+        for crop, transform in zip(turned, transforms, strict=True)
+    ]
+
+
+def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
+    """Image (h, w, c) -> its `box` (left, top, right, bottom) as (size, size, c), bicubic, antialiased.
+
+    uint8 stays uint8, float32 stays in [0, 1]. Pillow's filter; rounding of uint8 differs by a level or two. Pixels
+    stay interleaved, which is torch's fastest layout here.
+    """
+    left, top, right, bottom = box
+    pixels = torch.from_numpy(image[top:bottom, left:right]).permute(2, 0, 1)[None]
+    if pixels.shape[-2:] == (size, size):
+        return pixels[0].permute(1, 2, 0)
+    resized = F.interpolate(pixels, size=(size, size), mode="bicubic", antialias=True)
+    if resized.is_floating_point():
+        resized.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
+    return resized[0].permute(1, 2, 0)
+
+
+def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
+    """How many times smaller the image may be decoded so that still no crop is enlarged: 1, 2, 4 or 8."""
+    spare = min(
+        min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
+    )
+    return next((shrink for shrink in _SHRINKS if shrink <= spare), 1)
+
+
+def shrunk_box(box: Box, across: float, down: float) -> Box:
+    """`box` in an image whose width is `across` and whose height is `down` times as large; at least one pixel."""
+    left, top = round(box[0] * across), round(box[1] * down)
+    return left, top, max(round(box[2] * across), left + 1), max(round(box[3] * down), top + 1)

@@ -1,0 +1,73 @@
+"""Answers to addresses that are not local paths: of the Hugging Face Hub, torch.hub or a bucket. Nothing is fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
+_COPY = {
+    "s3": "aws s3 sync {} DIR",
+    "gs": "gcloud storage rsync -r {} DIR",
+    "http": "wget {}, and unpack what comes",
+    "https": "wget {}, and unpack what comes",
+}
+"""How what a scheme names gets onto a disk."""
+
+
+def hub_id(text: str) -> str | None:
+    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
+    name = re.sub(r"^(hf://|hf[-_]hub:|https?://(www\.)?huggingface\.co/)?(datasets/)?", "", text).rstrip("/")
+    # "runs/mine" is a run that is missing.
+    looks_so = re.fullmatch(r"(?!runs/)[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
+    return name if looks_so and not Path(name).parent.is_dir() else None
+
+
+def weights_elsewhere(text: str) -> str | None:
+    """What to do with another hub's name for weights, where they are not at that path; None if it is not one."""
+    if os.path.lexists(os.path.expanduser(text)):
+        return None
+    found = hub_id(text)
+    known = _timm_name(found or text)
+    if found is None:
+        return f"that is torch.hub's name: timm has these weights as {known}" if known else None
+    fetch = f"hf download {found} --local-dir DIR, then give DIR"
+    if known:
+        return f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or {fetch}"
+    return f"if {found} is on the Hugging Face Hub: {fetch}"
+
+
+def images_elsewhere(text: str) -> str | None:
+    """What to do with a data set's name on the Hub or in a bucket; None if it is not one."""
+    found = hub_id(text)
+    if found is not None:
+        return (
+            f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+        )
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", text)
+    if scheme is None:
+        return None
+    copy = _COPY.get(scheme[1] or "")
+    return f"is not a local path: mount or copy it{f' ({copy.format(text)})' if copy else ''}, then give"
+
+
+def _timm_name(name: str) -> str | None:
+    """timm's name for the released weights that the Hub (OWNER/NAME) or torch.hub calls `name`."""
+    owner, _, model = name.rpartition("/")
+    if owner == "timm":
+        return model
+    if owner not in ("", "facebook"):
+        return None
+    if m := re.fullmatch(r"dinov2_vit([sblg])14(_reg)?(_lc)?", model):
+        return f"vit_{_SIZES[m[1]]}_patch14_{'reg4_' if m[2] else ''}dinov2.lvd142m"
+    if m := re.fullmatch(r"dinov2(-with-registers)?-(small|base|large|giant)", model):
+        return f"vit_{m[2]}_patch14_{'reg4_' if m[1] else ''}dinov2.lvd142m"
+    if m := re.fullmatch(r"dinov3[-_]vit(s|b|l|h|7b)16(plus)?(?:-pretrain-(lvd1689m|sat493m))?", model):
+        return f"vit_{_SIZES[m[1]]}{'_plus' if m[2] else ''}_patch16_dinov3.{m[3] or 'lvd1689m'}"
+    if m := re.fullmatch(r"dinov3[-_]convnext[-_](tiny|small|base|large)(?:-pretrain-lvd1689m)?", model):
+        return f"convnext_{m[1]}.dinov3_lvd1689m"
+    if m := re.fullmatch(r"dino[-_]vit([sb])(8|16)", model):
+        return f"vit_{_SIZES[m[1]]}_patch{m[2]}_224.dino"
+    return None

@@ -1,0 +1,113 @@
+"""`dino-ds init`: a folder to edit and to train with: a recipe, a ds JSON that fits this machine, launch scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import shlex
+from pathlib import Path
+
+from dino_ds.config.ds_config import find_ds_config, load_ds_config
+from dino_ds.config.loading import RECIPES, load_recipe, recipe_names
+from dino_ds.durable import why_not_writable
+from dino_ds.errors import ConfigError
+from dino_ds.names import did_you_mean
+from dino_ds.options.run import InitOptions
+
+_LAUNCH = Path(__file__).parent.parent / "launch"
+_IN_A_PROJECT = {
+    'cd "$(dirname "$0")/.."': 'cd "$(dirname "$0")"',
+    "launch/slurm.sh [options of train], in the checkout": "slurm.sh [options of train], in this folder",
+    " # dino_ds/recipes, or your YAML file": " # what is learned",
+}
+"""Text of the launch scripts -> what stands there in a project."""
+_RECIPE = """\
+# The recipe of this project: what is learned. Written by `dino-ds init` from the shipped {name}, to be edited.
+# All keys and their defaults: dino-ds train --help. A key that is left out has its default.
+"""
+_DS = """\
+# How fast, and on what hardware: DeepSpeed's JSON, chosen for this machine: {machine}.
+# For another one: dino-ds plan --config recipe.yaml --gpu a100-80g --gpus 8 --write other.json
+"""
+_README = """\
+# {title}
+
+Self-supervised pre-training with dino_ds on {root}.
+
+- `dino-ds look-data --config recipe.yaml --data.root {root}`: what the network will see
+- `sh train.sh`: train on this machine; started again, it continues
+- `sbatch slurm.sh`: on a Slurm cluster, with the shipped `ds_configs/zero2_bf16.json`; name yours with `DS_CONFIG`
+- `dino-ds report runs/{title}`: curves and pictures; `dino-ds export runs/{title} --format timm`: the result
+
+`recipe.yaml` says what is learned, `ds.json` how fast and on what hardware. On top of the scripts: images, run folder,
+GPUs.
+"""
+
+
+def check(options: InitOptions) -> None:
+    """Whether the folder can be written and the recipe is a shipped one, before torch is loaded. Raises ConfigError."""
+    folder = Path(options.dir).expanduser()
+    if options.recipe not in recipe_names():
+        near = did_you_mean(options.recipe, recipe_names())
+        raise ConfigError(f"--recipe {options.recipe}: begin with one of {', '.join(recipe_names())}.{near}")
+    if load_recipe(options.recipe, {}).stage_start:
+        raise ConfigError(f"--recipe {options.recipe} is a later stage of training: begin with its first one")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: name a new folder, nothing is overwritten")
+    if (folder.exists() and not folder.is_dir()) or (reason := why_not_writable(folder)):
+        raise ConfigError(f"{folder} can't be written: {'a file is there' if folder.exists() else reason}")
+
+
+def run(options: InitOptions) -> None:
+    """Write the folder. Raises ConfigError, also where no micro-batch of the recipe fits this machine."""
+    folder = Path(options.dir).expanduser()
+    title, root = folder.resolve().name, str(Path(options.root).expanduser().absolute())
+    text = _RECIPE.format(name=options.recipe) + (RECIPES / f"{options.recipe}.yaml").read_text()
+    values = {"DATA": root, "RUN": f"runs/{title}", "RECIPE": "recipe.yaml"}
+    ranks, ds = _ds_config(options.recipe)
+    files = {
+        "recipe.yaml": re.sub(r"(?m)^( +source:) *\w+", r"\1 folder", text),
+        "ds.json": ds,
+        "train.sh": _filled("one_node.sh", values | {"GPUS": str(ranks), "DS_CONFIG": "ds.json"}),
+        "slurm.sh": _filled("slurm.sh", values),
+        "README.md": _README.format(title=title, root=shlex.quote(root)),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(content)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written: {error.strerror or error}") from None
+    print(f"{folder} has {', '.join(files)}: edit them, then sh {folder}/train.sh")
+
+
+def _filled(script: str, values: dict[str, str]) -> str:
+    """A launch script for a project: with these values of its variables, in the folder that it lies in."""
+    text = (_LAUNCH / script).read_text()
+    for name, value in values.items():
+        line = f"{name}={shlex.quote(value)} "
+        text = re.sub(rf"(?m)^{name}=\S+ *", lambda found, line=line: line.ljust(len(found[0])), text)
+    for theirs, ours in _IN_A_PROJECT.items():
+        text = text.replace(theirs, ours)
+    return re.sub(r"(?m) +$", "", text)
+
+
+def _ds_config(config: str) -> tuple[int, str]:
+    """The number of ranks on this machine, and the ds JSON that a run of the recipe would take, with its reason."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import torch
+
+    from dino_ds.plan.here import find_machine
+    from dino_ds.plan.start import chosen, fitting, given
+
+    ranks, recipe = max(1, torch.cuda.device_count()), load_recipe(config, {})
+    machine = dataclasses.replace(find_machine(), ranks=ranks, ranks_per_node=ranks)
+    if machine.card_gib is None:
+        path = find_ds_config("zero0_fp32")
+        start, about = given(recipe, load_ds_config(path, {}), path, machine), "no GPU, one process"
+    else:
+        start, about = chosen(recipe, {}, machine), f"{ranks} x {machine.card_gib:.1f} GiB"
+    fit = fitting(recipe, start, machine)
+    return ranks, _DS.format(machine=about) + json.dumps(fit.ds, indent=2) + "\n"

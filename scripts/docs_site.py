@@ -1,0 +1,78 @@
+"""Hooks of mkdocs.yml: pages that lie outside docs/, links between them and to source files, names of the Python API.
+
+python -m mkdocs build --strict
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "README.md": "index.md",
+    "ds_configs/README.md": "ds_configs.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""In the repository -> on the site; those in docs/ keep their names."""
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]*)(#[^)]*)?\)")
+_EXPORTS = "<!-- one section for each name that dino_ds exports -->"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """With the pages outside docs/, and every file that a page links to, as it is, in source/."""
+    pages = {file.src_uri: Path(file.abs_src_path or "") for file in files if file.is_documentation_page()}
+    texts = {uri: (path.read_text(), path.parent) for uri, path in pages.items()}
+    texts |= {uri: ((ROOT / name).read_text(), (ROOT / name).parent) for name, uri in PAGES.items()}
+    for uri, (text, folder) in texts.items():
+        if existing := files.get_file_from_path(uri):
+            files.remove(existing)
+        for linked in _LINK.finditer(text):
+            target = _target(linked[3], folder)
+            if target is not None and target.startswith("source/") and files.get_file_from_path(target) is None:
+                content = (ROOT / target.removeprefix("source/")).read_bytes()
+                files.append(File.generated(config, target, content=content))
+        files.append(File.generated(config, uri, content=_on_site(text, folder)))
+    return files
+
+
+def _on_site(text: str, folder: Path) -> str:
+    """A page of `folder` with its links as they are on the site, all pages of which lie in one folder."""
+
+    def link(found: re.Match[str]) -> str:
+        image, words, target, anchor = found.groups()
+        there = _target(target, folder) if target else ""
+        return words if there is None else f"{image}[{words}]({there}{anchor or ''})"
+
+    return _LINK.sub(link, text).replace(_EXPORTS, _exports() if _EXPORTS in text else "")
+
+
+def _target(link: str, folder: Path) -> str | None:
+    """Where a link leads on the site, None for a folder. Raises ValueError for what is not in the repository."""
+    if not link:
+        return None
+    path = os.path.relpath((folder / link).resolve(), ROOT)
+    if path.startswith(".."):
+        raise ValueError(f"{link}: not in the repository")
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return None if (ROOT / path).is_dir() else f"source/{path}"
+
+
+def _exports() -> str:
+    """mkdocstrings' blocks for the names of the Python API, where they are defined."""
+    import dino_ds
+
+    blocks = []
+    for name in getattr(dino_ds, "__all__", ["load"]):
+        thing: Any = getattr(dino_ds, name)
+        blocks.append(f'::: {thing.__module__}.{thing.__qualname__}\n    options:\n      heading: "dino_ds.{name}"\n')
+    return "\n".join(blocks)

@@ -1,0 +1,89 @@
+"""`dino-ds init`: the files load, the scripts start what they say, nothing is overwritten."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.engine.device import device
+from dino_ds.errors import ConfigError
+from dino_ds.options.commands import COMMANDS, TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.run import InitOptions
+from dino_ds.plan import here
+from dino_ds.plan.start import Machine
+from dino_ds.tools.project import check, run
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """That of a machine of 24 GiB of host memory without a GPU, in a folder with a space in its name."""
+    assert device().type == "cpu"
+    monkeypatch.setattr(here, "find_machine", lambda: Machine(1, 1, 24.0))
+    run(InitOptions(dir=str(tmp_path / "my project"), recipe="vits16", root=str(tmp_path / "my images")))
+    return tmp_path / "my project"
+
+
+def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project):
+    assert load_recipe(str(project / "recipe.yaml"), {}) == load_recipe("vits16", {})
+    ds = load_ds_config(str(project / "ds.json"), {})
+    micro, accumulation = ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]
+    assert micro * accumulation == 512 and micro < 512  # 512 at once would take 80 GiB
+    assert len((project / "README.md").read_text().splitlines()) <= 12
+
+
+@pytest.mark.parametrize(("script", "program"), [("train.sh", "dino-ds"), ("slurm.sh", "srun")])
+def test_scripts_train_with_the_files_beside_them(project, script, program, tmp_path, monkeypatch):
+    for name in ("dino-ds", "srun", "scontrol"):
+        stand_in = tmp_path / "bin" / name
+        stand_in.parent.mkdir(exist_ok=True)
+        stand_in.write_text(
+            f'#!/bin/sh\npwd > "{tmp_path}/{name}.words"\nprintf "%s\\n" "$@" >> "{tmp_path}/{name}.words"\n'
+        )
+        stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    for name, value in (("SLURM_SUBMIT_DIR", str(project)), ("SLURM_JOB_ID", "1"), ("SLURM_JOB_NODELIST", "n1")):
+        monkeypatch.setenv(name, value)
+    subprocess.run(["bash", project / script, "--seed", "3"], check=True, cwd=tmp_path)
+    folder, *words = (tmp_path / f"{program}.words").read_text().splitlines()
+    flags = parse_flags(COMMANDS["launch"], words[1:]).train if program == "dino-ds" else None
+    flags = flags or parse_flags(TRAIN, words[words.index("train") + 1 :])
+    assert folder == str(project) and flags.recipe == {"data.root": str(tmp_path / "my images"), "seed": "3"}
+    assert flags.fixed["config"] == "recipe.yaml" and flags.fixed["run_dir"] == "runs/my project"
+    monkeypatch.chdir(project)
+    load_ds_config(flags.fixed["ds_config"], {})
+    assert flags.fixed["ds_config"] == ("ds.json" if script == "train.sh" else "ds_configs/zero2_bf16.json")
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", project / script], check=True)
+
+
+@pytest.mark.parametrize("recipe", ["cifar10", "quickstart", "resnet50"])
+def test_other_recipes_are_made_for_folders_too(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "find_machine", lambda: Machine(1, 1, 64.0))
+    run(InitOptions(dir=str(tmp_path), recipe=recipe))
+    shipped, ours = load_recipe(recipe, {}), load_recipe(str(tmp_path / "recipe.yaml"), {})
+    assert ours == shipped.model_copy(update={"data": shipped.data.model_copy(update={"source": "folder"})})
+
+
+@pytest.mark.parametrize(
+    ("dir", "recipe", "says"),
+    [
+        ("full", "vits16", "full is not empty: name a new folder"),
+        ("file", "vits16", "file can't be written: a file is there"),
+        ("new", "vits17", "Did you mean vits16"),
+        ("new", "dinov3_gram", "begin with its first one"),
+    ],
+)
+def test_what_can_t_be_made_is_refused_before_anything_is_written(dir, recipe, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    for name in ("full/x", "file"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check(InitOptions(dir=dir, recipe=recipe))
+    assert not (tmp_path / "new").exists()
