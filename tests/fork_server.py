@@ -90,9 +90,10 @@ class ForkServer:
 def _serve(pipe: Any) -> None:
     """Answers Work with the process id, None with {process id: (exit code, time)} of what ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in pytest reaches the whole terminal; the pipe says the end
-    ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
     _import_all()
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would hold locks in the forked ranks"
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1, 0, 0, 0)
+        assert len(os.listdir("/proc/self/task")) == 1, "a thread would hold locks in the forked ranks"
     ended: dict[int, tuple[int, float]] = {}
     pipe.send(os.getpid())
     while True:

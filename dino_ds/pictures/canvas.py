@@ -103,7 +103,7 @@ def figure_png(figure: Figure, dpi: float = DPI, palette: bool = False) -> bytes
     """A Figure -> a PNG file. With a palette of 256 colours it is two to three times smaller."""
     image = Image.fromarray(figure_pixels(figure, dpi))
     if palette:
-        image = image.quantize(256, kmeans=2)
+        image = image.quantize(256)
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return file.getvalue()

@@ -36,6 +36,7 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import clock_of, synchronize
 from dino_ds.measure.trial import Trial, build_trial, resolve
 from dino_ds.options.machine import FindBatchSizeOptions
+from dino_ds.plan.fit import with_batch
 
 WARMUP = 2
 """The second step is the first with Adam's moments: the highest."""
@@ -187,12 +188,6 @@ def fastest(tried: Iterable[Tried], images_per_rank: int) -> Tried:
     """The best rate among the sizes whose multiples give `images_per_rank` exactly."""
     usable = [t for t in tried if t.fits and images_per_rank % t.micro_batch == 0]
     return max(usable, key=lambda t: t.images_per_second or 0.0)
-
-
-def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
-    """`ds` with this micro-batch."""
-    kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
-    return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
 
 
 def measure(

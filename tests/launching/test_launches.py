@@ -125,6 +125,7 @@ def test_hostfile_over_ssh_and_pdsh(cluster, hostfile, images, expected, tmp_pat
     _assert_same(run, expected)
 
 
+@pytest.mark.full
 def test_no_ssh_started_by_hand_on_each_machine(hostfile, images, expected, tmp_path):
     run, port = tmp_path / "run", find_free_port()
     common = ["launch", "--hostfile", hostfile, "--no_ssh", "--master_port", port, "--skip_checks"]

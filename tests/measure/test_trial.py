@@ -142,10 +142,6 @@ def take_memory(mib):
     return float(block.sum())
 
 
-def fail():
-    raise RuntimeError("on purpose")
-
-
 @pytest.mark.slow
 def test_a_child_tells_its_own_peak_memory():
     """However large this process is: 300 MiB of work are seen as that, to 20 MiB of allocator and threads."""
@@ -165,8 +161,7 @@ def sum_of_ranks(fail_on):
 
 @pytest.mark.slow
 def test_children_are_one_process_group_and_end_together():
-    results = run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=-1)
-    assert [result.value for result in results] == [2.0, 2.0]
+    """What they give when all is well: test_the_page_of_this_machine, of `doctor`."""
     with pytest.raises(ChildFailed, match="rank on purpose"):
         run_in_children("tests.measure.test_trial:sum_of_ranks", 2, threads=1, fail_on=1)
 
@@ -180,9 +175,3 @@ def test_a_killed_child_is_most_likely_one_without_memory():
     with pytest.raises(ChildFailed, match="smaller --batch") as caught:
         run_in_child("tests.measure.test_trial:be_killed")
     assert caught.value.returncode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_failing_child_says_why():
-    with pytest.raises(ChildFailed, match="on purpose"):
-        run_in_child("tests.measure.test_trial:fail")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +18,6 @@ from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
-from dino_ds.ports import find_free_port
 from dino_ds.tools import evaluate
 from dino_ds.tools.evaluate import run
 from dino_ds.weights.export import FORMATS
@@ -343,19 +340,3 @@ def test_every_form_of_a_model(place, capsys, monkeypatch, form):
     _run(place, model=str(model))
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == str(model) and found["results"]["knn"]["results"].keys() == {"knn_1", "knn_5"}
-
-
-@pytest.mark.slow
-def test_torchrun_gives_what_one_process_gives(place):
-    evals = "knn,linear-sgd,linear"
-    _run(place, evals)
-    one = _results(place)
-    words = ["--root", place / "train", "--test_root", place / "test", "--k", "1,5", "--workers", 0, "--epochs", 2]
-    words += ["--batch", 8, "--evals", evals, "--json"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", find_free_port()]
-    command = list(map(str, [*torchrun, "-m", "dino_ds", "eval", place, *words]))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)["results"]
-    for name, values in one.items():
-        assert results[name]["results"] == pytest.approx(values, rel=1e-3, abs=1e-4)

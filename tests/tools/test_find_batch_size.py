@@ -9,7 +9,8 @@ import pytest
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.options.machine import FindBatchSizeOptions
-from dino_ds.tools.find_batch_size import Tried, fastest, find_largest, largest_divisor, run, with_batch, write_batch
+from dino_ds.plan.fit import with_batch
+from dino_ds.tools.find_batch_size import Tried, fastest, find_largest, largest_divisor, run, write_batch
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
 FLAGS = {"ranks": 1, "steps": 1, "threads": 1, "write": None, "json": True}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,7 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     records = tmp_path / "out/shards.jsonl"
     while not (records.is_file() and records.read_text().count("\n") >= 2):
         assert job.poll() is None
+        time.sleep(0.01)
     family = psutil.Process(job.pid).children(recursive=True)
     job.kill()
     job.wait()

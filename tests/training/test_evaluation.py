@@ -44,8 +44,8 @@ def images(tmp_path_factory):
     return folder
 
 
-FULL = [pytest.param(ds, marks=pytest.mark.full) for ds in ("zero0_fp32.json", "zero2_bf16.json")]
-DS_CONFIGS = [*FULL, "zero1_fp16.json", "zero3_fp32.json"]
+FULL = [pytest.param(ds, marks=pytest.mark.full) for ds in ("zero0_fp32.json", "zero2_bf16.json", "zero1_fp16.json")]
+DS_CONFIGS = [*FULL, "zero3_fp32.json"]
 
 
 @pytest.fixture(scope="module", params=DS_CONFIGS)

@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("ds", ["zero2_bf16.json", "zero3_fp32.json"])
+@pytest.mark.parametrize("ds", [pytest.param("zero2_bf16.json", marks=pytest.mark.full), "zero3_fp32.json"])
 def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path, ds):
     """Replaced after steps 1 (the snapshot), 4 and 7; stopped after 3, and exactly at 4."""
     straight, parts = tmp_path / "straight", tmp_path / "parts"

@@ -22,8 +22,9 @@ def _train_and_lose(root, run, aside):
     def lose():
         while not (run / "checkpoints/latest").exists():
             time.sleep(0.05)
-        run.rename(aside) if aside else shutil.rmtree(run, ignore_errors=True)
-        shutil.rmtree(run, ignore_errors=True)
+        run.rename(aside) if aside else None
+        while run.exists():  # a file that is just being written keeps its folder
+            shutil.rmtree(run, ignore_errors=True)
         lost[0] = time.monotonic()
 
     if os.environ["RANK"] == "0":

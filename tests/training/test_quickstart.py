@@ -47,6 +47,7 @@ def test_small_data_recipe_trains_on_a_folder(tmp_path):
         "length": "1 epochs",
         "objective.freeze_prototypes": "1 steps",
         "optimizer.warmup": "1 steps",
+        "model.depth": "1",  # the fewer blocks, the sooner: all else is the recipe's
     }
     run_on_ranks(_start, "cifar10", tmp_path / "run", overrides)
     assert losses_of(tmp_path / "run")

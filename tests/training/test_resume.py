@@ -39,7 +39,6 @@ ACCUMULATE = {"gradient_accumulation_steps": "2"}
 @pytest.mark.parametrize(
     ("ds", "objective"),
     [
-        ("zero2_bf16.json", {}),
         ("zero0_fp32.json", {}),
         ("zero3_fp32.json", DINOV2),
         ("zero1_fp16.json", {}),

@@ -87,7 +87,6 @@ def _batches(run: Path, first: int) -> list[list[int]]:
 
 
 PAIRS = {
-    "stage": (Setup("zero1_fp32"), Setup("zero3_fp32")),
     "fewer ranks": (Setup("zero2_fp32"), Setup("zero0_fp32", 1, 2)),
     "more ranks": (Setup("zero0_fp32", 1), Setup("zero3_fp32", 2, 2)),
     "all at once": (Setup("zero2_bf16"), Setup("zero3_bf16_offload", 1, 4)),

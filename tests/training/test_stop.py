@@ -68,11 +68,11 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
     root = tmp_path / "images"
     root.mkdir()
     here = {"PYTHONPATH": str(REPOSITORY)}
-    changes = {"data.workers": "1", "data.source": f"{__name__}:Stuck", "length": "40 steps"}
+    changes = {"data.source": f"{__name__}:Stuck"}
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert jobs.start(theirs, root, changes=changes, environment=here).wait(120).codes == [0, 0]
-    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.1), times=1000)
-    job = jobs.start(ours, root, changes=changes, fault=slow, environment=here)
+    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.5), times=1000)
+    job = jobs.start(ours, root, changes=changes | {"data.workers": "1"}, fault=slow, environment=here)
     job.wait_for_steps(ours, 3)
     (root / "stuck").touch()
     job.wait_for(lambda: any(beat.seconds_since_progress > 3 for beat in Heartbeats(ours).read()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -10,10 +11,13 @@ import safetensors.torch
 import timm
 import torch
 
+from dino_ds.backbones import BACKBONES
 from dino_ds.errors import CheckpointError
 from dino_ds.hubs import weights_elsewhere
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import hub_or_cache
 from dino_ds.weights.load import load
+from tests.sample import sampled
 from tests.weights.test_formats_in import _images, _random, _same
 
 NAME = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
@@ -105,6 +109,20 @@ def test_other_networks_of_timm(monkeypatch):
 def test_names_of_other_hubs_are_answered(name: str, says: str):
     with pytest.raises(CheckpointError, match=says):
         load(name)
+
+
+@pytest.mark.parametrize("name", sampled(BACKBONES, lambda name: dataclasses.astuple(BACKBONES[name])))
+@pytest.mark.slow
+def test_every_architecture_has_timm_s_parameters(name):
+    """Names and shapes, without memory, at full depth and 224 pixels."""
+    with torch.device("meta"):
+        timm_name, arguments = BACKBONES[name].timm_model(name)
+        theirs = timm.create_model(timm_name, img_size=224, num_classes=0, **arguments)
+        plain = theirs if timm_name != name else timm.create_model(name, img_size=224, num_classes=0)
+        ours = VisionTransformer(BACKBONES[name], 224)
+    assert {n: p.shape for n, p in plain.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    shapes = {n: p.shape for n, p in theirs.named_parameters()}
+    assert {n: p.shape for n, p in ours.named_parameters()} == shapes
 
 
 def test_timm_has_the_weights_that_answers_name():
