@@ -10,7 +10,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train format lint test-fast test test-all test-faults soak docs site tiers bench-gpu setup clean
+.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults soak docs site tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -27,14 +27,23 @@ TESTS ?=
 test-fast: setup
 	$(VENV)/bin/python -m pytest -q -m fast $(TESTS)
 
-# Every property, tables by a sample of their cells; then what compares rounded arithmetic once more, without AVX: other
-# sums than this CPU's own. test-all: with every cell.
+# Every property, tables by a sample of their cells; test-all: with every cell. Two at a time: what starts ranks, and what
+# does not, whose output comes at the end. That one then runs what compares rounded arithmetic once more, without AVX:
+# other sums than this CPU's own. One thread each: idle ones that wait for work would take the other's core.
+MARKS = not soak$(if $(filter test-all,$@), , and not full)
 NO_AVX := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 test test-all: setup
-	@failed=; all="not soak$(if $(filter test,$@), and not full)"; \
-	$(VENV)/bin/python -m pytest -m "$$all" || failed="tests"; \
-	env $(NO_AVX) $(VENV)/bin/python -m pytest -m "numerical and not gpu and $$all" || failed="$$failed tests-without-AVX"; \
-	[ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
+	@$(MAKE) --no-print-directory -k -j2 MARKS="$(MARKS)" test-ranks test-alone
+
+PYTEST := env -u MAKEFLAGS -u MFLAGS OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+test-ranks:
+	@$(PYTEST) -m "$(MARKS) and ranks"
+
+test-alone:
+	@log=$$(mktemp); failed=; \
+	$(PYTEST) -m "$(MARKS) and not ranks" > $$log 2>&1 || failed="tests"; \
+	$(NO_AVX) $(PYTEST) -m "numerical and not gpu and $(MARKS)" >> $$log 2>&1 || failed="$$failed tests-without-AVX"; \
+	cat $$log; rm $$log; [ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
 
 # Two real ranks and every kind of fault; malformed and hostile files. FAULT_TABLE=1 writes docs/reliability.md anew.
 test-faults: setup

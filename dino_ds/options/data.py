@@ -29,6 +29,21 @@ class LookDataOptions:
     json: Json = False
 
 
+@command("advise", "dino_ds.tools.advise:run")
+class AdviseOptions:
+    """which settings for your images and GPUs: each with its reason, the command to type, and predicted hours"""
+
+    root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none", bare=True)] = None
+    source: Annotated[str, Help("as data.source of a recipe")] = "folder"
+    gpu: Annotated[str | None, Help("kind of GPU, such as rtx4090-24g (see plan)", "this machine's")] = None
+    gpus: Annotated[int | None, Help("GPUs of a node", "this machine's, or 1 of --gpu")] = None
+    nodes: Annotated[int, Help("nodes")] = 1
+    memory_gib: Annotated[float | None, Help("memory of a GPU", "as its kind has")] = None
+    sample: Annotated[int, Help("images that are looked at, drawn at random")] = 500
+    workers: Annotated[int | None, Help("data loading processes", "by the cores", zero=True)] = None
+    json: Json = False
+
+
 @command("shard", "dino_ds.tools.shard:run")
 class ShardOptions:
     """images of any source -> tar shards with an index and checksums; continues after an interruption"""

@@ -31,7 +31,7 @@ FIRST_DAY = {
     "dino-ds export runs/mine --format timm": "the result for other programs",
 }
 GROUPS = {
-    "train": ("train", "init", "plan", "doctor", "find-batch-size", "find-workers", "completion"),
+    "train": ("train", "init", "advise", "plan", "doctor", "find-batch-size", "find-workers", "completion"),
     "look": ("look-data", "report", "pictures", "attention-video"),
     "evaluate": ("eval", "embed"),
     "export": ("export", "convert"),

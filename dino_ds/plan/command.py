@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from dino_ds.measure.tables import print_result
 from dino_ds.options.machine import PlanOptions
 from dino_ds.plan.config_advice import advise
 from dino_ds.plan.fit import Fit, Setup, micro_batches, with_backbone
-from dino_ds.plan.gpus import GPUS, Gpu, find_gpu, similar_gpu
+from dino_ds.plan.gpus import named_gpu
 from dino_ds.plan.recommend import recommend, write_ds
 from dino_ds.plan.report import describe, page
 from dino_ds.plan.speed import Cluster
@@ -27,7 +26,7 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
     stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     recipe = with_backbone(recipe, options.backbone)
-    card = _card(options.gpu, options.memory_gib)
+    card = named_gpu(options.gpu, options.memory_gib)
     network = card.network if options.network_gbit is None else options.network_gbit / 8
     cluster = Cluster(card, options.gpus, options.nodes, network)
     recipe, warnings = _divisible(recipe, cluster.world_size)
@@ -47,16 +46,6 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
         write_ds(result["ds_config"], Path(options.write))
     result["written"] = options.write
     print_result(page(result), result, options.json)
-
-
-def _card(name: str | None, memory_gib: float | None) -> Gpu:
-    """A card of the table, with `memory_gib` if that is given; without a name the one with the nearest memory."""
-    if name is not None:
-        card = find_gpu(name)
-        return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
-    if memory_gib is None:
-        raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
-    return similar_gpu(memory_gib)
 
 
 def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:

@@ -82,3 +82,16 @@ def similar_gpu(memory_gib: float, bf16: bool = True) -> Gpu:
     cards = [gpu for gpu in GPUS.values() if gpu.bf16 == bf16] or [*GPUS.values()]
     nearest = min(cards, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
     return dataclasses.replace(nearest, memory_gib=memory_gib)
+
+
+def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
+    """A card of the table, with `memory_gib` if that is given; without a name the one with the nearest memory.
+
+    Raises ConfigError.
+    """
+    if name is not None:
+        card = find_gpu(name)
+        return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
+    if memory_gib is None:
+        raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
+    return similar_gpu(memory_gib)

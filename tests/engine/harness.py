@@ -12,9 +12,12 @@ from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.masks import MaskOptions, draw_masks
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import ONE_RATE, OptimizerOptions
+from dino_ds.hashing import crop_seed
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
@@ -23,7 +26,7 @@ from dino_ds.objectives.base import Objective
 from dino_ds.schedules import Schedules
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
-from dino_ds.training.step import Inputs, TrainingStep
+from dino_ds.training.step import Inputs, MicroStep, TrainingStep
 from tests.reference import centered, copied, dino_network
 
 PROTOTYPES = 40
@@ -124,6 +127,27 @@ def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 
         mean = distributed.sum_across_ranks(total) / (step.engine.config.accumulation * world)
         losses.append(float(mean))
     return losses
+
+
+def inputs_of(recipe: Recipe, indices: Tensor) -> Inputs:
+    """What these images are in a run of the recipe: crops of each of its groups, masks, keys of stochastic depth."""
+    masks = draw_masks(recipe.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()])
+    cut = crops(indices) | {"gram": crops(indices, (48, 48))["global"]}
+    return Inputs({group.name: cut[group.name] for group in recipe.groups}, sample_keys(0, 0, indices), masks)
+
+
+def run_step(step: TrainingStep, recipe: Recipe, window: int, global_batch: int = 8) -> list[MicroStep]:
+    """One optimizer step on the same images whatever ranks and micro-batches are; what each micro-batch gave."""
+    micro, world, rank = step.engine.config.micro_batch, distributed.world_size(), distributed.rank()
+    starts = [global_batch * window + micro * (m * world + rank) for m in range(step.engine.config.accumulation)]
+    batches = [inputs_of(recipe, torch.arange(start, start + micro)) for start in starts]
+    if step.window > 1:
+        step.prepare(batches)
+    return [step.micro_batch(inputs) for inputs in batches]
+
+
+def mean_over_ranks(values: list[Tensor]) -> float:
+    return float(distributed.sum_across_ranks(torch.stack(values).mean()) / distributed.world_size())
 
 
 def max_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:

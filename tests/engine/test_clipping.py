@@ -16,6 +16,7 @@ from dino_ds.models.base import CLS
 from dino_ds.models.network import Network, Query
 from tests.engine.harness import crops, ds_config, fp32_student, max_difference, tiny_network
 from tests.ranks import run_on_ranks
+from tests.sample import sampled
 
 BATCH, LIMIT, STEPS = 8, 0.5, 2
 PARTS = ("backbone", "head", "ibot_head")
@@ -110,7 +111,7 @@ LOW = [(1, "bf16", {}), (1, "bf16", BF16_OPTIMIZER), (2, "bf16", {}), (3, "bf16"
 LOW += [(stage, "fp16", {"fp16_settings": {"initial_scale_power": 7}}) for stage in (1, 2, 3)]
 
 
-@pytest.mark.parametrize(("stage", "precision", "sections"), LOW)
+@pytest.mark.parametrize(("stage", "precision", "sections"), sampled(LOW))
 def test_low_precision_clips_each_part_to_the_limit(stage, precision, sections):
     """A step is the clipped gradient to |g| / EPS, so its norm is the limit to 1e-3, whatever rounded the gradient; the
     norm before it is that of FP32 to 5 %, gradients of 2 ranks being summed in the low precision."""

@@ -5,21 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds import distributed
-from dino_ds.data.masks import MaskOptions, draw_masks
 from dino_ds.engine import inference
-from dino_ds.hashing import crop_seed
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.training.build import build_step
-from dino_ds.training.step import Inputs
 from dino_ds.weights.frozen import digest
-from tests.engine.harness import crops, ds_config, max_difference
+from tests.engine.harness import ds_config, inputs_of, max_difference, mean_over_ranks, run_step
 from tests.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.training.harness import image_folder, train_tiny
-
-pytestmark = pytest.mark.numerical
 
 STEPS, BATCH = 3, 8
 HEAD = {"prototypes": "48", "hidden": "48", "bottleneck": "16"}
@@ -54,17 +47,7 @@ def _distil(source, stage, precision="fp32", kind="whole", persistent=0, **chang
     step = build_step(recipe, config, 10)
     frozen = step.teachers["frozen"].network
     before = copied(frozen.state_dict()) if kind == "whole" else {}
-    losses, micro = [], config.micro_batch
-    for window in range(STEPS):
-        start = window * BATCH + distributed.rank() * micro
-        indices = torch.arange(start, start + micro)
-        seeds = [crop_seed(0, 0, index) for index in indices.tolist()]
-        masks = draw_masks(recipe.groups, MaskOptions.of(recipe), seeds)
-        inputs = Inputs(crops(indices), sample_keys(0, 0, indices), masks)
-        if step.window > 1:
-            step.prepare([inputs])
-        loss = step.micro_batch(inputs).loss.double()
-        losses.append(float(distributed.sum_across_ranks(loss) / distributed.world_size()))
+    losses = [mean_over_ranks([out.loss for out in run_step(step, recipe, window)]) for window in range(STEPS)]
     ids = {id(p) for p in frozen.parameters()}
     trained = [p for group in step.engine._optimizer.param_groups for p in group["params"]]
     assert not ids & {id(p) for p in trained} and not any(p.requires_grad for p in frozen.parameters())
@@ -134,8 +117,7 @@ def _bf16_outputs(source, stored):
         step = build_step(recipe, ds_config(1, "bf16", BATCH), 10)
     finally:
         inference.is_cast = is_cast
-    frozen, indices = step.teachers["frozen"], torch.arange(4)
-    masks = draw_masks(recipe.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in range(4)])
-    seen = {"global": crops(indices)["global"]}
-    found = {name: logits.rows for name, logits in frozen(seen, masks).items()}
+    frozen, inputs = step.teachers["frozen"], inputs_of(recipe, torch.arange(4))
+    seen = {"global": inputs.crops["global"]}
+    found = {name: logits.rows for name, logits in frozen(seen, inputs.masks).items()}
     return found, sum(p.nbytes for p in frozen.backbone.parameters())

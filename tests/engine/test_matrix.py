@@ -130,7 +130,7 @@ def test_zero3_layouts(zero, references):
         assert losses == pytest.approx(references["bf16"][0], rel=1e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_micro_batches_equal_one_batch(stage, references):
     """Accumulation is an implementation detail: 4 micro-batches of 2 give the loss, gradient norm, center and
     teacher of one batch of 8. FP32 sums in another order: 1e-6; losses after Adam's first steps, which divide
@@ -216,7 +216,7 @@ class _Counter:
         return tensor
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
     plain, plain_elements, none = run_on_ranks(_checkpointed, stage, None, world=1)[0]
     every, every_elements, _ = run_on_ranks(_checkpointed, stage, {}, world=1)[0]

@@ -1,0 +1,276 @@
+"""`dino-ds advise`: looks at a sample of the images, and says which settings to train with, why, and for how long."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.sources import Source, build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.measure.machine import find_gpus
+from dino_ds.measure.tables import print_result
+from dino_ds.options.data import AdviseOptions
+from dino_ds.plan.advice import (
+    FEW_IMAGES,
+    LEAST_IMAGES,
+    RULE,
+    Data,
+    Gpus,
+    Row,
+    advise,
+    expected_knn,
+    recipe_for,
+    released_weights,
+)
+from dino_ds.plan.fit import FILLED
+from dino_ds.plan.gpus import named_gpu, similar_gpu
+from dino_ds.plan.recommend import recommend
+from dino_ds.plan.speed import Cluster
+from dino_ds.tools.data_report import duplicates_sentence
+from dino_ds.tools.data_statistics import Facts, look_at, summarise
+
+_TESTS = ("test", "val", "valid", "validation")
+_LARGE_SIDE = 1024
+"""Pixels of the shorter side from which decoding is worth saving."""
+_MANY_TWINS = 0.05
+"""Of the images looked at: those that look like another one."""
+_BF16_SINCE = 8
+"""Major compute capability."""
+_WIDTH = 120
+
+
+def run(options: AdviseOptions) -> None:
+    """Print the advice. Raises ConfigError where there are too few images or nothing fits the GPU, DataError where
+    none can be read."""
+    cluster = _cluster(options)
+    if options.source == "folder" and options.root is None:
+        raise ConfigError("no images are given: dino-ds advise DIR (folder, list, shards, Parquet), or --source photos")
+    source = build_source(options.source, options.root, "train", False)
+    if len(source) < LEAST_IMAGES:
+        raise ConfigError(
+            f"{len(source)} images are too few to learn from (LightlyTrain recommends several thousand): take released "
+            f"features, dino-ds embed vit_small_patch16_224.dino {_named(options)} --out features.parquet"
+        )
+    facts = _look(source, options)
+    data = _decisive(source, facts)
+    gpus = Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
+    rows = advise(data, gpus)
+    words = _train_words(options, recipe_for(data, gpus), rows)
+    found = summarise(facts, source)
+    result: dict[str, Any] = {
+        "decisive": vars(data),
+        "found": found,
+        "gpu": None if cluster is None else cluster.gpu.name,
+        "gpus": gpus.count,
+        "advice": [vars(row) for row in rows],
+        "prediction": None if cluster is None else _predict(words, data.images, cluster),
+        "expected_knn": list(expected_knn(data, gpus)),
+        "command": _command(words, options.nodes, gpus.count),
+        "remedies": _remedies(words),
+        "notes": [*_notes(data, gpus, words, options), *_about_images(data, found)],
+    }
+    print_result(_page(result, options), result, options.json)
+
+
+def _cluster(options: AdviseOptions) -> Cluster | None:
+    """The GPUs that are named, else this machine's; None without any. Raises ConfigError."""
+    if options.gpu is None and options.memory_gib is None:
+        here = find_gpus()
+        if not here:
+            if options.gpus is not None or options.nodes > 1:
+                named_gpu(None, None)
+            return None
+        card = similar_gpu(min(gpu.memory_gib for gpu in here), int(here[0].capability.split(".")[0]) >= _BF16_SINCE)
+        return Cluster(card, options.gpus or len(here), options.nodes, card.network)
+    card = named_gpu(options.gpu, options.memory_gib)
+    return Cluster(card, options.gpus or 1, options.nodes, card.network)
+
+
+def _look(source: Source, options: AdviseOptions) -> list[Facts]:
+    count = min(options.sample, len(source))
+    chosen = np.sort(np.random.default_rng(0).choice(len(source), count, replace=False)).tolist()
+    with closing(look_at(source, chosen, options.workers, load_recipe(None, {}).data.max_pixels)) as facts:
+        found = list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
+    if all(fact.problem for fact in found):
+        name, why = source.name(found[0].index), found[0].problem
+        raise DataError(f"none of the {count} images looked at can be read; the first is {name} ({why})")
+    return found
+
+
+def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
+    good = [fact for fact in facts if fact.problem is None]
+    channels = Counter(len(fact.mean) for fact in good)
+    side = int(np.median([min(fact.width, fact.height) for fact in good]))
+    return Data(len(source), side, channels.most_common(1)[0][0])
+
+
+def _train_words(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> list[str]:
+    """What follows `dino-ds train`; checked as `train` checks it."""
+    flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
+    flags |= {"data.root": options.root} if options.root else {}
+    flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
+    for row in rows:
+        flags |= row.flags
+    load_recipe(recipe, flags)
+    return ["--config", recipe, *(word for name, value in flags.items() for word in (f"--{name}", value))]
+
+
+def _test_images(options: AdviseOptions) -> str | None:
+    """The folder of labelled test images beside a folder `train`, if there is one."""
+    if options.source != "folder" or options.root is None or Path(options.root).name != "train":
+        return None
+    return next((str(one) for name in _TESTS if (one := Path(options.root).with_name(name)).is_dir()), None)
+
+
+def _recipe_of(words: Sequence[str]) -> Recipe:
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    return load_recipe(given.pop("--config"), {name.removeprefix("--"): value for name, value in given.items()})
+
+
+def _predict(words: Sequence[str], images: int, cluster: Cluster) -> dict[str, Any]:
+    """By the planner, as `train` chooses its ds config. Raises ConfigError."""
+    recipe = _recipe_of(words)
+    best = recommend(recipe, cluster, FILLED * cluster.gpu.memory_gib)
+    steps = recipe.length.in_steps(recipe.data.global_batch, images // recipe.data.global_batch)
+    hours = steps * best.time.seconds / 3600
+    return {
+        "hours": hours,
+        "images_per_second": best.time.images_per_second,
+        "memory_gib": best.fit.memory.gib,
+        "limit_gib": cluster.gpu.memory_gib,
+        "ds_config": f"{best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}",
+    }
+
+
+def _command(words: Sequence[str], nodes: int, gpus: int) -> str:
+    if nodes > 1:
+        start = ["dino-ds", "launch", "--hostfile", "HOSTS", "--"]
+    elif gpus > 1:
+        start = ["dino-ds", "launch", "--ranks", str(gpus), "--"]
+    else:
+        start = ["dino-ds", "train"]
+    return shlex.join([*start, *words])
+
+
+def _remedies(words: Sequence[str]) -> list[str]:
+    recipe = _recipe_of(words)
+    outputs = recipe.head.prototypes
+    continued = recipe.model.init_from is not None
+    slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
+    return [
+        f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. --teacher.momentum 0.99 "
+        "(dino#246), --objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
+        "(docs/quickstart.md)",
+        f"k-NN falls: keep the best checkpoint, and try {slower}; more images, or none trained on at all: {RULE} "
+        "(dinov2#204)",
+        "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
+    ]
+
+
+def _notes(data: Data, gpus: Gpus, words: Sequence[str], options: AdviseOptions) -> Iterator[str]:
+    if data.images < FEW_IMAGES:
+        yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
+    if weights := released_weights(data, gpus):
+        tests = _test_images(options) or "TESTS"
+        yield (
+            "first, without training (DINOv2's model card: good features out of the box; no labels: dino-ds embed)\n"
+            f"  dino-ds eval {weights} {_named(options)} --test_root {tests}"
+        )
+        yield (
+            "instead, for a small network: distil a large one, as LightlyTrain recommends (docs/distillation.md)\n"
+            "  dino-ds train --config distill_vits16 --teacher.from WEIGHTS --teacher.distill features"
+        )
+    if not gpus.count:
+        yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
+    else:
+        images = shlex.join(words[2 : words.index("--data.root") + 2] if "--data.root" in words else words[:2])
+        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds find-workers {images}"
+    if "--eval.root" not in words and options.source == "folder":
+        yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
+
+
+def _about_images(data: Data, found: dict[str, Any]) -> Iterator[str]:
+    if found["unreadable"]["count"]:
+        share = found["unreadable"]["count"] / found["looked_at"]
+        yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
+    if found["near_duplicates"]["surplus"] > _MANY_TWINS * found["looked_at"]:
+        yield "many images look the same: keep one of each; all are found by dino-ds look-data --sample 0"
+    if found["values"].keys() != {"uint8"}:
+        yield f"values are {', '.join(found['values'])}: dino-ds look-data shows which range training takes"
+    if not data.colour:
+        yield f"dino-ds look-data --model.in_chans {data.channels} measures --data.mean and --data.std"
+    if data.side > _LARGE_SIDE:
+        yield "large images are slow to decode: dino-ds shard --shrink 512 makes smaller ones once"
+
+
+def _named(options: AdviseOptions) -> str:
+    """The images as options of the commands about models."""
+    root = [] if options.root is None else ["--root", options.root]
+    return shlex.join(root if options.source == "folder" else ["--source", options.source, *root])
+
+
+def _page(result: dict[str, Any], options: AdviseOptions) -> str:
+    found = result["found"]
+    images = f"{found['images']:,} in {options.root or options.source}"
+    classes = "no labels" if found["classes"] is None else f"{found['classes']['count']:,} classes"
+    sides = ", ".join(f"{side} {found[side]['min']:,.0f} to {found[side]['max']:,.0f}" for side in ("width", "height"))
+    about = [
+        f"images   {images}; {classes}; looked at {found['looked_at']:,}",
+        f"size     {sides}, shorter side {found['shorter_side']['median']:,.0f} px in the median; "
+        f"{result['decisive']['channels']} channel(s); {', '.join(found['formats'])}",
+        f"alike    {duplicates_sentence(found)}",
+        f"GPUs     {result['gpus']} x {result['gpu']}" if result["gpu"] else "GPUs     none",
+    ]
+    lines = [*_listed(about, 9), ""]
+    rows = [(row["setting"], row["value"], row["why"]) for row in result["advice"]]
+    rows.append(("k-NN", *result["expected_knn"]))
+    if prediction := result["prediction"]:
+        memory = f"{prediction['memory_gib']:.1f} of {prediction['limit_gib']:.1f} GiB"
+        rate = f"{prediction['images_per_second']:,.0f} images/s"
+        why = f"{rate}; {memory}; {prediction['ds_config']}: predicted by dino-ds plan, not verified on a GPU"
+        rows.append(("hours", f"{prediction['hours']:,.1f}", why))
+    for row in rows:
+        lines += _wrapped(*row)
+    notes = [f"note: {note}" for note in result["notes"]]
+    return "\n".join([*lines, "", _folded(result["command"]), "", *_listed(result["remedies"]), *_listed(notes)])
+
+
+def _wrapped(setting: str, value: str, why: str) -> list[str]:
+    """A row of three columns, 120 characters wide."""
+    cells = [[setting], textwrap.wrap(value, 30), textwrap.wrap(why, 70)]
+    height = max(map(len, cells))
+    filled = [cell + [""] * (height - len(cell)) for cell in cells]
+    return [f"{a:<14} {b:<31} {c}".rstrip() for a, b, c in zip(*filled, strict=True)]
+
+
+def _folded(command: str) -> str:
+    """Over several lines, as a shell takes it: an option and its value on one."""
+    lines = [""]
+    for part in re.split(r" (?=--[a-z])", command):
+        if len(lines[-1]) + len(part) > _WIDTH - 8:
+            lines.append("")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n    ".join(lines)
+
+
+def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
+    return [
+        line
+        for text in texts
+        for part in text.splitlines()
+        for line in textwrap.wrap(
+            part, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+    ]

@@ -1,0 +1,131 @@
+"""The rules of `dino-ds advise`: each row has its source, changes in one direction only, and is a recipe that loads."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.plan.advice import (
+    LEAST_IMAGES,
+    RULE,
+    Data,
+    Gpus,
+    advise,
+    batch_size,
+    crop_sizes,
+    epochs,
+    expected_knn,
+    momentum,
+    prototypes,
+    recipe_for,
+    released_weights,
+)
+
+COUNTS = [
+    100,
+    101,
+    300,
+    1000,
+    2999,
+    10_000,
+    49_999,
+    50_000,
+    99_999,
+    100_000,
+    999_999,
+    1_000_000,
+    1_280_000,
+    10**7,
+    10**9,
+]
+SOURCES = ("arXiv", "dino", "LightlyTrain", "lightly", "docs/", RULE, "released weights")
+CARD = {"none": Gpus(), "one of 24 GB": Gpus(1, 23.6), "three of 8 GB": Gpus(3, 7.6), "eight of 80 GB": Gpus(8, 79.1)}
+CARD["64 of 80 GB"] = Gpus(64, 79.1)
+
+
+@pytest.mark.parametrize("gpus", CARD.values(), ids=CARD)
+def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
+    for images, side, channels in itertools.product(COUNTS[::3], (8, 32, 95, 96, 375), (1, 6)):
+        data = Data(images, side, channels)
+        rows = advise(data, gpus)
+        assert all(any(source in row.why for source in SOURCES) for row in rows), rows
+        assert any(source in "".join(expected_knn(data, gpus)) for source in SOURCES)
+        flags = {name: value for row in rows for name, value in row.flags.items()}
+        assert len(flags) == sum(len(row.flags) for row in rows), "two rows set one key"
+        recipe = load_recipe(recipe_for(data, gpus), {"data.source": "folder", "data.root": "x", **flags})
+        recipe.check_learning_rates()
+        recipe.check_batch()
+        assert recipe.data.global_batch % max(1, gpus.count) == 0 or not gpus.count
+        assert recipe.model.in_chans == (3 if data.colour else channels)
+
+
+def _falls(values):
+    return all(a >= b for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_more_images_are_seen_less_often_and_more_in_all(continued):
+    passes = [epochs(images, continued) for images in COUNTS]
+    assert _falls(passes)
+    # Each is rounded to whole epochs.
+    seen = zip(passes, COUNTS, strict=True)
+    assert all((b + 0.5) * m >= (a - 0.5) * n for (a, n), (b, m) in itertools.pairwise(seen))
+
+
+def test_epochs_from_scratch_are_in_the_range_of_lightly_train():
+    for images, low, high in [(1000, 200, 2000), (50_000, 200, 2000), (300_000, 100, 500), (20_000_000, 5, 100)]:
+        assert low <= epochs(images, False) <= high
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8, 64])
+def test_batches_grow_with_the_images_and_leave_several_steps_an_epoch(gpus):
+    batches = [batch_size(images, gpus) for images in COUNTS]
+    assert _falls(batches[::-1]) and all(batch % gpus == 0 for batch in batches)
+    assert all(batch <= max(images / 8, gpus) for images, batch in zip(COUNTS, batches, strict=True))
+    assert all(batch <= LEAST_IMAGES for batch in batches[:1])
+
+
+def test_prototypes_grow_with_the_images():
+    found = [prototypes(images) for images in COUNTS]
+    assert _falls(found[::-1]) and found[0] == 1024 and found[-1] == 65536
+
+
+def test_momentum_is_dino_s_at_its_batch_higher_for_smaller_ones_and_lower_in_short_runs():
+    assert momentum(512, 250_000) == 0.996
+    assert _falls([momentum(batch, 250_000) for batch in (16, 32, 64, 128, 256, 512, 1024)])
+    assert _falls([momentum(256, steps) for steps in (250_000, 50_000, 20_000, 10_000, 100)])
+    assert momentum(256, 100) == 0.99
+
+
+@pytest.mark.parametrize("patch", [4, 8, 16])
+def test_crops_are_whole_patches_and_not_larger_than_the_images(patch):
+    for side in range(2 * patch, 300):
+        large, small = crop_sizes(side, patch, 224)
+        assert large % patch == small % patch == 0 and patch <= small < large <= min(side, 224)
+    assert crop_sizes(500, 16, 224) == (224, 96)
+
+
+def test_what_is_continued_and_what_not():
+    one, eight = Gpus(1, 23.6), Gpus(8, 79.1)
+    assert released_weights(Data(50_000, 375), one) == "vit_small_patch16_224.dino"
+    assert released_weights(Data(500_000, 375), eight) == "vit_base_patch16_224.dino"
+    for data in (Data(50_000, 375, 6), Data(50_000, 32), Data(2_000_000, 375)):
+        assert released_weights(data, one) is None
+    assert released_weights(Data(50_000, 375), Gpus()) is None
+    assert recipe_for(Data(2_000_000, 375), eight) == "dinov2_vitl16_short"
+    assert recipe_for(Data(2_000_000, 375), one) == "vits16"
+
+
+def test_more_gpus_never_give_a_smaller_network():
+    for images, gib in itertools.product(COUNTS[::3], (7.6, 79.1)):
+        widths = [
+            load_recipe(recipe_for(Data(images, 375), Gpus(n, gib)), _flags(images, n, gib)) for n in (1, 4, 8, 64)
+        ]
+        assert _falls([recipe.model.spec().width for recipe in widths][::-1])
+
+
+def _flags(images, count, gib):
+    rows = advise(Data(images, 375), Gpus(count, gib))
+    return {name: value for row in rows for name, value in row.flags.items()}

@@ -1,0 +1,155 @@
+"""`dino-ds advise` as people meet it: the command that it prints is one that `train` takes; mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.cli import main
+from dino_ds.options.commands import COMMANDS, TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
+from tests.training.harness import image_folder
+
+QUICK = ("--workers", "0", "--sample", "20")
+
+
+def _advise(capsys, *words):
+    main(["advise", *words, *QUICK, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def _accepted(command):
+    """The recipe that `train` reads from a printed command."""
+    words = shlex.split(command)
+    assert words[:2] in (["dino-ds", "train"], ["dino-ds", "launch"])
+    if words[1] == "train":
+        return read(TRAIN, parse_flags(TRAIN, words[2:]))[1]["recipe"]
+    return read(COMMANDS["launch"], parse_flags(COMMANDS["launch"], words[2:]))[1]["train"]["recipe"]
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """A list of 50,000 images: 20 files, many times; and folders of classes, train and test."""
+    path = tmp_path_factory.mktemp("advise")
+    files = image_folder(path / "train", 20, classes=2).rglob("*.png")
+    for file in [*files]:
+        Image.open(file).resize((400, 300)).save(file)
+    lines = [str(file) for file in sorted((path / "train").rglob("*.png"))]
+    (path / "list.txt").write_text("\n".join(lines * 2500))
+    (path / "few.txt").write_text("\n".join(lines * 15))
+    return path
+
+
+def test_fifty_thousand_photographs_on_one_card_of_24_gb(photographs, capsys):
+    found = _advise(capsys, str(photographs / "list.txt"), "--gpu", "rtx4090-24g")
+    assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3}
+    recipe = _accepted(found["command"])
+    assert recipe.model.init_from == "vit_small_patch16_224.dino" and recipe.data.global_batch == 256
+    assert recipe.data.root == str(photographs / "list.txt")
+    prediction = found["prediction"]
+    seconds = recipe.length.in_steps(256, 50_000 // 256) * 256 / prediction["images_per_second"]
+    assert prediction["hours"] == pytest.approx(seconds / 3600) and 0 < prediction["memory_gib"] < 24
+    assert all(row["why"] for row in found["advice"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ("list.txt", ()),
+        ("few.txt", ("--gpu", "h100-80g", "--gpus", "8")),
+        ("list.txt", ("--memory_gib", "8", "--nodes", "2")),
+    ],
+)
+def test_the_printed_command_is_one_that_train_takes(photographs, words, images, capsys):
+    found = _advise(capsys, str(photographs / images), *words)
+    recipe = _accepted(found["command"])
+    assert recipe.data.source == "folder" and recipe.data.root == str(photographs / images)
+    assert recipe.data.global_batch <= found["decisive"]["images"]
+    assert bool(found["prediction"]) == bool(words)
+
+
+def test_a_page_of_one_screen_whose_command_a_shell_reads(photographs, capsys):
+    main(["advise", str(photographs / "few.txt"), "--gpu", "rtx4090-24g", *QUICK])
+    page = capsys.readouterr().out
+    lines = page.splitlines()
+    assert len(lines) < 60 and max(map(len, lines)) <= 120
+    assert "not verified on a GPU" in page and "300 images are few" in page and "rule of thumb" in page
+    start = page.index("dino-ds train")
+    _accepted(page[start : page.index("\n\n", start)].replace("\\\n", " "))
+
+
+def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sixfold.py").write_text(
+        "import numpy as np\n"
+        "class Six:\n"
+        "    def __init__(self, root): pass\n"
+        "    def __len__(self): return 4000\n"
+        "    def name(self, index): return str(index)\n"
+        "    def load(self, index): return np.full((120, 140, 6), index % 256, np.uint8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = _advise(capsys, "--source", "sixfold:Six", "--gpu", "t4-16g")
+    recipe = _accepted(found["command"])
+    assert recipe.model.in_chans == 6 and recipe.model.init_from is None and recipe.crops.global_size == 112
+    assert any("look-data --model.in_chans 6" in note for note in found["notes"])
+    found = _advise(capsys, "--source", "photos", "--gpu", "t4-16g")
+    recipe = _accepted(found["command"])
+    assert recipe.data.source == "photos" and recipe.model.init_from is None and recipe.crops.augment == "low_res"
+
+
+def test_a_folder_of_tests_beside_the_training_images_is_named(tmp_path, capsys):
+    image_folder(tmp_path / "train", 100, classes=2)
+    image_folder(tmp_path / "test", 4, classes=2)
+    found = _advise(capsys, str(tmp_path / "train"), "--gpu", "t4-16g")
+    assert _accepted(found["command"]).eval.root == str(tmp_path / "test")
+    assert found["found"]["classes"]["count"] == 2
+
+
+def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
+    image_folder(tmp_path, 100)
+    for number in range(30):
+        (tmp_path / f"{number:03d}.png").write_bytes(b"broken")
+    for number in range(40, 60):
+        Image.fromarray(np.full((60, 60), 1000 * number, np.uint16)).save(tmp_path / f"{number:03d}.png")
+    main(["advise", str(tmp_path), "--workers", "0", "--json"])
+    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert "30.0% of the images can't be read" in notes and "uint16" in notes and "look the same" in notes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no images are given: dino-ds advise DIR"),
+        (["{seven}"], "7 images are too few to learn from"),
+        (["{nothing}"], "no images under"),
+        (["{broken}"], "none of the 20 images looked at can be read"),
+        (["{seven}/000.png"], "is a file of an unknown kind"),
+        (["{seven}/none"], "does not exist"),
+        (["hf://datasets/x"], "is not a local path"),
+        (["--source", "cifar11"], "Did you mean cifar10"),
+        (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
+        (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
+        (["{good}", "--gpu", "t4-16g", "--gpus", "0"], "--gpus '0' is not a whole number > 0"),
+        (["{good}", "--memory_gib", "0.2"], "nothing fits 0.194 GiB"),
+        (["--data.root", "{good}"], "Did you mean --root?"),
+        (["{good}", "--epochs", "100"], "--epochs: unknown option"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, tmp_path, capsys):
+    for name, count in (("seven", 7), ("good", 100), ("broken", 0), ("nothing", 0)):
+        image_folder(tmp_path / name, count)
+        (tmp_path / name).mkdir(exist_ok=True)
+    for number in range(100):
+        (tmp_path / "broken" / f"{number}.jpg").write_text("text")
+    places = {name: str(tmp_path / name) for name in ("seven", "good", "broken", "nothing")}
+    with pytest.raises(SystemExit) as stopped:
+        main(["advise", *(word.format(**places) for word in words), *QUICK])
+    assert stopped.value.code != 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1 and message in said[0]
