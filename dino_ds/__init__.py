@@ -1,14 +1,38 @@
 """DINO self-supervised pre-training of Vision Transformers on DeepSpeed."""
 
-from typing import Any
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dino_ds.api import embed, evaluate, plan, report, train
+    from dino_ds.weights.load import load
 
 __version__ = "0.1.0"
+__all__ = ["embed", "evaluate", "load", "plan", "report", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """`dino_ds.load`, imported when it is asked for: most commands need no torch."""
+    """The Python API, imported when it is asked for: most commands need no torch."""
     if name == "load":
         from dino_ds.weights.load import load
 
         return load
+    if name in __all__:
+        from dino_ds import api
+
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `dino_ds.train` is the function, also after an import of the module of that name, which Python puts there.
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

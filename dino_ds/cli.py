@@ -107,6 +107,17 @@ def _nobody_reads() -> bool:
 def _dispatch(words: list[str]) -> None:
     import fire
 
+    command, options, files = prepare(words)
+
+    def call() -> None:  # fire would go on with what a command returns
+        _call(command, options, files)
+
+    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
+    fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
+
+
+def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
+    """A command, its options and its function's other arguments; raises UserError for what can be known at once."""
     found = find_command(words)
     if found is None:
         raise ConfigError(_no_command(words))
@@ -135,12 +146,7 @@ def _dispatch(words: list[str]) -> None:
             check_root(files["recipe"].data.root)
         _check_weights(files["recipe"])
         RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
-
-    def call() -> None:  # fire would go on with what a command returns
-        _call(command, options, files)
-
-    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
-    fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
+    return command, options, files
 
 
 def _check_weights(recipe: Recipe) -> None:
@@ -163,13 +169,18 @@ def _no_command(words: list[str]) -> str:
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
-def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
+def check_software(command: Command, options: Any) -> None:
+    """Raises UserError for what a command needs of its options and of torch."""
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.check is not None:
         _function(command.check)(options)
     if command.loads_torch:
         check_torchvision()
+
+
+def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
+    check_software(command, options)
     _function(command.runs)(options, **files)
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave

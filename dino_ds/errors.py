@@ -85,6 +85,12 @@ class OutOfMemory(UserError):
     exit_code = 7
 
 
+class Stopped(UserError):
+    """A run that `dino_ds.train` of Python has started was stopped on request and saved (exit code 75)."""
+
+    exit_code = STOPPED
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator (torch's, CUDA's, Python's, the system's) had no memory left, here or in a loader."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

@@ -18,8 +18,8 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
 from dino_ds import distributed
@@ -38,7 +38,6 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
-from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
@@ -51,8 +50,10 @@ from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.beginning import choose_beginning
 from dino_ds.training.build import build_prefetcher, build_step
+from dino_ds.training.caller import Caller
 from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.training.gram import notes_on_snapshot
+from dino_ds.training.hold import held
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
@@ -72,6 +73,7 @@ class _Request(NamedTuple):
     ds_path: str
     ds_overrides: Mapping[str, str] | None
     given: Given | None = None
+    caller: Caller | None = None
 
     @property
     def path(self) -> Path:
@@ -97,9 +99,19 @@ def train(
     Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
-    request = _Request(options, ds, ds_path, ds_overrides, next(iter(given), None))
+    _train_stages(_Request(options, ds, ds_path, ds_overrides), recipe, given)
+
+
+def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
+    """`train`, its other arguments in `files`, in a program that outlives it; its SystemExit is from a Stopped."""
+    request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], caller=caller)
+    _train_stages(request, files["recipe"], files["given"])
+
+
+def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> None:
+    options = request.options
     if options.stages is None:
-        _train(recipe, request)
+        _train(recipe, request._replace(given=next(iter(given), None)))
         return
     folders = [stage_folder(options.run_dir, number, one) for number, one in enumerate(given, 1)]
     begun = [holds_run(folder) for folder in folders]
@@ -125,13 +137,15 @@ def _train(recipe: Recipe, request: _Request) -> None:
     """One run, from where it stands to its end."""
     path, rank, ranks = request.path, distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
-    with Watchdog(path, rank, ranks, recipe.hang_seconds) as watchdog:
+    with Watchdog(path, rank, ranks, 0.0 if request.caller else recipe.hang_seconds) as watchdog:
         beat = watchdog.beat
         failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
         stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
+        if request.caller:
+            stop_requests = request.caller.stop_requests(beat)
         with failures.reported(), stop_requests as stop, memory_guard.explain():
             init_distributed()
-            with _held(lock, heartbeats, beat) as lock_notes:
+            with held(lock, heartbeats, beat) as lock_notes:
                 try:
                     start, memory = _choose_ds_config(recipe, request)
                     predicted_gib = memory.gib if memory else None
@@ -155,32 +169,6 @@ def _train(recipe: Recipe, request: _Request) -> None:
                             run.recipe, source, run.config.micro_batch, run.step.engine.device, run.state.position
                         )
                     )
-
-
-@contextmanager
-def _held(lock: RunLock, heartbeats: Heartbeats, beat: Beat) -> Iterator[list[str]]:
-    """Hold the run folder's lock, with this start's heartbeats in it; yields a note if the last holder is gone.
-
-    A start that was refused, `beat.listed` False at the end, leaves no trace in a run.
-    """
-    note, first = "", distributed.rank() == 0
-    try:
-        with distributed.raise_on_all_ranks():
-            if first:
-                note = lock.acquire()
-                try:
-                    heartbeats.prepare()
-                except OSError as error:
-                    raise unwritable(f"run folder {lock.run_dir}", error) from None
-        beat.listed = True
-        yield [note] if note else []
-    finally:
-        if first:
-            if heartbeats.prepared and not lock.guards_a_run:
-                heartbeats.remove()
-            elif heartbeats.prepared and not beat.listed:
-                heartbeats.bring_back_earlier()
-            lock.release()
 
 
 def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory | None]:
@@ -263,14 +251,14 @@ def _build(
         loggers = open_loggers(config.loggers, folder.path, str(folder.run_id))
     folder.write()
     notes += saver.tidy()
-    log = _open_log(folder.path, step.applied_steps, last_step, loggers)
+    log = _open_log(folder.path, step.applied_steps, last_step, loggers, request.caller)
     facts = (recipe, config, folder.path, len(source), epoch_steps, last_step, predicted_gib)
     return Run(*facts, step, state, evaluations, pictures, log), saver, notes
 
 
-def _open_log(path: Path, step: int, last_step: int, loggers: Mapping[str, Logger]) -> RunLog:
+def _open_log(path: Path, step: int, last_step: int, loggers: Mapping[str, Logger], caller: Caller | None) -> RunLog:
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(path, step, last_step, loggers)
+            return RunLog(path, step, last_step, loggers, caller.tell if caller else None)
         except OSError as error:
             raise unwritable(error.filename or path, error) from None

@@ -35,7 +35,12 @@ def count_lines(paths: Iterator[Path] | list[Path] | set[Path]) -> int:
 
 @functools.cache
 def imports_of(path: Path) -> frozenset[Path]:
-    """The files of dino_ds that a file imports; `from dino_ds.x import y` is x/y.py where that is a module."""
+    """The files of dino_ds that a file imports; `from dino_ds.x import y` is x/y.py where that is a module.
+
+    Of the package itself none: who imports it has not yet asked for the functions that it offers.
+    """
+    if path == PACKAGE / "__init__.py":
+        return frozenset()
     names: list[str] = []
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures
 
-CLOSURE_OF_THE_LOOP = (85, 11_500)
+CLOSURE_OF_THE_LOOP = (85, 12_000)
 """Files and lines that importing training/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}
+LONG_SIGNATURES["api.py:train"] = "the options that most calls give, by name"
 """Functions of more than six parameters, and why."""
 LAYERS = [
     {
@@ -41,7 +42,7 @@ LAYERS = [
     {"train", "bench", "tools", "launching"},
     {"preflight"},
     {"cli"},
-    {"__main__"},
+    {"__main__", "api"},
 ]
 # Several files of one room: free to import each other.
 ROOMS = [

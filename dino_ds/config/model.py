@@ -40,7 +40,7 @@ class ModelSection(Section):
     heads: Depth | None = option(None, "attention heads; none = the backbone's")
     registers: Few | None = option(None, "register tokens; none = the backbone's")
     layer_scale: Positive | None = option(None, "start of LayerScale, such as 1e-5; none = the backbone's")
-    in_chans: Depth = option(3, "channels of the images; the data source must give as many")
+    in_chans: Depth = option(3, "channels of the images: files must have as many; gray ones fit 1 and 3")
     sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
     drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
     drop_path_growth: Literal["linear", "uniform"] = option(

@@ -17,7 +17,7 @@ from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import cut_crops
-from dino_ds.data.decode import DecodedImage, EncodedImage, open_image
+from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
@@ -216,7 +216,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _open(self, index: int) -> _Opened:
         try:
-            image = open_image(self._source, index, self._options.max_pixels, self._options.value_range)
+            options = self._options
+            image = open_image(self._source, index, options.max_pixels, options.value_range, options.channels)
         except (UnreadableImage, DataError, MemoryError):
             raise
         except Exception as error:
@@ -224,9 +225,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
                 "reports what it can't read by raising UnreadableImage"
             ) from error
-        if image.channels != self._options.channels:
-            reason = f"{image.channels} channels, {self._options.channels} are wanted"
-            raise UnreadableImage(self._source.name(index), reason)
+        check_channels(image, options.channels, self._source.name(index))
         return image
 
     def _cut(self, multicrop: MultiCrop, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:

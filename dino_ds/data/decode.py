@@ -1,9 +1,11 @@
-"""An image file's bytes -> upright RGB by the fastest decoder at hand, within a limit of pixels.
+"""An image file's bytes -> upright pixels by the fastest decoder at hand, within a limit of pixels.
 
-8 bits a channel give uint8. Deeper files keep their values: float32 in [0, 1] by the run's value range.
+RGB, or as many channels as are wanted, where the file has them. 8 bits a channel give uint8. Deeper files keep their
+values: float32 in [0, 1] by the run's value range.
 
-JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. All else,
-and JPEGs that simplejpeg finds fault with or that are neither RGB nor grey: Pillow.
+JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. NumPy arrays,
+DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs that simplejpeg finds fault with or
+that are neither RGB nor grey: Pillow.
 """
 
 from __future__ import annotations
@@ -18,7 +20,20 @@ import simplejpeg
 from PIL import Image, ImageOps
 
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.images import FORMATS, ValueRange, check_keeps_bits, deep_values, is_deep, prepared, to_rgb, to_unit
+from dino_ds.data.dicom import MARK, MARK_AT, open_dicom
+from dino_ds.data.images import (
+    FORMATS,
+    ValueRange,
+    check_keeps_bits,
+    deep_values,
+    is_deep,
+    is_grey,
+    prepared,
+    to_rgb,
+    to_unit,
+)
+from dino_ds.data.raster import NPY, Raster, open_npy
+from dino_ds.data.tiff import TIFFS, open_tiff
 
 MAX_PIXELS = 50_000_000
 """Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
@@ -38,40 +53,71 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 
 def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
     """uint8 (h, w, 3), upright; an animation's first frame. Raises UnreadableImage, also for more than 8 bits."""
-    return EncodedImage(data, name, max_pixels).decode()
+    image = EncodedImage(data, name, max_pixels)
+    check_channels(image, 3, name)
+    return image.decode()
 
 
-def pixels(source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None) -> np.ndarray:
+def pixels(
+    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
+) -> np.ndarray:
     """Image `index` as `decode` gives it: read and decoded where the source has files, loaded else."""
-    return open_image(source, index, max_pixels, value_range).decode()
+    return open_image(source, index, max_pixels, value_range, channels).decode()
 
 
-def load_image(source: Source, index: int, value_range: ValueRange | None) -> Image.Image | np.ndarray:
-    """Image `index` for evaluations, loaded and `prepared`. Raises UnreadableImage."""
-    image = prepared(source.load(index), value_range, source.name(index))
+def load_image(
+    source: Source, index: int, value_range: ValueRange | None, channels: int = 3
+) -> Image.Image | np.ndarray:
+    """Image `index` for evaluations: RGB of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
+
+    Raises UnreadableImage, for files also where they have not so many `channels`.
+    """
+    image: Any
+    if hasattr(source, "read"):
+        file = EncodedImage(source.read(index), source.name(index), MAX_PIXELS, channels=channels)
+        check_channels(file, channels, source.name(index))
+        image = file.expanded(file.values())
+        image = Image.fromarray(image) if image.dtype == np.uint8 and channels == 3 else image
+    else:
+        image = source.load(index)
+    image = prepared(image, value_range, source.name(index))
     if isinstance(image, Image.Image) and image.mode != "RGB":  # of a class of the user's: its channels, as in training
         return np.asarray(image).reshape(image.height, image.width, -1)
     return image
 
 
 def open_image(
-    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None
+    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
 ) -> EncodedImage | DecodedImage:
-    """The file with its header read, where the source has files; else the pixels. Raises UnreadableImage."""
+    """The file with its header read, where the source has files; else the pixels. Raises UnreadableImage.
+
+    `channels` are wanted; the image may have others.
+    """
     read = getattr(source, "read", None)
     if read is not None:
-        return EncodedImage(read(index), source.name(index), max_pixels, value_range)
+        return EncodedImage(read(index), source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
     if isinstance(image, Image.Image):
         check_keeps_bits(image, name)
     return DecodedImage(np.array(image), name, max_pixels, value_range)
 
 
-def is_deep_file(data: bytes) -> bool:
-    """Whether an image file has more than 8 bits a channel, by its header alone. Raises what Pillow does."""
-    Image.MAX_IMAGE_PIXELS = None  # no pixel is decoded
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        return is_deep(image, data)
+def open_raster(data: bytes, channels: int) -> Raster | None:
+    """A file that Pillow can't read, or not whole, where so many channels are wanted; None: Pillow's.
+
+    Raises ValueError, and any Exception for broken files.
+    """
+    if data.startswith(NPY):
+        return open_npy(data)
+    if data.startswith(TIFFS):
+        return open_tiff(data, channels)
+    return open_dicom(data) if data[MARK_AT : MARK_AT + len(MARK)] == MARK else None
+
+
+def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:
+    """Raises UnreadableImage for another number."""
+    if image.channels != wanted:
+        raise UnreadableImage(name, f"{image.channels} channels, {wanted} are wanted")
 
 
 class DecodedImage:
@@ -95,48 +141,68 @@ class DecodedImage:
 class EncodedImage:
     """A file of which only the header has been looked at; `width` and `height` (pixels) are the upright image's.
 
-    `deep`: more than 8 bits a channel; `value_range` scales these. Raises UnreadableImage, before memory is taken, if
-    it is no image or has more than `max_pixels` pixels (None = any number).
+    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted, and the attribute says what
+    there are: a grey file has one where one is wanted, else three, as everything else that Pillow reads. `format` and
+    `mode` are Pillow's words. Raises UnreadableImage, before memory is taken, if it is no image or has more than
+    `max_pixels` pixels (None = any number); every three channels count as one image.
     """
 
-    channels = 3
-
-    def __init__(self, data: bytes, name: str, max_pixels: int | None, value_range: ValueRange | None = None) -> None:
+    def __init__(
+        self, data: bytes, name: str, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
+    ) -> None:
         self._data, self._name, self._range = data, name, value_range
         if not data:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            self._image = Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height = self._image.size
-            _check_size(width, height, name, max_pixels)
-            self.deep = is_deep(self._image, data)
-            orientation: Any = self._image.getexif().get(_ORIENTATION)  # some formats decode to find it
+            image = self._image = open_raster(data, channels) or Image.open(io.BytesIO(data), formats=FORMATS)
+            width, height, self.mode, self.format = image.width, image.height, image.mode, image.format or ""
+            orientation: Any
+            if isinstance(image, Raster):
+                self.deep, stored, orientation = image.deep, image.channels, image.orientation
+                _check_size(width, height, name, max_pixels, stored)
+            else:
+                _check_size(width, height, name, max_pixels)
+                self.deep, stored = is_deep(image, data), 1 if is_grey(image) else 3
+                orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
+        self._is_grey = stored == channels == 1
+        self.channels = 3 if stored == 1 and channels != 1 else stored
         self._upright = _EXIF_TRANSFORMS.get(orientation)
         lies = self._upright is not None and orientation >= 5
         self.width, self.height = (height, width) if lies else (width, height)
 
     def decode(self, shrink: int = 1) -> np.ndarray:
-        """(h, w, 3): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
+        """(h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
 
         `shrink` 2, 4 or 8: a JPEG's sides that many times smaller, at a part of the cost; other formats come in full
         size. Raises UnreadableImage, also for a deep file without a range and for values beyond it.
         """
-        values = _as_trained(self.values(shrink), self._range, self._name)
-        return values if values.ndim == 3 else np.repeat(values[:, :, None], 3, axis=2)
+        return self.expanded(_as_trained(self.values(shrink), self._range, self._name))
+
+    def expanded(self, values: np.ndarray) -> np.ndarray:
+        """`values` (h, w) in all channels; others as they are."""
+        return values if values.ndim == 3 else np.repeat(values[:, :, None], self.channels, axis=2)
 
     def values(self, shrink: int = 1) -> np.ndarray:
-        """uint8 (h, w, 3), or what a deep file stores: (h, w) or (h, w, 3), unscaled. Raises UnreadableImage."""
+        """uint8 (h, w, 3), or what a grey, deep or other file stores: (h, w) or (h, w, c), unscaled.
+
+        Raises UnreadableImage.
+        """
         with self._naming_errors():
             image = self._image
+            if isinstance(image, Raster):
+                return self._turned(image.read())
             if self.deep:
-                stored = deep_values(image, self._data)
-                return stored if self._upright is None else np.ascontiguousarray(self._upright(stored))
+                return self._turned(deep_values(image, self._data))
             if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                array = _decode_jpeg(self._data, *image.size, shrink)
+                array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
                 if array is not None:
-                    return array if self._upright is None else np.ascontiguousarray(self._upright(array))
-            return np.array(to_rgb(image if self._upright is None else ImageOps.exif_transpose(image)))
+                    return self._turned(array)
+            upright = image if self._upright is None else ImageOps.exif_transpose(image)
+            return np.array(upright.convert("L") if self._is_grey else to_rgb(upright))
+
+    def _turned(self, array: np.ndarray) -> np.ndarray:
+        return array if self._upright is None else np.ascontiguousarray(self._upright(array))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:
@@ -159,16 +225,19 @@ def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -
     return values if value_range is None and values.dtype == np.uint8 else to_unit(values, value_range, name)
 
 
-def _decode_jpeg(data: bytes, width: int, height: int, shrink: int) -> np.ndarray | None:
-    """uint8 (height / shrink, width / shrink, 3), rounded up; None if there is any fault in it: Pillow then decides."""
+def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colours: str) -> np.ndarray | None:
+    """uint8 (height / shrink, width / shrink, 3 of RGB, 1 of GRAY), rounded up; None if there is any fault in it:
+    Pillow then decides."""
     try:
         return simplejpeg.decode_jpeg(
-            data, "RGB", min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
+            data, colours, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
         )
     except ValueError:
         return None
 
 
-def _check_size(width: int, height: int, name: str, max_pixels: int | None) -> None:
-    if max_pixels is not None and width * height > max_pixels:
-        raise UnreadableImage(name, f"{width} x {height} pixels, data.max_pixels allows {max_pixels}")
+def _check_size(width: int, height: int, name: str, max_pixels: int | None, channels: int = 3) -> None:
+    if max_pixels is not None and width * height * max(1, channels / 3) > max_pixels:
+        more = f" of {channels} channels" if channels > 3 else ""
+        less = f" of 3: {3 * max_pixels // channels} of {channels}" if more else ""
+        raise UnreadableImage(name, f"{width} x {height} pixels{more}, data.max_pixels allows {max_pixels}{less}")

@@ -15,7 +15,9 @@ from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.listing import Labels, Listing, printable
 from dino_ds.text_file import opened
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+EXTENSIONS = (
+    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy", ".dcm",
+)  # fmt: skip
 
 MAX_BYTES = 1 << 30
 """A larger file is not an image."""
@@ -37,12 +39,13 @@ class EncodedImages(ABC):
         """The image's name within the data set, such as cat/1.jpg; any text, not to be used as a path."""
 
     def load(self, index: int) -> Image.Image | np.ndarray:
-        """RGB; of a file deeper than 8 bits its values (h, w, 3) as they are stored. Raises UnreadableImage."""
+        """RGB; of a file deeper than 8 bits, or of other channels, its values (h, w, c) as they are stored.
+
+        Raises UnreadableImage.
+        """
         image = EncodedImage(self.read(index), self.name(index), MAX_PIXELS)
-        values = image.values()
-        if not image.deep:
-            return Image.fromarray(values)
-        return values if values.ndim == 3 else np.repeat(values[:, :, None], 3, axis=2)
+        values = image.expanded(image.values())
+        return values if image.deep or image.channels != 3 else Image.fromarray(values)
 
 
 class ListedImages(EncodedImages):

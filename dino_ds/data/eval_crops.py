@@ -25,7 +25,7 @@ class EvalCrop:
     """
 
     def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self._normalisation = size, normalisation
+        self.size, self.channels, self._normalisation = size, len(normalisation.mean), normalisation
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
@@ -54,7 +54,7 @@ class RandomCrop:
     """What DINO's linear probe trains on: a crop of 8 to 100 % of the area, bilinear, flipped every second time."""
 
     def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self._normalisation = size, normalisation
+        self.size, self.channels, self._normalisation = size, len(normalisation.mean), normalisation
 
     def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""

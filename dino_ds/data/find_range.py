@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,9 @@ from typing import Any
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
-from dino_ds.data.decode import MAX_PIXELS, is_deep_file, open_image
+from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
 """Of unsigned integers of 8, 10, 12, 14 and 16 bits."""
@@ -21,28 +22,32 @@ _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
 
 @dataclass
 class Sample:
-    """Of the images that could be read: how many, their channels; of the deep ones how many, types, extreme values."""
+    """Of the images that could be read: how many, their channels; of the deep ones how many, types, extreme values.
+
+    `problem`: the first that could not be read, and why.
+    """
 
     images: int = 0
-    channels: set[int] = field(default_factory=set)
+    channels: Counter[int] = field(default_factory=Counter)
     deep: int = 0
     types: set[str] = field(default_factory=set)
     low: float = math.inf
     high: float = -math.inf
+    problem: str = ""
 
-    def add(self, source: Source, indices: Iterable[int]) -> None:
+    def add(self, source: Source, indices: Iterable[int], wanted: int, with_values: bool) -> None:
+        """`wanted`: the channels of the run; images of others are only counted."""
         for index in indices:
             try:
-                if hasattr(source, "read") and not is_deep_file(source.read(index)):
-                    self.images += 1
-                    continue
-                image = open_image(source, index, MAX_PIXELS)
-                values = image.values() if image.deep else None
+                image = open_image(source, index, MAX_PIXELS, channels=wanted)
+                is_measured = with_values and image.deep and image.channels == wanted
+                values = image.values() if is_measured else None
                 low, high = (math.inf, -math.inf) if values is None else extremes(values, "")
-            except Exception:  # a source of the user's may raise anything: training says what and of which image
+            except Exception as error:  # a source of the user's may raise anything: training says what, of which image
+                self.problem = self.problem or str(error)
                 continue
             self.images += 1
-            self.channels.add(image.channels)
+            self.channels[image.channels] += 1
             if values is not None:
                 self.deep += 1
                 self.types.add(values.dtype.name)
@@ -85,18 +90,22 @@ class Sample:
         return f"{self.deep} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
 
 
-def look_at_values(sources: Sequence[Source]) -> Sample:
-    """At most 64 images of each source, evenly spread. Of files JPEGs are left out, and pixels read only where deep."""
+def look_at_values(sources: Sequence[Source], channels: int, with_values: bool = True) -> Sample:
+    """At most 64 images of each source, evenly spread, where `channels` are wanted. Of files pixels are read only where
+    they are deep and `with_values`, and where 3 are wanted JPEGs are left out."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
             some = evenly_spaced_indices(len(source), _NAMES)
-            others = [i for i in some if not source.name(i).lower().endswith((".jpg", ".jpeg"))]
-            sample.add(source, [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)])
+            others = [i for i in some if channels != 3 or not source.name(i).lower().endswith((".jpg", ".jpeg"))]
+            chosen = [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)]
+            sample.add(source, chosen, channels, with_values)
+            if len(others) < len(some):
+                sample.problem = ""
             continue
-        sample.add(source, evenly_spaced_indices(len(source), _FIRST))
+        sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels, with_values)
         if sample.deep:
-            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE))
+            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE), channels, with_values)
     return sample
 
 
@@ -106,26 +115,28 @@ def with_value_range(
     """`recipe` with numbers for data.value_range where it is auto and images are deep; and in words what was found.
 
     The numbers are those of `earlier` where it has any. Rank 0 looks at the images; all ranks call it. Raises
-    ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels.
+    ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels, DataError where
+    no file looked at can be read.
     """
     found: Any = None
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            known, is_files = recipe.data.known_range or earlier(), hasattr(source, "read")
-            sample = Sample() if known and is_files else look_at_values([source])
-            _check_channels(recipe, {3} if is_files else sample.channels, is_files)
+            known = recipe.data.known_range or earlier()
+            sample = look_at_values([source], recipe.model.in_chans, with_values=known is None)
+            _check_images(recipe, sample, hasattr(source, "read"))
             found = (known, "") if known else sample.decide()
     chosen, words = distributed.gather_objects(found)[0]
     data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
     return recipe.model_copy(update={"data": data}), words
 
 
-def _check_channels(recipe: Recipe, channels: set[int], is_files: bool) -> None:
-    wanted = recipe.model.in_chans
+def _check_images(recipe: Recipe, sample: Sample, is_files: bool) -> None:
+    wanted, channels = recipe.model.in_chans, sample.channels
+    if is_files and not sample.images and sample.problem:
+        raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
         raise ConfigError(
             f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
-            f"{': files are read as RGB' if is_files else ''}; set --model.in_chans {min(channels)}"
-            f"{f', or write a data.source module:Class whose images have {wanted}' if is_files else ''}"
+            f"; set --model.in_chans {channels.most_common(1)[0][0]}"
         )

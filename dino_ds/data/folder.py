@@ -41,7 +41,8 @@ class ImageFolder(ListedFiles):
             raise DataError(describe_missing(folder))
         self._folder = str(folder)
         real = os.path.realpath(folder)
-        super().__init__(find_listing("folder", real, lambda known: _is_current(real, known), lambda: _build(folder)))
+        key = f"{real}\n{EXTENSIONS}"
+        super().__init__(find_listing("folder", key, lambda known: _is_current(real, known), lambda: _build(folder)))
 
 
 @dataclass(frozen=True)

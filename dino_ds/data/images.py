@@ -17,6 +17,8 @@ ValueRange = tuple[float, float]
 """The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
 _BITS_PER_SAMPLE = 258
 _WHITE = 65535
+_BOTH_BYTES = re.compile("RGBA?;16[BLN]")
+"""How Pillow calls the values of which it keeps one byte, and can be made to give both."""
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
@@ -45,6 +47,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def is_grey(image: Image.Image) -> bool:
+    """Whether it has one channel of brightness alone: neither colours, nor a palette, nor transparency."""
+    return (image.mode in ("1", "L") or image.mode[0] in "IF") and "transparency" not in image.info
+
+
 def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
     """Whether a file, of which only the header was read, has more than 8 bits a channel: Pillow may not tell."""
     if image.mode[0] in "IF":
@@ -57,6 +64,11 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
     if image.format == "PPM":
         return any(isinstance(tile.args, tuple) and int(tile.args[1]) > 255 for tile in image.tile)
     return image.format == "JPEG2000" and _jpeg2000_bits(data) > 8
+
+
+def reads_all_bits(image: ImageFile.ImageFile) -> bool:
+    """Whether `deep_values` can read a deep file of which only the header was read."""
+    return image.mode[0] in "IF" or all(map(_BOTH_BYTES.fullmatch, _raw_modes(image)))
 
 
 def check_keeps_bits(image: Image.Image, name: str) -> None:
@@ -150,7 +162,7 @@ def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
     """
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
         modes = _raw_modes(other)
-        if not all(re.fullmatch("RGBA?;16[BLN]", mode) for mode in modes):
+        if not all(map(_BOTH_BYTES.fullmatch, modes)):
             return None
         swapped = [mode[:-1] + ("L" if mode.endswith("B") else "B") for mode in modes]  # N, the machine's, is L
         other.tile = [_with_raw_mode(tile, mode) for tile, mode in zip(other.tile, swapped, strict=True)]

@@ -25,6 +25,7 @@ from dino_ds.config.crops import CropGroup, Masks, crop_sizes
 from dino_ds.data.masks import MaskOptions, with_hidden_patches
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
 from dino_ds.data.transform import OwnTransform
+from dino_ds.data.visible import visible
 from dino_ds.errors import ConfigError
 from dino_ds.hashing import crop_seed
 
@@ -178,9 +179,7 @@ class MultiCrop:
         for column, crop in enumerate(crops):
             for row in range(rows):
                 height, width = crop.shape[-2:]
-                pixels = self.normalisation.undone(crop[row].detach().float().cpu()).clamp(0, 1)
-                if len(pixels) != 3:
-                    pixels = pixels.mean(0, keepdim=True)
+                pixels = visible(self.normalisation.undone(crop[row].detach().float().cpu()))
                 sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
         return sheet
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.encoded import MAX_BYTES, ListedImages
+from dino_ds.data.encoded import EXTENSIONS, MAX_BYTES, ListedImages
 from dino_ds.data.listing import Listing, find_listing, printable
 from dino_ds.data.tar_index import index_beside, index_shards, is_same_file, shards_are_current
 from dino_ds.errors import DataError
@@ -34,7 +34,8 @@ class TarShards(ListedImages):
         self._base = os.path.dirname(shards[0]) if listing else ""
         if listing is None:
             build = functools.partial(index_shards, shards, shards)
-            listing = find_listing("shards", "\n".join(shards), lambda known: shards_are_current(known, ""), build)
+            key = "\n".join((*shards, *EXTENSIONS))
+            listing = find_listing("shards", key, lambda known: shards_are_current(known, ""), build)
         super().__init__(listing)
         self.notes = [*([note] if note else []), *listing.about["notes"]]
         if not len(self):

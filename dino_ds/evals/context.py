@@ -253,6 +253,7 @@ class EvalContext:
             batch,
             what if self.progress else None,
             self.give_up,
+            self.crop.channels,
         )
         features, labels, unreadable = extract_features(describe, source, indices, self.device, how)
         return features.float(), labels, unreadable

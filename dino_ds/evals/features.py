@@ -33,8 +33,8 @@ class GaveUp(Exception):
 @dataclass(frozen=True)
 class Reading:
     """How images are read for an evaluation: prepared by `transform`, loaded by `workers` processes (None: by the
-    cores), values deeper than 8 bits scaled by `value_range`. With `batch` 1 images may be of any sizes. `progress`
-    names a bar on rank 0 (None: no bar); `give_up` is asked after each batch."""
+    cores), files as `channels` channels, values deeper than 8 bits scaled by `value_range`. With `batch` 1 images may
+    be of any sizes. `progress` names a bar on rank 0 (None: no bar); `give_up` is asked after each batch."""
 
     transform: Callable[[Any], Tensor]
     workers: int | None = None
@@ -42,6 +42,7 @@ class Reading:
     batch: int = BATCH
     progress: str | None = None
     give_up: Callable[[], bool] = lambda: False
+    channels: int = 3
 
 
 @torch.no_grad()
@@ -132,7 +133,7 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
         self._source, self._indices = source, indices
-        self._transform, self._range = reading.transform, reading.value_range
+        self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
         labels = source.labels
         self._labels = [-1 if labels is None else labels[index] for index in indices]  # not millions to each worker
 
@@ -143,7 +144,7 @@ class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
         """Image, its place and label, or the text that names an unreadable one."""
         index = self._indices[i]
         try:
-            return self._transform(load_image(self._source, index, self._range)), i, self._labels[i]
+            return self._transform(load_image(self._source, index, *self._how)), i, self._labels[i]
         except UnreadableImage as error:
             return str(error)
 

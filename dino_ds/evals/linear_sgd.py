@@ -207,7 +207,8 @@ class _Augmented(Dataset[tuple[Tensor, int, int] | str]):
         epoch, place = item
         index = self._indices[place]
         try:
-            crop = self._crop(load_image(self._source, index, self._range), crop_seed(self._seed, epoch, index))
+            image = load_image(self._source, index, self._range, self._crop.channels)
+            crop = self._crop(image, crop_seed(self._seed, epoch, index))
         except UnreadableImage as error:
             return str(error)
         return crop, place, self._labels[place]

@@ -86,7 +86,7 @@ class PeriodicPictures(AtStep):
             crop, rows = EvalCrop(self._side(model), self._normalisation), list[Tensor]()
             for index in evenly_spaced_indices(len(self._source), _IMAGES):
                 try:
-                    rows.append(crop(load_image(self._source, index, self._range)))
+                    rows.append(crop(load_image(self._source, index, self._range, crop.channels)))
                 except UnreadableImage:
                     continue
             if not rows:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +22,17 @@ from dino_ds.launching.supervise import supervise
 from dino_ds.measure.tables import markdown_table
 from dino_ds.options.machine import LaunchOptions
 
+PARENT = "DINO_DS_PARENT"
+"""Names, in the environment, the Python program that has started this process, if one has."""
+_SET_DEATH_SIGNAL = 1
+
 
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
     """Ends the process with the code of the training (errors.py). Raises ConfigError before anything has started.
 
     train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and config.
     """
+    _end_with_parent()
     if train["options"].stages is not None:
         raise ConfigError(
             "launch watches over one run folder, and --stages makes several: launch one stage after the other, each "
@@ -47,6 +54,15 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     if plan.elastic:
         os.execvp(command[0], command)
     sys.exit(supervise(command, Path(train["options"].run_dir), options.max_restarts))
+
+
+def _end_with_parent() -> None:
+    """Where `dino_ds.train` of Python has started this process: save and stop when the program is gone (Linux)."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None:
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != int(parent):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_ds.data.visible import visible
 from dino_ds.pictures.canvas import Sheet
 from dino_ds.pictures.maps import PatchColours, foreground, mass_mask, patch_similarity
 
@@ -50,12 +51,10 @@ def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: 
 
 
 def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1]: of more than three channels the first three,
-    of fewer the first alone, in grey."""
+    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1], as `visible` makes them."""
     shape = (1, -1, 1, 1)
     scaled = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
-    pictures = scaled.clamp(0, 1).permute(0, 2, 3, 1)
-    return pictures[..., :3] if pictures.shape[-1] >= 3 else pictures[..., :1].expand(-1, -1, -1, 3)
+    return torch.stack([visible(one) for one in scaled]).permute(0, 2, 3, 1)
 
 
 def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:

@@ -21,6 +21,12 @@ _RECOMMENDED = "the recommended config"
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
+    """Print what `plan` finds."""
+    result = plan(options, recipe=recipe, ds=ds, ds_path=ds_path)
+    print_result(page(result), result, options.json)
+
+
+def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> dict[str, Any]:
     """Describe this ds JSON, or recommend one if it is None. Raises ConfigError."""
     if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
@@ -45,7 +51,7 @@ def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_p
     if options.write:
         write_ds(result["ds_config"], Path(options.write))
     result["written"] = options.write
-    print_result(page(result), result, options.json)
+    return result
 
 
 def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:

@@ -23,7 +23,19 @@ _MOST_RUNS = 8
 
 
 def run(options: ReportOptions) -> None:
-    """RUN/report.html, or RUN/compare.html of the first of several. Raises ConfigError."""
+    """Write the page, and print what it says first."""
+    page, runs = write_page(options)
+    found = [summarise(one) for one in runs]
+    if options.json:
+        print(json.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
+    else:
+        for facts in found:
+            print(_line(facts))
+        print(f"report     {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
+
+
+def write_page(options: ReportOptions) -> tuple[Path, list[RunFiles]]:
+    """RUN/report.html, or RUN/compare.html of the first of several; and what was read. Raises ConfigError."""
     named = (*filter(None, [options.run]), *(options.compare or ()))
     folders = [Path(text).expanduser() for text in named]
     if not folders or (options.compare and len(folders) < 2):
@@ -37,13 +49,7 @@ def run(options: ReportOptions) -> None:
     _check_out(page, folders[0])
     runs = [read_run(folder) for folder in folders]
     _write(page, runs)
-    found = [summarise(one) for one in runs]
-    if options.json:
-        print(json.dumps({"report": str(page), **({"runs": found} if options.compare else found[0])}, allow_nan=False))
-    else:
-        for facts in found:
-            print(_line(facts))
-        print(f"report     {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
+    return page, runs
 
 
 def _check_out(page: Path, folder: Path) -> None:

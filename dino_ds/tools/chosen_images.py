@@ -89,7 +89,7 @@ def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str, value_range
     first, readable = "", 0
     for one in tqdm(picked, desc=option, unit=" images", leave=False, disable=None):
         try:
-            image = load_image(one.source, one.index, value_range)
+            image = load_image(one.source, one.index, value_range, crop.channels)
         except UnreadableImage as error:
             if one.named:
                 raise DataError(f"--{option}: {error} can't be read: fix it, or name another") from None

@@ -11,7 +11,7 @@ _NAMED = 20
 
 
 def report(found: dict[str, Any]) -> str:
-    """What `summarise` found, plus source, root, enlarged_crops, sheet and page."""
+    """What `summarise` found, plus source, root, enlarged_crops, shown, sheet and page."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -22,6 +22,11 @@ def bin_name(edge: dict[str, Any]) -> str:
         return f"{low} and more"
     high = f"{round(edge['below'], 2):g}"
     return f"{low} to {high}" if edge["from"] else f"below {high}"
+
+
+def channel_flags(channels: dict[str, Any]) -> str:
+    """Mean and standard deviation as a run takes them."""
+    return " ".join(f"--data.{name} {','.join(f'{value:g}' for value in channels[name])}" for name in ("mean", "std"))
 
 
 def duplicates_sentence(found: dict[str, Any]) -> str:
@@ -52,8 +57,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "modes", _shares(found["modes"])
     yield from _value_lines(found)
     if found["channels"]:
-        mean, std = (",".join(f"{value:g}" for value in found["channels"][name]) for name in ("mean", "std"))
-        yield "channels", f"--data.mean {mean} --data.std {std}"
+        yield "channels", channel_flags(found["channels"])
+        yield "", found["channels"]["advice"]
     if found["file_bytes"] is not None:
         kilobytes = {name: value / 1000 for name, value in found["file_bytes"].items()}
         yield "file size", f"{_spread(kilobytes)} kB"
@@ -69,6 +74,8 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for group in found["near_duplicates"]["largest"][:_NAMED]:
         yield "", _few(group["names"], group["images"])
     yield "sheet", f"{found['sheet']}; with more, {found['page']}"
+    if found["shown"]:
+        yield "", f"shown: {found['shown']}"
 
 
 def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:

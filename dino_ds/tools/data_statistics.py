@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_image
-from dino_ds.data.images import FORMATS, ValueRange, extremes
+from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
 
@@ -32,6 +31,7 @@ _SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
 _ROWS = 256
 """Of an image, at least, whose values are averaged."""
+_FAR = 0.5
 _NO_FORMAT = "none"
 """Of images that do not come from files."""
 
@@ -60,20 +60,20 @@ class Facts:
 
 
 def look_at(
-    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int
+    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int, channels: int = 3
 ) -> Generator[Facts, None, None]:
-    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`."""
-    loader: DataLoader[Facts] = DataLoader(
-        _FactsOf(source, max_pixels), batch_size=_BATCH, sampler=indices, collate_fn=list, **worker_options(workers)
-    )
+    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`, `channels` as for
+    `open_image`."""
+    facts, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
+    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=indices, collate_fn=list, **options)
     with started(loader, source) as batches:
         for batch in batches:
             yield from batch
 
 
 class _FactsOf(Dataset[Facts]):
-    def __init__(self, source: Source, max_pixels: int) -> None:
-        self._source, self._max_pixels = source, max_pixels
+    def __init__(self, source: Source, max_pixels: int, channels: int) -> None:
+        self._source, self._max_pixels, self._channels = source, max_pixels, channels
 
     def __getitem__(self, index: int) -> Facts:
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
@@ -81,12 +81,11 @@ class _FactsOf(Dataset[Facts]):
             if read is None:
                 return self._of_pixels(index)
             data = read(index)
-            image = EncodedImage(data, self._source.name(index), self._max_pixels)
-            width, height, found = image.width, image.height, _facts_of_values(image.values())
+            image = EncodedImage(data, self._source.name(index), self._max_pixels, channels=self._channels)
+            found = _facts_of_values(image.values())
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
-        with Image.open(io.BytesIO(data), formats=FORMATS) as header:
-            return Facts(index, width, height, header.mode, header.format or _NO_FORMAT, len(data), **found)
+        return Facts(index, image.width, image.height, image.mode, image.format or _NO_FORMAT, len(data), **found)
 
     def _of_pixels(self, index: int) -> Facts:
         array = open_image(self._source, index, self._max_pixels).values()
@@ -133,6 +132,19 @@ def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRa
     std = np.sqrt(np.maximum(square - mean**2, 0))
     rounded = (tuple(np.round(np.clip(values, least, 1), 4).tolist()) for values, least in ((mean, 0), (std, 1e-4)))
     return Normalisation(*rounded)
+
+
+def advise_normalisation(measured: Normalisation, used: Normalisation, is_given: bool) -> str:
+    """What to say of `measured` statistics beside those that a run would use.
+
+    Far (a rule of thumb): a mean half a standard deviation away, or a standard deviation 1.5 times as large or small.
+    """
+    if len(measured.mean) != 3 and not is_given:
+        return f"give these: the default is the average of ImageNet's, {used.mean[0]:.3g} and {used.std[0]:.3g}"
+    (mean, std), (own_mean, own_std) = ((np.array(one.mean), np.array(one.std)) for one in (used, measured))
+    far = (np.abs(own_mean - mean) / std).max() > _FAR or np.abs(np.log(own_std / std)).max() > math.log(1 + _FAR)
+    which = "those of the recipe" if is_given else "the default"
+    return f"give these: they are far from {which} ({used})" if far else f"near {which}, which will do"
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def measure_data(recipe: Recipe) -> list[Finding]:
         return [fine("data", f"{len(source)} images; {done / seconds:.0f} images/s a core"), *_bad(bad, done)]
     encoded: list[bytes] = []
     read, read_seconds, bad = _timed(lambda index: encoded.append(source.read(index)), sample)
-    decoded, decode_seconds, more = _timed(lambda data: EncodedImage(data, "", MAX_PIXELS).values(), encoded)
+    decoded, decode_seconds, more = _timed(
+        lambda data: EncodedImage(data, "", MAX_PIXELS, channels=recipe.model.in_chans).values(), encoded
+    )
     reads, decodes = read / read_seconds, decoded / decode_seconds
     rate = sum(map(len, encoded)) / read_seconds / 1e6
     text = f"{len(source)} images; {reads:.0f} files/s, {rate:.0f} MB/s read by one process"

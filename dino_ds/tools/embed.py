@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError, DataError, unwritable
@@ -20,10 +20,8 @@ from dino_ds.options.model import EmbedOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dino_ds.data.base import Source
     from dino_ds.data.images import ValueRange
     from dino_ds.evals.features import Reading
-    from dino_ds.tools.embedding_parts import Parts
     from dino_ds.weights.load import Backbone
 
 _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
@@ -49,8 +47,18 @@ def check(options: EmbedOptions) -> None:
 
 
 def run(options: EmbedOptions) -> None:
-    """Write the file; every rank calls it. Rows are in the order of the source's images, which of a folder is that of
-    their sorted paths; an image that can't be read has a row of NaN and is named. Raises UserError."""
+    """Write the file and print what it is; every rank calls it."""
+    from dino_ds import distributed
+
+    facts = write(options)
+    if distributed.rank() == 0:
+        _say(facts, options.json)
+
+
+def write(options: EmbedOptions) -> dict[str, Any]:
+    """Write the file, and return what it is; every rank calls it. Rows are in the order of the source's images, which
+    of a folder is that of their sorted paths; an image that can't be read has a row of NaN and is named. Raises
+    UserError."""
     from dino_ds import distributed
     from dino_ds.engine.device import device
     from dino_ds.engine.process import init_distributed
@@ -89,18 +97,22 @@ def run(options: EmbedOptions) -> None:
             except OSError as error:
                 raise unwritable(place, error) from None
             parts.remove()
-    if distributed.rank() == 0:
-        _say(options, place, parts, source, [*([words] if words else []), *_about(bad)])
+    return {
+        "out": str(place),
+        "shape": [parts.images, *parts.shape],
+        "dtype": parts.dtype,
+        "first": source.name(0),
+        "notes": [*([words] if words else []), *_about(bad)],
+    }
 
 
-def _say(options: EmbedOptions, place: Path, parts: Parts, source: Source, notes: list[str]) -> None:
-    shape = [parts.images, *parts.shape]
-    if options.json:
-        print(json.dumps({"out": str(place), "shape": shape, "dtype": parts.dtype, "notes": notes}))
+def _say(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
         return
-    for note in notes:
+    for note in facts["notes"]:
         print(note, file=sys.stderr)
-    print(f"{place}: {' x '.join(map(str, shape))} {parts.dtype}; rows as {source.name(0)}, ...")
+    print(f"{facts['out']}: {' x '.join(map(str, facts['shape']))} {facts['dtype']}; rows as {facts['first']}, ...")
 
 
 def _about(bad: list[str]) -> list[str]:
@@ -136,4 +148,4 @@ def _reading(options: EmbedOptions, model: Backbone, size: int, value_range: Val
     from dino_ds.evals.features import Reading
 
     crop = EvalCrop(size, model.normalisation)
-    return Reading(crop, options.workers, value_range, options.batch, progress="embed")
+    return Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -39,10 +40,28 @@ _CONCERNS = {
 """Option -> the evaluations that it changes something of; others are of all."""
 
 
+class Evaluated(NamedTuple):
+    """What rank 0 knows at the end, or where an evaluation has failed."""
+
+    results: dict[str, Any]
+    subject: EvalContext
+    backbone: Backbone
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        about = {"model": self.backbone.source, "seconds": round(self.seconds, 1), "host": describe_host()}
+        return {**about, "results": as_json(self.results)}
+
+
 def run(options: EvalOptions) -> None:
+    """Evaluate, and print the results."""
+    run_evals(options, _show_json if options.json else _show)
+
+
+def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
     """Every evaluation of `evals`, by all ranks of the launcher; each result is written as soon as it is there.
 
-    Raises ConfigError, DataError, CheckpointError.
+    On rank 0 `show` gets them all, where one fails those before it. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
     named = {"source": options.source, "root": options.root, "test_root": options.test_root}
@@ -75,7 +94,7 @@ def run(options: EvalOptions) -> None:
         if distributed.rank() == 0 and results:
             for note in subject.notes:
                 print(note, file=sys.stderr)
-            _show(results, subject, backbone, time.monotonic() - began, options.json)
+            show(Evaluated(results, subject, backbone, time.monotonic() - began))
 
 
 def _settings(options: EvalOptions) -> Settings:
@@ -143,13 +162,12 @@ def _not_written(place: Path, reason: object) -> ConfigError:
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
 
 
-def _show(
-    results: dict[str, Any], subject: EvalContext, backbone: Backbone, seconds: float, as_json_text: bool
-) -> None:
-    if as_json_text:
-        about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
-        print(json.dumps({**about, "results": as_json(results)}))
-        return
+def _show_json(found: Evaluated) -> None:
+    print(json.dumps(found.to_json()))
+
+
+def _show(found: Evaluated) -> None:
+    results, subject, backbone, seconds = found
     train, test = subject.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
     # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,17 @@ from dino_ds.data.decode import pixels
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.loader import Position, ResumableSampler
 from dino_ds.data.masks import with_hidden_patches
-from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.data.transform_check import check_transform
+from dino_ds.data.visible import how_visible, visible
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
 from dino_ds.options.data import LookDataOptions
 from dino_ds.tools.data_report import report
-from dino_ds.tools.data_statistics import Facts, look_at, measure_channels, summarise
+from dino_ds.tools.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
 from dino_ds.tools.sheet import Seen, draw_sheet
 from dino_ds.tools.sheet_page import build_page
 
@@ -57,7 +59,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     recipe, words = _with_some_range(recipe, source)
     check_transform(recipe, source)
     facts = _look(source, options.sample, recipe)
-    found = _describe(facts, source, recipe) | {"value_range": words}
+    found = _describe(facts, source, recipe) | {"value_range": words, "shown": how_visible(recipe.model.in_chans)}
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
@@ -66,7 +68,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
             f"note: {len(rows)} images on the sheet, {options.images} were asked for: there are no more",
             file=sys.stderr,
         )
-    sheet = draw_sheet(rows, _title(recipe))
+    sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
     html = png.with_suffix(".html")
     with replacing(png) as path:
         sheet.save(path, "PNG", optimize=True)
@@ -81,7 +83,7 @@ def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
         recipe, words = with_value_range(recipe, source)
         return recipe, words or f"data.value_range {show_value(recipe.data.value_range)}"
     except ConfigError as error:
-        sample = look_at_values([source])
+        sample = look_at_values([source], recipe.model.in_chans)
         if not sample.deep:
             raise
         data = recipe.data.model_copy(update={"value_range": sample.measured})
@@ -106,9 +108,9 @@ def _check(images: int, sample: int, out: str) -> Path:
 
 
 def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
-    count = min(sample or len(source), len(source))
+    count, channels = min(sample or len(source), len(source)), recipe.model.in_chans
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
-    with closing(look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels)) as facts:
+    with closing(look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels, channels)) as facts:
         return list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
 
 
@@ -120,11 +122,13 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
             f"({first.problem}): look at these files and data.root"
         )
     measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
+    given = recipe.data.mean is not None
+    advice = advise_normalisation(measured, Normalisation.of(recipe), given) if measured else ""
     return {
         "source": recipe.data.source,
         "root": recipe.data.root,
         **summarise(facts, source),
-        "channels": measured and {"mean": measured.mean, "std": measured.std},
+        "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
         "enlarged_crops": _enlarged(facts, recipe),
     }
 
@@ -154,7 +158,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
         [(epoch, index)] = keys
         try:
-            array = pixels(source, index, data.max_pixels, data.known_range)
+            array = pixels(source, index, data.max_pixels, data.known_range, channels)
         except UnreadableImage:
             continue
         if array.shape[2] != channels:
@@ -162,21 +166,25 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         batch = dataset.__getitems__(keys)
         if isinstance(batch, DataError):
             raise batch
-        original = _picture(array if array.dtype == np.uint8 else (255 * array).round().astype(np.uint8))
+        whole = torch.from_numpy(array).permute(2, 0, 1)
+        original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        sampled = sampled if channels == 3 else [_without_colours(one) for one in sampled]
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
-        crops = [_picture(_levels(crop[0], multicrop.normalisation).numpy()) for crop in shown]
+        crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
         yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
-def _levels(crop: torch.Tensor, normalisation: Normalisation) -> torch.Tensor:
-    """A normalised crop (c, h, w) -> (h, w, c) uint8, as before it was normalised."""
-    return (normalisation.undone(crop) * 255).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0)
+def _without_colours(crop: CropParameters) -> CropParameters:
+    """What is done to images that are not RGB."""
+    jitter = tuple(one for one in crop.jitter if one[0] not in ("saturation", "hue"))
+    return replace(crop, jitter=jitter, gray=False)
 
 
-def _picture(array: np.ndarray) -> Image.Image:
-    """uint8 (h, w, c) as RGB; the mean of the channels in grey where they are not RGB."""
-    return Image.fromarray(array if array.shape[2] == 3 else array.mean(2).astype(np.uint8)).convert("RGB")
+def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
+    """Pixels (c, h, w), uint8 or in [0, 1], as RGB; stretched as `like`, the whole image, where they are not RGB."""
+    levels = (visible(pixels, like) * 255).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
 def _title(recipe: Recipe) -> str:

@@ -59,7 +59,7 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
     found = (backbone.value_range, "")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0 and backbone.value_range is None:
-            found = look_at_values(sources).decide(
+            found = look_at_values(sources, len(backbone.normalisation.mean)).decide(
                 "the model has no range of its own, so make them images of 8 bits first"
             )
     value_range, words = distributed.gather_objects(found)[0]

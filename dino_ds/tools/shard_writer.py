@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.decode import EncodedImage, open_raster
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.images import FORMATS, is_deep, to_rgb
 from dino_ds.durable import replacing
@@ -31,7 +32,7 @@ _MAX_PIXELS = 178956970
 _MOST_PARTS = 64
 """Folders deeper than this can't be made everywhere."""
 _ENDINGS = {name: f".{name.lower()}" for name in ("PNG", "WEBP", "BMP", "GIF", "PPM")}
-_ENDINGS |= {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
+_ENDINGS |= {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif", "NPY": ".npy", "DICOM": ".dcm"}
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
 def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, bool]:
     """A JPEG whose shorter side is `side`, upright, and True; or the same bytes and False."""
     try:
+        if open_raster(data, channels=3) is not None:
+            return data, False
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             if width * height > _MAX_PIXELS:
@@ -117,8 +120,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, boo
 
 def _ending(data: bytes, name: str) -> str:
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return _ENDINGS[image.format or ""]
+        return _ENDINGS[EncodedImage(data, name, None).format]
     except Exception:
         raise UnreadableImage(name, "not an image of a known format") from None
 

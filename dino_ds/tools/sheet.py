@@ -38,13 +38,15 @@ class Seen:
         return GLOBAL_COLOUR if crop < self.num_global else LOCAL_COLOUR
 
 
-def draw_sheet(rows: Sequence[Seen], title: str) -> Image.Image:
-    """One row an image. Crops are scaled to fit the sheet; the page shows them pixel by pixel."""
+def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Image.Image:
+    """One row an image, below them a `note`. Crops are scaled to fit the sheet; the page shows them pixel by pixel."""
     columns = _local_columns(rows[0])
     width = 2 * _MARGIN + _ORIGINAL_WIDTH + (_ROW + _GAP) * rows[0].num_global + columns * (_LOCAL_SIDE + _GAP)
-    height = 2 * _MARGIN + _LINE + len(rows) * (_ROW + _LINE + _GAP)
+    height = 2 * _MARGIN + _LINE + len(rows) * (_ROW + _LINE + _GAP) + (_LINE if note else 0)
     sheet = Image.new("RGB", (width, height), _PAPER)
     _draw_title(sheet, title, rows[0])
+    if note:
+        ImageDraw.Draw(sheet).text((_MARGIN, height - _MARGIN - 13), note, fill=_INK, font=_font(13))
     for number, row in enumerate(rows):
         _draw_row(sheet, row, _MARGIN + _LINE + _GAP + number * (_ROW + _LINE + _GAP))
     return sheet

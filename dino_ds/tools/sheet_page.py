@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dino_ds.report.html import build_document, embedded_picture
-from dino_ds.tools.data_report import bin_name, duplicates_sentence
+from dino_ds.tools.data_report import bin_name, channel_flags, duplicates_sentence
 from dino_ds.tools.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
 
 _HERE = Path(__file__).parent
@@ -72,17 +72,19 @@ def _statistics(found: dict[str, Any]) -> dict[str, Any]:
     if found["classes"] is not None:
         counts = sorted(found["classes"]["counts"].items(), key=lambda item: -item[1])
         tables.append((f"Classes ({len(counts)})", counts[:_LISTED]))
-    bad = found["unreadable"]
+    bad, measured = found["unreadable"], found["channels"]
     files = [f"{file['name']} ({file['reason']})" for file in bad["files"][:_LISTED]]
     groups = [", ".join(group["names"]) for group in found["near_duplicates"]["largest"][:_LISTED]]
     enlarged = [
         f"{crops['fraction']:.1%} of {name} crops hold fewer than {crops['size']} x {crops['size']} pixels"
         for name, crops in found["enlarged_crops"].items()
     ]
+    channels = [(f"Channels: {channel_flags(measured)}", [measured["advice"]])] if measured else []
     return {
         "looked_at": f"{found['looked_at']:,} of {found['images']:,} images looked at. {'; '.join(enlarged)}.",
         "tables": tables,
         "lists": [
+            *channels,
             (f"Unreadable files: {bad['count']:,}", files),
             (f"Near-duplicates: {duplicates_sentence(found)}", groups),
         ],

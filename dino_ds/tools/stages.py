@@ -122,7 +122,8 @@ class _Stages:
             return {"load": time.perf_counter() - begin}, array
         data = read(index)
         middle = time.perf_counter()
-        array = EncodedImage(data, self._source.name(index), limit, value_range).decode()
+        channels = self._recipe.model.in_chans
+        array = EncodedImage(data, self._source.name(index), limit, value_range, channels).decode()
         return {"read": middle - begin, "decode": time.perf_counter() - middle}, array
 
     def _dataset(self, source: Source) -> MultiCropDataset:

@@ -16,7 +16,7 @@ from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.engine.engine import Progress
-from dino_ds.errors import STOPPED, NumericError
+from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
@@ -212,7 +212,8 @@ class Loop:
 
     def _end_early(self) -> None:
         """Raises SystemExit(75)."""
-        done, reasons = self._run.step.applied_steps, distributed.gather_objects(self._stop.why)
+        run = self._run
+        done, reasons = run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)
         self._saver.check_folder()
         self._stop.finish()
@@ -220,9 +221,10 @@ class Loop:
         if by.startswith("SIG") and reasons.count(by) < len(reasons):
             by = f"{by} (rank {rank})"
         saved = f"saved step {done}" if done and self._saver.saved_step == done else "nothing to save"
-        self._log.info(f"stopped  by {by} at step {done}; {saved}. To continue: the same command with --resume")
+        stopped = f"by {by} at step {done}; {saved}"
+        self._log.info(f"stopped  {stopped}. To continue: the same command with --resume")
         self._remove_stop_file()
-        raise SystemExit(STOPPED)
+        raise SystemExit(STOPPED) from Stopped(f"{run.path}: stopped {stopped}")
 
     def _remove_stop_file(self) -> None:
         """It was obeyed: the next start of this run continues."""

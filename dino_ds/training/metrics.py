@@ -9,9 +9,8 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import cache
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
@@ -89,15 +88,21 @@ class RunLog:
     """The files of a run folder that grow, and the progress bar.
 
     On a resume at `step`, lines of later steps are removed first: they will be written again. loggers: what else takes
-    the numbers, by name; one that fails is left out from then on.
+    the numbers, by name; one that fails is left out from then on. tell: gets every line of metrics.jsonl.
     """
 
     def __init__(
-        self, run_dir: Path, step: int, total_steps: int, loggers: Mapping[str, Logger] = MappingProxyType({})
+        self,
+        run_dir: Path,
+        step: int,
+        total_steps: int,
+        loggers: Mapping[str, Logger] = MappingProxyType({}),
+        tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        self._loggers = dict(loggers)
+        self._loggers, self._tell = dict(loggers), tell
         self._file, self._text, self._board, self._bar = None, None, None, None
         self._lost: set[str] = set()
+        self._excepthook = threading.excepthook
         if distributed.rank() != 0:
             return
         from torch.utils.tensorboard import SummaryWriter
@@ -106,7 +111,7 @@ class RunLog:
         _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
         self._file = path.open("ab", buffering=0)
         self._text = (run_dir / "log.txt").open("ab", buffering=0)
-        _silence_tensorboards_thread()
+        self._excepthook = _silence_tensorboards_thread()
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
         self._bar = tqdm(
             total=total_steps,
@@ -140,6 +145,8 @@ class RunLog:
             except Exception as error:  # of any package or network: training goes on
                 del self._loggers[name]
                 self.info(f"warning  {name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
+        if self._tell is not None:
+            self._tell(rounded)
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
         """An RGB image (3, h, w), in [0, 1] or uint8, for TensorBoard."""
@@ -189,11 +196,11 @@ class RunLog:
             if thing is not None:
                 with suppress(OSError):
                     thing.close()
+        threading.excepthook = self._excepthook
 
 
-@cache
-def _silence_tensorboards_thread() -> None:
-    """No traceback for a file that it can't write to: the next call raises the same error."""
+def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
+    """No traceback for a file that it can't write to: the next call raises the same error. Returns the hook before."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -201,6 +208,7 @@ def _silence_tensorboards_thread() -> None:
             before(args)
 
     threading.excepthook = hook
+    return before
 
 
 def _rounded(value: Any) -> Any:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 from dino_ds.distributed import set_store_flag, store_flag_is_set
 from dino_ds.errors import STOPPED
@@ -34,6 +35,7 @@ class StopRequests:
         self._first_at = 0.0
         self._ask: Callable[[], None] | None = None
         self._over = False
+        self._handlers: dict[signal.Signals, Any] = {}
         self._name = f"dino_ds stop {next(_numbers)}"
 
     def __enter__(self) -> StopRequests:
@@ -57,6 +59,12 @@ class StopRequests:
         """From now on there is something to save: the first request calls `ask`, from any thread."""
         self._ask = ask
 
+    def request(self, why: str) -> None:
+        """Stop at the next step, as at a first signal; `install` was called before."""
+        assert self._ask is not None
+        self._signal, self._first_at = why, time.monotonic()
+        self._ask()
+
     def finish(self) -> None:
         """Everything is saved: ignore later signals, such as a launcher's SIGTERM to rank after rank."""
         self._over = True
@@ -79,20 +87,22 @@ class StopRequests:
                     self._hear(signal.Signals(number).name, number)
 
     def _hear(self, name: str, number: int) -> None:
-        now = time.monotonic()
         if not self._signal:
-            self._signal, self._first_at = name, now
-            if self._ask is not None:
-                self._ask()
-                # For ranks that wait for data: this one's main thread may wait for them and never set its flag.
-                with suppress(RuntimeError):
-                    set_store_flag(self._name)
-            else:
+            if self._ask is None:
+                self._signal = name
                 self._nothing_to_save(name)
                 _leave(STOPPED)
-        elif now - self._first_at > FORWARDED_SECONDS:
+            self.request(name)
+            # For ranks that wait for data: this one's main thread may wait for them and never set its flag.
+            with suppress(RuntimeError):
+                set_store_flag(self._name)
+        elif self._again():
             self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
             _leave(128 + number)
+
+    def _again(self) -> bool:
+        """Whether a signal that comes now is a second one."""
+        return time.monotonic() - self._first_at > FORWARDED_SECONDS
 
 
 _numbers = iter(range(sys.maxsize))

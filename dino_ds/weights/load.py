@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from dino_ds.backbones import BackboneOptions, BackboneSpec, backbone_name, backbone_spec
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import load_image
+from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.eval_crops import EvalCrop
-from dino_ds.data.images import prepared, to_rgb
+from dino_ds.data.images import is_grey, prepared, to_rgb
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.base import Backbone as AnyBackbone
@@ -63,20 +65,25 @@ class Backbone(nn.Module):
         self.normalisation = normalisation_of(about, network.spec.in_chans)
         self._crop = EvalCrop(image_size, self.normalisation)
 
-    def preprocess(self, image: Image.Image | np.ndarray) -> Tensor:
-        """An image, or (h, w, c) of other channels than RGB -> (c, image_size, image_size).
+    def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
+        """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 
         Resized, cut to its center and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
-        limits they must not exceed. Raises ConfigError where the model knows no range.
+        limits they must not exceed. Raises ConfigError where the model knows no range or a file can't be read.
         """
+        channels, name = self.network.spec.in_chans, "this image"
         try:
-            ready = prepared(image, self.value_range, "this image")
+            if isinstance(image, str | Path):
+                name = str(image)
+                return self._crop(load_image(NamedFiles([name]), 0, self.value_range, channels))
+            ready = prepared(image, self.value_range, name)
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
-            raise ConfigError(f"{error}{known}") from None
+            raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
         if isinstance(ready, Image.Image):
-            return self._crop(to_rgb(ready))
-        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and self.network.spec.in_chans == 3
+            one_channel = channels == 1 and is_grey(ready)
+            return self._crop(np.asarray(ready.convert("L"))[:, :, None] if one_channel else to_rgb(ready))
+        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and channels == 3
         return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:

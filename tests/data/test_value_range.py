@@ -336,7 +336,7 @@ def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, ch
 def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.JPG").write_bytes(b"never read")
-    assert look_at_values([ImageFolder(str(tmp_path))]) == Sample() and Sample().decide() == (None, "")
+    assert look_at_values([ImageFolder(str(tmp_path))], 3) == Sample() and Sample().decide() == (None, "")
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):
@@ -345,7 +345,7 @@ def test_a_few_deep_files_among_many_are_found(tmp_path):
     (tmp_path / "deep.png").write_bytes(png16(GREY % 1000))
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "nan.tif").write_bytes(tiff(FLOAT * np.nan))
-    chosen, words = look_at_values([ImageFolder(str(tmp_path))]).decide()
+    chosen, words = look_at_values([ImageFolder(str(tmp_path))], 3).decide()
     assert chosen == (0, 1023)
     high = (GREY % 1000).max()
     assert words.startswith("1 of 1 images looked at are deeper than 8 bits: uint16, values ") and str(high) in words
@@ -362,7 +362,7 @@ def test_sources_of_arrays_and_their_channels():
     assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
     assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
     for in_chans, source, text in (
-        (4, Files(b""), "have 3 channels: files are read as RGB; set --model.in_chans 3, or write a data.source"),
+        (4, Files(png16(RGB)), "model.in_chans is 4, .* have 3 channels; set --model.in_chans 3$"),
         (3, deep, "model.in_chans is 3, and images of data.source folder have 5 channels; set --model.in_chans 5$"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -165,8 +165,7 @@ def _both(faults: tuple[Fault, ...], rank: int) -> None:
 
 def slow_start(rank: int) -> None:
     """Says when the ranks have joined, and then waits."""
-    from dino_ds import train
-
+    train = importlib.import_module("dino_ds.train")
     original = train.build_step
 
     def build_step(*args: Any) -> Any:
@@ -179,8 +178,7 @@ def slow_start(rank: int) -> None:
 
 def other_images(rank: int) -> None:
     """Rank 1 finds other images at the same place."""
-    from dino_ds import train
-
+    train = importlib.import_module("dino_ds.train")
     original = train.build_source
 
     def build_source(source: str, root: str, *args: Any) -> Any:

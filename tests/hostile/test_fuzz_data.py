@@ -13,17 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.decode import decode_rgb
+from dino_ds.data.decode import EncodedImage, decode_rgb
 from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX, index_shards
 from dino_ds.errors import UserError
+from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 from tests.sample import sampled
@@ -56,11 +58,13 @@ IMAGES = {
 }
 
 
-def decode(data: bytes) -> np.ndarray | None:
+def decode(data: bytes, channels: int = 3) -> np.ndarray | None:
     """The pixels, None for an unreadable image."""
     with bounded():
         try:
-            return decode_rgb(data, "x", MAX_PIXELS)
+            if channels == 3:
+                return decode_rgb(data, "x", MAX_PIXELS)
+            return EncodedImage(data, "x", MAX_PIXELS, (-1e9, 1e9), channels).decode()
         except UnreadableImage:
             return None
 
@@ -74,6 +78,29 @@ def test_broken_images(form):
         assert pixels is None or (pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3)
 
     assert decode(IMAGES[form]).shape == (16, 12, 3) if "prog" in form else (12, 16, 3)
+    check()
+
+
+RLE = "1.2.840.10008.1.2.5"
+RASTERS = {
+    **{name: LAYOUTS[name] for name in ("interleaved LZW tiles", "bands of deflate", "ImageJ", "NumPy, bands last")},
+    "pages": LAYOUTS["a page a band, by tifffile"],
+    "DICOM": dicom(GREY, RescaleSlope=1, RescaleIntercept=-9),
+    "DICOM of run lengths": dicom(GREY, RLE),
+}
+
+
+@pytest.mark.parametrize("form", RASTERS)
+def test_broken_rasters(form):
+    channels = 1 if "DICOM" in form else 6
+
+    @examples(12)
+    @given(data=broken_bytes(RASTERS[form]))
+    def check(data):
+        pixels = decode(data, channels)
+        assert pixels is None or (pixels.dtype == np.float32 and pixels.ndim == 3)
+
+    assert decode(RASTERS[form], channels).shape == (40, 48, channels)
     check()
 
 
@@ -121,6 +148,42 @@ def test_bombs(name, tmp_path, monkeypatch):
     pixels = decode(BOMBS[name]())
     assert pixels is None or pixels.size < 1 << 22
     assert not list(tmp_path.iterdir())
+
+
+def _with_tags(data: bytes, **values: int) -> bytes:
+    """A TIFF whose first page says other numbers."""
+    changed, page = bytearray(data), tifffile.TiffFile(io.BytesIO(data)).pages[0]
+    for name, value in values.items():
+        tag = page.tags[name]
+        size = (tifffile.TIFF.DATA_FORMATS[tag.dtype].endswith("H") and 2) or 4
+        changed[tag.valueoffset : tag.valueoffset + size] = min(value, 2 ** (8 * size) - 1).to_bytes(size, "little")
+    return bytes(changed)
+
+
+def _inflating() -> bytes:
+    """A TIFF of 23 kB whose strip unpacks to 200 MB."""
+    data, strip = tif(BANDS, compression="zlib", **CONTIG), zlib.compress(bytes(200 << 20))
+    return _with_tags(data, StripOffsets=len(data), StripByteCounts=len(strip)) + strip
+
+
+RASTER_BOMBS = {
+    "NumPy of 10^9 x 10^9": lambda: npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(10**9,10**9)"),
+    "TIFF of 2^32 x 2^32": lambda: _with_tags(tif(BANDS, **CONTIG), ImageWidth=2**32, ImageLength=2**32),
+    "TIFF of 65,535 bands": lambda: _with_tags(tif(BANDS, **CONTIG), SamplesPerPixel=2**16),
+    "TIFF of tiles of 2^31 x 2^31": lambda: _with_tags(
+        tif(BANDS, tile=(16, 16), compression="lzw", **CONTIG), TileWidth=2**31, TileLength=2**31
+    ),
+    "TIFF whose strip goes on": _inflating,
+    "TIFF of a million pages": lambda: tif(BANDS[..., 0], imagej=True).replace(b"images=1", b"images=9" * 9),
+    "DICOM of 65,535 x 65,535": lambda: dicom(GREY, Rows=65535, Columns=65535),
+    "DICOM that inflates": lambda: dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99\0"),
+}
+
+
+@pytest.mark.parametrize("name", RASTER_BOMBS)
+def test_bombs_of_bands(name):
+    pixels = decode(RASTER_BOMBS[name](), channels=6)
+    assert pixels is None or pixels.size < 1 << 22
 
 
 def read_all(root: Path) -> str | None:

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # What a teacher has learned
+# # From photographs to features
 #
-# The Python API on the newest run in `../runs`, which `make train` has left there: features, patches, attention,
-# nearest neighbours, a picture, and a classifier that goes on from the teacher. It takes a minute on two CPU cores.
-# (The outputs below are of the quickstart's run: 100 seconds of training on patches of 18 photographs.)
+# The Python API in a few minutes of two CPU cores: train, look at what the teacher has learned, make a vector for
+# every image, evaluate, and go on with a classifier of your own. The photographs come with the package. For your own
+# images take `config="vits16", data={"root": "/images"}`; [api.md](api.md#train-from-python) has the details.
 
 # %%
 from pathlib import Path
@@ -17,19 +17,48 @@ import dino_ds
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.sources import build_source
 from dino_ds.pictures.canvas import figure_png
+from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.draw import draw_neighbours, draw_patches
-
-teachers = sorted(Path("../runs").glob("*/teacher.safetensors"), key=lambda path: path.stat().st_mtime)
-run = teachers[-1].parent
-model = dino_ds.load(run, device="cuda" if torch.cuda.is_available() else "cpu")
-print(f"{run}: {model.width} features, images of {model.image_size} pixels, patches of {model.patch_size}")
+from dino_ds.pictures.series import read_metrics
 
 # %% [markdown]
-# `load` also takes a file of weights (ours, DINO's, DINOv2's, timm's), a Hugging Face folder or a timm name.
-# `preprocess` takes a Pillow image, and resizes, cuts and normalises it; folders of your own images are read as the
-# photographs are below.
+# ## Train
+#
+# Names and values are those of the command: this is `dino-ds train --config quickstart --max_steps 300 ...`, and writes
+# the same files. A callback gets the numbers as they are written. To stop, interrupt the kernel: the run is saved,
+# and the same cell goes on with it (`resume="auto"`).
+
 
 # %%
+def show(step, metrics):
+    if "knn_top1" in metrics:
+        print(f"step {step}: k-NN {metrics['knn_top1']:.1f} %")
+
+
+run = dino_ds.train(
+    "quickstart",
+    run_dir="../runs/notebook",
+    max_steps=300,
+    resume="auto",
+    callbacks=[show],
+    **{"eval.every": "150 steps", "eval.pictures_every": "0 steps"},
+)
+print(f"{run.path}: {len(run.metrics)} lines of metrics, the last: {run.metrics[-1]}")
+
+# %% [markdown]
+# ## Look
+#
+# The loss in its two parts, and the accuracy of nearest neighbours. `run.report()` writes all of it as a page.
+
+# %%
+Image(figure_png(draw_curves(read_metrics(run.path / "metrics.jsonl")), dpi=75, palette=True))
+
+# %% [markdown]
+# `run.load()` is the teacher; `dino_ds.load` also takes a file of weights (ours, DINO's, DINOv2's, timm's), a Hugging
+# Face folder or a timm name. `preprocess` takes a Pillow image, and resizes, cuts and normalises it.
+
+# %%
+model = run.load(device="cuda" if torch.cuda.is_available() else "cpu")
 train, test = (build_source("photos", None, split, False) for split in ("train", "test"))
 image = test.load(0)
 batch = model.preprocess(image)[None].to(next(model.parameters()).device)
@@ -39,8 +68,6 @@ print("patch tokens ", tuple(model.patch_tokens(batch).shape), "(b, rows, column
 print("attention    ", tuple(model.attention(batch).shape), "(b, heads, rows, columns)")
 
 # %% [markdown]
-# ## Attention and patches
-#
 # Any size that the patches divide will do. Each head's attention over the image, and below it the fewest patches that
 # together have 60 % of it.
 
@@ -60,49 +87,52 @@ Image(figure_png(figures["attention"], dpi=75, palette=True))
 Image(figure_png(figures["pca"], dpi=75, palette=True))
 
 # %% [markdown]
-# ## Nearest neighbours
+# ## Embed
 #
-# Features of the training patches, and for each test patch a vote of the nearest ones: no training involved.
-
+# A vector for every training image of the run; `dino_ds.embed(run, "/images", "x.npy")` takes other images, and
+# writes a file instead. Beside three of them their nearest neighbours, blue where they are of the same photograph.
 
 # %%
-def describe(source):
-    """Features (n, width) and labels (n,) of every fourth image."""
-    indices = range(0, len(source), 4)
-    pixels = torch.stack([model.preprocess(source.load(i)) for i in indices]).to(batch.device)
-    return torch.cat([model.features(part) for part in pixels.split(64)]), torch.tensor(
-        [source.labels[i] for i in indices]
-    )
-
-
-bank, bank_labels = describe(train)
-queries, labels = describe(test)
-cosines, nearest = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).cpu().topk(10)
-votes = F.one_hot(bank_labels[nearest]) * (cosines / 0.07).exp()[..., None]
-accuracy = (votes.sum(dim=1).argmax(dim=1) == labels).float().mean()
-print(
-    f"k-NN of {len(bank)} on {len(queries)} patches: {100 * accuracy:.1f} %, by chance {100 / len(train.classes):.1f} %"
+found = dino_ds.embed(run)
+rows = F.normalize(torch.from_numpy(found.features), dim=1)
+shown = [0, len(rows) // 3, len(rows) // 2]
+nearest = (rows[shown] @ rows.T).topk(7).indices[:, 1:]  # the nearest is the image itself
+label = [found.classes[i] for i in found.labels]
+figure = draw_neighbours(
+    [np.asarray(train.load(i)) for i in shown],
+    [[np.asarray(train.load(int(i))) for i in near] for near in nearest],
+    [[label[i], *[label[j] for j in near]] for i, near in zip(shown, nearest, strict=True)],
+    [[label[i] == label[j] for j in near] for i, near in zip(shown, nearest, strict=True)],
 )
+Image(figure_png(figure, dpi=75, palette=True))
+
+# %% [markdown]
+# ## Evaluate
+#
+# On labelled images that were not trained on, with nothing learned (`knn`) or a linear classifier in closed form
+# (`ridge`). Other names are in [docs/evaluations.md](evaluations.md).
 
 # %%
-rows = [0, 100, 200]
-found = [[np.asarray(train.load(4 * int(i))) for i in nearest[row, :6]] for row in rows]
-captions = [[test.classes[labels[row]], *[train.classes[bank_labels[i]] for i in nearest[row, :6]]] for row in rows]
-same_class = [[bool(labels[row] == bank_labels[i]) for i in nearest[row, :6]] for row in rows]
-figure = draw_neighbours([np.asarray(test.load(4 * row)) for row in rows], found, captions, same_class)
-Image(figure_png(figure, dpi=75, palette=True))
+results = dino_ds.evaluate(run, ["knn", "ridge"], k=10)["results"]
+for name, result in results.items():
+    print(name, result["results"])
+print(f"by chance {100 / len(found.classes):.1f} %")
 
 # %% [markdown]
 # ## Going on with a head of your own
 #
 # `model.vit` is an ordinary `torch.nn.Module`: `model.vit.features(images)` gives features with gradients once they
-# are asked for. First the head alone on frozen features, then both.
+# are asked for. First the head alone on frozen features, then both; on every fourth image.
 
 # %%
 torch.manual_seed(0)
+pixels, test_pixels = (
+    torch.stack([model.preprocess(source.load(i)) for i in range(0, len(source), 4)]).to(batch.device)
+    for source in (train, test)
+)
+targets, test_targets = (torch.tensor(source.labels[::4]).to(batch.device) for source in (train, test))
+frozen = torch.cat([model.features(part) for part in pixels.split(64)])
 head = torch.nn.Linear(model.width, len(train.classes)).to(batch.device)
-pixels = torch.stack([model.preprocess(train.load(i)) for i in range(0, len(train), 4)]).to(batch.device)
-targets = bank_labels.to(batch.device)
 
 
 def fit(parameters, compute, epochs, rate):
@@ -114,15 +144,15 @@ def fit(parameters, compute, epochs, rate):
             loss.backward()
             optimizer.step()
     with torch.no_grad():
-        test_pixels = torch.stack([model.preprocess(test.load(i)) for i in range(0, len(test), 4)]).to(batch.device)
-        right = head(model.features(test_pixels)).argmax(dim=1).cpu() == labels
+        right = head(model.features(test_pixels)).argmax(dim=1) == test_targets
     return f"loss {loss.item():.2f}, {100 * right.float().mean():.1f} % of the test patches"
 
 
-print("head alone:", fit(head.parameters(), lambda rows: bank[rows], epochs=30, rate=1e-2))
+print("head alone:", fit(head.parameters(), lambda rows: frozen[rows], epochs=30, rate=1e-2))
 model.vit.requires_grad_(True)
 both = [*head.parameters(), *model.vit.parameters()]
 print("both:      ", fit(both, lambda rows: model.vit.features(pixels[rows]), epochs=5, rate=3e-4))
 
 # %% [markdown]
-# More: `dino-ds eval RUN`, `dino-ds pictures RUN`, `dino-ds export RUN --format hf`, `dino-ds report RUN`.
+# Also in Python: `dino_ds.plan(...)` says whether a recipe fits a GPU. On the command line: `dino-ds pictures RUN`,
+# `dino-ds export RUN --format hf`, and what `dino-ds --help` lists.

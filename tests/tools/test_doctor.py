@@ -150,8 +150,11 @@ def test_data_that_is_missing_or_broken_is_named(tmp_path):
     Image.fromarray(np.full((4, 4), -5, np.int32)).save(tmp_path / "signed" / "1.tif")
     (found,) = measure_data(load_recipe(None, {"data.root": str(tmp_path / "signed")}))
     assert found.level == "FAIL" and "give --data.value_range" in found.remedy
+    (found,) = measure_data(load_recipe(None, {"data.root": str(tmp_path / "images")}))
+    assert found.level == "FAIL" and "none of the images looked at can be read" in found.remedy
+    (tmp_path / "images/c.jpg").write_bytes(b"not looked at before a run")
     found = measure_data(load_recipe(None, {"data.root": str(tmp_path / "images")}))
-    assert ("warn", "2 of 2 images can't be read") in _texts(found)
+    assert ("warn", "3 of 3 images can't be read") in _texts(found)
 
 
 def test_a_name_that_others_can_t_reach_is_warned_of(monkeypatch):

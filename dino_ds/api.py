@@ -1,0 +1,247 @@
+"""The commands as Python functions: `dino_ds.train`, `embed`, `evaluate`, `report`, `plan`.
+
+Keywords are a command's options and the recipe's keys. They become the words of a command line, are read and checked as
+those are, and go to the same function: nothing is decided here. What ends a command with a message and an exit code is
+an exception of dino_ds.errors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from dino_ds.cli import check_software, prepare
+from dino_ds.errors import ConfigError, Stopped
+from dino_ds.options.commands import COMMANDS
+from dino_ds.options.python_values import words_of
+from dino_ds.preflight import adopt_ranks
+from dino_ds.text_file import read_lines
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dino_ds.weights.load import Backbone
+
+Place = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run; the other functions take it in place of the folder's name."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, in order: steps and evaluations."""
+        return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl")]
+
+    def load(self, device: str = "cpu") -> Backbone:
+        """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""
+        from dino_ds.weights.load import load
+
+        return load(self.path, device=device)
+
+    def report(self) -> Path:
+        """As `dino_ds.report`."""
+        return report(self)
+
+
+class Embeddings(NamedTuple):
+    """`features` (images, ...); of each row the image's name and its label, a place in `classes` or -1."""
+
+    features: np.ndarray
+    names: list[str]
+    labels: np.ndarray
+    classes: list[str]
+
+
+def train(
+    config: Place | None = None,
+    *,
+    ds_config: Place | None = None,
+    run_dir: Place | None = None,
+    max_steps: int | None = None,
+    resume: bool | int | Literal["auto"] = False,
+    callbacks: Sequence[Callable[[int, dict[str, Any]], object]] = (),
+    ranks: int | None = None,
+    **options: Any,
+) -> Run:
+    """`dino-ds train`: train in this process, or in `ranks` processes beside it, and return the run.
+
+    options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
+    keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
+    as it is written; if it raises an error, the run is stopped and saved, and the error comes out of here.
+
+    Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
+    Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a second
+    Ctrl-C is a KeyboardInterrupt, and saves nothing.
+    """
+    own = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps}
+    own["resume"] = None if resume is False else resume
+    if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
+        raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
+    words = words_of(COMMANDS["train"], own, options)
+    if ranks is None:
+        return Run(_train_here(words, callbacks))
+    from dino_ds.launching.child import launch_from_python
+
+    with _as_it_was():
+        launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
+        path = Path(prepare(launch)[2]["train"]["options"].run_dir)
+        launch_from_python(launch, path, callbacks)
+    return Run(path)
+
+
+def embed(model: Place, root: Place | None = None, out: Place | None = None, **options: Any) -> Embeddings | Path:
+    """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
+    returned then. Raises UserError; warns of images that can't be read: their rows are NaN."""
+    from dino_ds.tools.embed import write
+
+    with _torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "embeddings.pt" if out is None else out
+        chosen = _prepare("embed", {"model": model, "root": root, "out": place}, options)
+        facts = write(chosen[0])
+        for note in facts["notes"]:
+            warnings.warn(note, stacklevel=2)
+        if out is not None:
+            return Path(facts["out"])
+        import torch
+
+        found = torch.load(place, weights_only=True)
+        return Embeddings(found["features"].numpy(), found["names"], found["labels"].numpy(), found["classes"])
+
+
+def evaluate(
+    model: Place,
+    evals: Sequence[str] = ("knn",),
+    root: Place | None = None,
+    test_root: Place | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`dino-ds eval`: what it prints with --json; numbers are in `["results"][EVAL]["results"]`. Raises UserError."""
+    from dino_ds.tools.evaluate import Evaluated, run_evals
+
+    own = {"model": model, "evals": evals, "root": root, "test_root": test_root}
+    done: list[Evaluated] = []
+    with _torch_as_it_was():
+        run_evals(_prepare("eval", own, options)[0], done.append)
+    for note in done[0].subject.notes:
+        warnings.warn(note, stacklevel=2)
+    return done[0].to_json()
+
+
+def report(run: Place, *, compare: Sequence[Place] | None = None, out: Place | None = None) -> Path:
+    """`dino-ds report`: write the HTML page of a run, or of several, and return its path. Raises ConfigError."""
+    from dino_ds.report.command import write_page
+
+    return write_page(_prepare("report", {"run": run, "compare": compare, "out": out}, {})[0])[0]
+
+
+def plan(
+    config: Place | None = None,
+    *,
+    gpu: str | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
+    ds_config: Place | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """`dino-ds plan`: what it prints with --json. Raises ConfigError."""
+    from dino_ds.plan.command import plan as find
+
+    own = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
+    chosen, files = _prepare("plan", own, options)
+    return find(chosen, **files)
+
+
+def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
+    with _as_it_was():
+        command, chosen, files = prepare(["train", *words])
+        check_software(command, chosen)
+        from dino_ds.config.stages import stage_folder
+        from dino_ds.train import train_for
+        from dino_ds.training.caller import Caller
+
+        caller = Caller(callbacks)
+        try:
+            with _torch_as_it_was():
+                train_for(caller, chosen, files)
+        except SystemExit as stop:
+            if caller.error is None:
+                raise Stopped(f"{stop.__cause__}; the same with resume=True continues it") from None
+        if caller.error is not None:
+            raise caller.error
+        given = files["given"]
+        return stage_folder(chosen.run_dir, len(given), given[-1]) if chosen.stages else Path(chosen.run_dir)
+
+
+def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A command's options and files."""
+    command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
+    check_software(command, chosen)
+    return chosen, files
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """For this process alone; its environment and DeepSpeed's logger are left as they were. Raises ConfigError."""
+    before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
+    logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
+    try:
+        adopt_ranks(os.environ)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ConfigError(
+                "this process is one of several that a launcher has started: call this in one process, and let it "
+                "start the others by ranks=N; or give the launcher the command in place of this program"
+            )
+        yield
+    finally:
+        logger.level, logger.propagate, logger.handlers[:], logger.filters[:] = logged
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _torch_as_it_was() -> Iterator[None]:
+    """As `_as_it_was`, and torch's settings and generators; the process group is left that was joined meanwhile."""
+    import torch
+    import torch.distributed as dist
+
+    from dino_ds.engine.process import leave
+    from dino_ds.measure.trial import free_memory
+
+    cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
+    joined, threads, random = dist.is_initialized(), torch.get_num_threads(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if cuda else []
+    convolutions = cudnn.benchmark, cudnn.allow_tf32
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
+    with _as_it_was():
+        try:
+            yield
+        finally:
+            if not joined:
+                leave()
+            free_memory()
+            torch.set_num_threads(threads)
+            torch.set_rng_state(random)
+            if cuda:
+                torch.cuda.set_rng_state_all(on_gpus)
+            cudnn.benchmark, cudnn.allow_tf32 = convolutions
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

@@ -1,0 +1,107 @@
+"""DICOM files of one frame: the values that they stand for, by pydicom."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dino_ds.data.raster import EXTRA, Raster
+
+MARK, MARK_AT = b"DICM", 128
+"""What a file has at this byte."""
+_COLOURS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
+_GREYS = ("MONOCHROME1", "MONOCHROME2")
+_TAGS = (
+    "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
+    "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope", "RescaleIntercept",
+    "ModalityLUTSequence", "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
+)  # fmt: skip
+_DEFLATED = b"1.2.840.10008.1.2.1.99"
+_SPARE = 1 << 16
+
+
+def open_dicom(data: bytes) -> Raster:
+    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
+
+    Integers stay integers where slope and intercept are. Raises ValueError for several frames, palettes and modality
+    LUTs, where pydicom or a decoder is missing, and any Exception for broken files.
+    """
+    try:
+        import pydicom
+    except ImportError:
+        raise ValueError(f"DICOM files need pydicom: {EXTRA}") from None
+    if _DEFLATED in data:  # pydicom would inflate it without a limit
+        raise ValueError("a deflated DICOM file: write it uncompressed")
+    with _quiet():
+        found = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS))
+        frames, colour = int(found.get("NumberOfFrames") or 1), str(found.get("PhotometricInterpretation"))
+        if "PixelData" not in found:
+            raise ValueError("a DICOM file without an image")
+        if frames > 1:
+            raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
+        if colour not in _COLOURS + _GREYS or "ModalityLUTSequence" in found:
+            what = "a modality LUT" if colour in _GREYS else f"colours as {colour}"
+            raise ValueError(f"{what} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
+        width, height, bits = (int(found[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
+        slope, intercept = (float(found.get(name) or 0) for name in ("RescaleSlope", "RescaleIntercept"))
+        rescale = (slope if "RescaleSlope" in found else 1.0, intercept)
+        _check_coding(found, width * height * int(found.SamplesPerPixel) * bits // 8)
+    rescaled = colour in _GREYS and rescale != (1, 0)
+    deep = bits != 8 or bool(found.PixelRepresentation) or rescaled
+
+    def read() -> np.ndarray:
+        with _quiet():
+            stored = np.array(found.pixel_array)
+        if colour == "MONOCHROME1":
+            black = -(1 << int(found.BitsStored) - 1) if found.PixelRepresentation else 0
+            stored = (2 * black + (1 << int(found.BitsStored)) - 1 - stored.astype(np.int64)).astype(stored.dtype)
+        return _rescaled(stored, *rescale) if rescaled else stored
+
+    return Raster("DICOM", width, height, int(found.SamplesPerPixel), deep, read)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Our errors say in one line what is wrong."""
+    logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _rescaled(stored: np.ndarray, slope: float, intercept: float) -> np.ndarray:
+    """int32 or float32. Raises ValueError for what int32 can't hold."""
+    if not (slope.is_integer() and intercept.is_integer()):
+        return (stored * slope + intercept).astype(np.float32)
+    values = stored.astype(np.int64) * int(slope) + int(intercept)
+    if values.size and not -(2**31) <= values.min() <= values.max() < 2**31:
+        raise ValueError("values that 32 bits can't hold")
+    return values.astype(np.int32)
+
+
+def _check_coding(found: Any, size: int) -> None:
+    """Raises ValueError where the pixels, `size` bytes, are compressed so that they can't be read safely."""
+    from pydicom.encaps import generate_frames
+    from pydicom.pixels import get_decoder
+
+    syntax = found.file_meta.TransferSyntaxUID
+    if not syntax.is_compressed:
+        return
+    if not get_decoder(syntax).is_available:
+        raise ValueError(f"pixels as {syntax.name}: install a decoder for pydicom (pylibjpeg), or uncompress the files")
+    if len(found.PixelData) > 2 * size + _SPARE:
+        raise ValueError(f"{len(found.PixelData)} compressed bytes for {size} of pixels")
+    frame = next(generate_frames(found.PixelData, number_of_frames=1))
+    try:
+        with Image.open(io.BytesIO(frame), formats=["JPEG", "JPEG2000"]) as image:
+            if image.size != (found.Columns, found.Rows):
+                raise ValueError(f"a frame of {image.size} pixels, and the header says others")
+    except Image.UnidentifiedImageError:
+        pass  # run lengths, or a kind of JPEG that Pillow doesn't know

@@ -1,0 +1,86 @@
+"""Images that Pillow has no mode for, as their headers describe them; NumPy files."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+NPY = b"\x93NUMPY"
+"""How a .npy file begins."""
+EXTRA = "pip install 'dino_ds[images]'"
+
+
+@dataclass(frozen=True)
+class Raster:
+    """A file of which the header has been read. `read` gives (height, width), of several channels (height, width,
+    channels), in the machine's byte order; it raises any Exception where the file is broken.
+
+    `deep`: the values are not uint8. `orientation`: the EXIF tag's value; width and height are those before turning.
+    """
+
+    format: str
+    width: int
+    height: int
+    channels: int
+    deep: bool
+    read: Callable[[], np.ndarray]
+    orientation: int = 1
+
+    @property
+    def mode(self) -> str:
+        """In Pillow's words, where it has some."""
+        return {1: "L", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
+
+
+def open_npy(data: bytes) -> Raster:
+    """An array (h, w), (h, w, c) or (c, h, w). Nothing is unpickled. Raises ValueError for any other."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f".npy of version {version[0]}: save a plain array of numbers")
+    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, by_columns, dtype = read_header(stream)
+    check_type(dtype)
+    begin = stream.tell()
+    if len(shape) not in (2, 3) or min(shape) < 1:
+        raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w)")
+    if math.prod(shape) * dtype.itemsize != len(data) - begin:
+        raise ValueError(f"an array of shape {shape} in {dtype} does not have {len(data) - begin} bytes")
+    axis = band_axis(shape) if len(shape) == 3 else None
+
+    def read() -> np.ndarray:
+        array = np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if by_columns else "C")
+        return bands_last(array, axis)
+
+    height, width = (side for place, side in enumerate(shape) if place != axis)
+    return Raster("NPY", width, height, 1 if axis is None else shape[axis], dtype != np.uint8, read)
+
+
+def check_type(dtype: np.dtype) -> None:
+    """Raises ValueError for what is neither integers nor floats of at most 64 bits."""
+    if dtype.kind not in "uif" or dtype.itemsize > 8:
+        raise ValueError(f"values of type {dtype}: save them as integers or floats")
+
+
+def band_axis(shape: Sequence[int]) -> int:
+    """Which axis of three holds the bands: the first or the last, whichever is shorter than both others.
+
+    Raises ValueError where neither is.
+    """
+    if min(shape) == shape[2] < min(shape[:2]):
+        return 2
+    if min(shape) == shape[0] < min(shape[1:]):
+        return 0
+    text = " x ".join(map(str, shape))
+    raise ValueError(f"{text}: bands must be the first or the last axis, and fewer than the pixels of either side")
+
+
+def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
+    """A copy, (h, w, c), of one band (h, w); writable, and in the machine's byte order."""
+    if axis is not None:
+        array = array.take(0, axis) if array.shape[axis] == 1 else np.moveaxis(array, axis, -1)
+    return np.array(array, array.dtype.newbyteorder("="), order="C")

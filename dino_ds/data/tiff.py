@@ -1,0 +1,137 @@
+"""TIFFs that Pillow can't read whole: more bands than colours, pages that are bands, numbers of any type."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import struct
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dino_ds.data.images import is_deep, reads_all_bits
+from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type
+
+TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+"""How they begin, the last two as BigTIFF."""
+_SAMPLES, _PHOTOMETRIC = 277, 262
+_GREY_OR_RGB = (0, 1, 2)
+_METADATA = {"shaped", "imagej"}
+"""Kinds of description that are believed to say what pages are: tifffile's own, ImageJ's."""
+_CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
+"""Compressions whose decoders are told how much they may give."""
+_NAMED, _UNNAMED = "SC", "QI"
+"""Axes of bands: samples and channels, and pages of which the file doesn't say what they are."""
+
+
+def open_tiff(data: bytes, wanted: int) -> Raster | None:
+    """The bands of a file as they are stored, of which `wanted` are used. None: Pillow reads all of it, as RGB or grey.
+
+    Pages of one shape are bands; thumbnails and overviews don't count. Raises ValueError for volumes and films, for
+    pages of several shapes, for compressions that are not known, and any Exception for broken files.
+    """
+    if _is_rgb_or_grey(data, wanted):
+        return None
+    import tifffile
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
+    # Other kinds may name other files, or sizes of lists that take all memory.
+    others: dict[str, Any] = {f"is_{name}": False for name in tifffile.TIFF.FILE_FLAGS - _METADATA}
+    file = tifffile.TiffFile(io.BytesIO(data), **others)
+    series = _only_series(file)
+    if _next_page(data, file):  # no page could be read there
+        raise ValueError("cut off")
+    page, shape, axes = series.keyframe, tuple(series.shape), series.axes
+    if (len(shape), page.samplesperpixel, page.index) == (2, 1, 0) and _is_rgb_or_grey(data, wanted, first_page=True):
+        return None
+    kept = [i for i, axis in enumerate(axes) if shape[i] > 1 or axis in "YX"]
+    sides, names = tuple(shape[i] for i in kept), "".join(axes[i] for i in kept)
+    axis = _axis(names, sides)
+    check_type(series.dtype)
+    if page.compression != 1:
+        _check_codec(int(page.compression))
+    _check_parts(series, len(data), math.prod(sides))
+
+    def read() -> np.ndarray:
+        return bands_last(series.asarray(maxworkers=1).reshape(sides), axis)
+
+    height, width = (sides[names.index(side)] for side in "YX")
+    tag = page.tags.get("Orientation")
+    channels = 1 if axis is None else sides[axis]
+    return Raster("TIFF", width, height, channels, series.dtype != np.uint8, read, 1 if tag is None else tag.value)
+
+
+def _is_rgb_or_grey(data: bytes, wanted: int, first_page: bool = False) -> bool:
+    """Whether Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more of them."""
+    try:
+        with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
+            samples, bands = image.tag_v2.get(_SAMPLES, 1), len(image.getbands())
+            if samples > bands or (samples == wanted and samples not in (1, 3)):
+                return False
+            if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
+                return False
+            colour = image.tag_v2.get(_PHOTOMETRIC)
+            return not is_deep(image, data) or reads_all_bits(image) or colour not in _GREY_OR_RGB
+    except Image.UnidentifiedImageError:
+        return False
+
+
+def _next_page(data: bytes, tif: Any) -> int:
+    """Where the last page that was found says that another lies; 0: nowhere."""
+    form, last = tif.tiff, tif.pages[-1].offset
+    tags = struct.unpack_from(form.tagnoformat, data, last)[0]
+    place: int = struct.unpack_from(form.offsetformat, data, last + form.tagnosize + tags * form.tagsize)[0]
+    return place
+
+
+def _only_series(tif: Any) -> Any:
+    """The pages that are one image. Raises ValueError where there are several, or slices of a volume."""
+    series = tif.series
+    whole = [one for one in series if not (one.keyframe.is_reduced or one.keyframe.is_mask)] or series[:1]
+    if not whole:
+        raise ValueError("a TIFF without an image")
+    if len(whole) > 1:
+        raise ValueError(f"pages of {len(whole)} shapes or types in one file: write one image a file")
+    if re.search(r'<Pixels[^>]* Size[ZT]="0*([2-9]|[1-9]\d)', whole[0].keyframe.description):
+        raise ValueError("an OME volume or film: write one image a file, its bands in the axis C")
+    return whole[0]
+
+
+def _axis(names: str, sides: tuple[int, ...]) -> int | None:
+    """Of the bands; None: there is one band. Raises ValueError where others than bands lie behind each other."""
+    rest = names.replace("Y", "").replace("X", "")
+    if len(names) - len(rest) != 2 or len(rest) > 1 or rest not in _NAMED + _UNNAMED:
+        text = " x ".join(map(str, sides))
+        raise ValueError(f"{text}, axes {names}: a volume, a film or several images; write one image a file")
+    if not rest:
+        return None
+    axis = names.index(rest)
+    bands, (height, width) = sides[axis], sides[:axis] + sides[axis + 1 :]
+    if rest in _UNNAMED and bands >= min(height, width):
+        raise ValueError(
+            f"{bands} pages of {width} x {height} pixels are taken for {bands} bands only where sides are longer: "
+            "write (h, w, c) by tifffile.imwrite with planarconfig='contig'"
+        )
+    return axis
+
+
+def _check_codec(compression: int) -> None:
+    if compression not in _CODECS:
+        raise ValueError(f"bands of compression {compression} are not read: write them with LZW, deflate or zstd")
+    if find_spec("imagecodecs") is None:
+        raise ValueError(f"bands compressed by {_CODECS[compression]} need imagecodecs: {EXTRA}")
+
+
+def _check_parts(series: Any, there: int, values: int) -> None:
+    """Raises ValueError where a strip or tile is larger than the image may be, or lies outside of the file."""
+    tile = math.prod(series.keyframe.chunks)
+    if tile > max(4 * values, 1 << 24):
+        raise ValueError(f"tiles of {tile} values in an image of {values}")
+    for page in series.pages:
+        parts = zip(page.dataoffsets, page.databytecounts, strict=True)
+        if any(begin + size > there for begin, size in parts):
+            raise ValueError("cut off")

@@ -1,0 +1,150 @@
+"""`dino-ds launch` as a child of a Python program, which gets what it prints and measures, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dino_ds.errors import (
+    STOPPED,
+    CheckpointError,
+    ConfigError,
+    NumericError,
+    OutOfMemory,
+    PeerError,
+    Stopped,
+    StorageError,
+    UserError,
+)
+from dino_ds.launching.launch import PARENT
+from dino_ds.text_file import read_lines
+from dino_ds.training.caller import Callback, Caller
+
+_ERRORS: dict[int, type[UserError]] = {
+    error.exit_code: error
+    for error in (ConfigError, CheckpointError, NumericError, StorageError, PeerError, OutOfMemory, Stopped)
+}
+_TICK_SECONDS = 0.2
+
+
+def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Callback]) -> None:
+    """Run `dino-ds` with these words, print what it prints, and call `callbacks` for new lines of metrics.
+
+    Raises the UserError of its exit code, RuntimeError for a bug, KeyboardInterrupt after a second Ctrl-C (the first
+    asks the ranks to save and stop), and what a callback has raised, after which the ranks save and stop, too.
+    """
+    caller, new_lines = Caller(callbacks), _NewLines(run_dir / "metrics.jsonl")
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with tempfile.TemporaryFile() as file:  # not a pipe: it would break, with the ranks, when this program dies
+        output = _Output(file.fileno())
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dino_ds", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), PARENT: str(os.getpid())},
+            start_new_session=True,  # a terminal's Ctrl-C is for this process, which passes it on
+        )
+        try:
+            _follow(process, output, new_lines, caller)
+        finally:
+            process.terminate()
+            process.wait()
+    if caller.error is not None:
+        raise caller.error
+    if process.returncode:
+        raise output.error(process.returncode)
+
+
+def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLines, caller: Caller) -> None:
+    """Until the process has ended, and all that it has left was seen."""
+    asked = ended = False
+    while not ended:
+        try:
+            ended = process.poll() is not None
+            output.show()
+            for line in new_lines:
+                caller.tell(line)
+            if caller.error is not None and not asked:
+                asked = True
+                process.terminate()
+            time.sleep(0 if ended else _TICK_SECONDS)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+
+
+class _Output:
+    """What the child prints into a file, and what of it says why it has ended."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._place, self._rest = descriptor, 0, b""
+        self._errors, self._stopped = list[str](), ""
+
+    def show(self) -> None:
+        """Print the lines that have come."""
+        while data := os.pread(self._descriptor, 1 << 16, self._place):  # the child writes at the file's own place
+            self._place += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._take(line.decode(errors="replace"))
+
+    def _take(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+        if found := re.match(r"dino_ds: (?:\S+: )?error: (.*)", line):
+            self._errors.append(found[1])
+        elif line.startswith("stopped "):
+            self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
+
+    def error(self, code: int) -> BaseException:
+        if code == 128 + signal.SIGINT:
+            return KeyboardInterrupt()
+        if code == STOPPED:
+            return Stopped(f"stopped {self._stopped or 'on request'}; the same with resume=True continues it")
+        of_ranks = [line for line in self._errors if not re.match(r"rank \d+ ended with code", line)]  # by launch
+        text = "\n".join(dict.fromkeys(of_ranks or self._errors)) or f"dino-ds launch has ended with code {code}"
+        return _ERRORS[code](text) if code in _ERRORS else RuntimeError(f"{text} (exit code {code})")
+
+
+class _NewLines:
+    """Lines of metrics that a start writes. It replaces a file that is there by one with the lines that stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._before, self._place = path, _inode(path), 0
+        self._stay = [line for line in read_lines(path) if _parsed(line)] if self._before else []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if _inode(self._path) in (None, self._before):
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            for line in file:
+                if not line.endswith(b"\n"):  # it is being written
+                    return
+                self._place += len(line)
+                if self._stay and line == self._stay[0]:
+                    del self._stay[0]
+                else:
+                    self._stay = []
+                    yield json.loads(line)
+
+
+def _inode(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return None
+
+
+def _parsed(line: bytes) -> Any:
+    with contextlib.suppress(ValueError):
+        return json.loads(line)
+    return None

@@ -1,0 +1,334 @@
+"""Files of any number of bands: TIFF, NumPy, DICOM: what they store is what training gets, or a line says why not."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.data import tiff
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import EncodedImage, load_image
+from dino_ds.data.find_range import with_value_range
+from dino_ds.data.images import to_unit
+from dino_ds.data.visible import visible
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.tools.shard_writer import Shrink, repack
+from tests.data.test_multicrop import photo
+from tests.data.test_sources import encoded
+from tests.data.test_value_range import Files
+
+BANDS = np.random.default_rng(0).integers(0, 4000, (40, 48, 6)).astype(np.uint16)
+FIRST = np.ascontiguousarray(np.moveaxis(BANDS, -1, 0))
+CONTIG, PLANAR = ({"photometric": "minisblack", "planarconfig": how} for how in ("contig", "separate"))
+
+
+def tif(values: np.ndarray, **how: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **how)
+    return stream.getvalue()
+
+
+def npy(values: np.ndarray, **how: object) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values, **how)
+    return stream.getvalue()
+
+
+def stored(data: bytes, wanted: int = 6) -> np.ndarray:
+    return EncodedImage(data, "file", 10**6, channels=wanted).values()
+
+
+def refused(data: bytes, wanted: int = 6, max_pixels: int = 10**6) -> str:
+    with pytest.raises(UnreadableImage) as said:
+        EncodedImage(data, "file", max_pixels, channels=wanted).values()
+    assert len(str(said.value).splitlines()) == 1
+    return said.value.reason
+
+
+LAYOUTS = {
+    "interleaved": tif(BANDS, **CONTIG),
+    "band after band": tif(FIRST, **PLANAR),
+    "interleaved LZW tiles": tif(BANDS, compression="lzw", tile=(16, 16), predictor=True, **CONTIG),
+    "bands of deflate": tif(FIRST, compression="zlib", rowsperstrip=7, **PLANAR),
+    "zstd": tif(BANDS, compression="zstd", **CONTIG),
+    "big endian": tif(BANDS, byteorder=">", **CONTIG),
+    "BigTIFF": tif(BANDS, bigtiff=True, **CONTIG),
+    "a page a band": tif(FIRST, metadata=None, photometric="minisblack"),
+    "a page a band, by tifffile": tif(FIRST),
+    "ImageJ": tif(FIRST, imagej=True, metadata={"axes": "CYX"}),
+    "OME": tif(FIRST, ome=True, metadata={"axes": "CYX"}),
+    "NumPy, bands last": npy(BANDS),
+    "NumPy, bands first": npy(FIRST),
+    "NumPy by columns": npy(np.asfortranarray(BANDS)),
+    "NumPy, big endian": npy(BANDS.astype(">u2")),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_bands_last(layout):
+    found = stored(LAYOUTS[layout])
+    np.testing.assert_array_equal(found, BANDS)
+    assert found.dtype == np.uint16 and found.dtype.isnative and found.flags.writeable
+
+
+@pytest.mark.parametrize("kind", ["u1", "i1", "i2", "u4", "i4", "f2", "f4", "f8"])
+def test_numbers_of_every_type_are_kept(kind):
+    values = (BANDS % 120).astype(kind)
+    for data in (tif(values, **CONTIG), npy(values)):
+        found = EncodedImage(data, "file", 10**6, channels=6)
+        assert found.deep == (kind != "u1") and (found.width, found.height) == (48, 40)
+        np.testing.assert_array_equal(found.values(), values)
+
+
+def test_thumbnails_and_overviews_are_not_bands():
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        file.write(BANDS, subifds=1, **CONTIG)
+        file.write(BANDS[::2, ::2], subfiletype=1, **CONTIG)
+    np.testing.assert_array_equal(stored(stream.getvalue()), BANDS)
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        file.write(BANDS[..., 0], metadata=None)
+        file.write(BANDS[::2, ::2, 0], subfiletype=1, metadata=None)
+    np.testing.assert_array_equal(stored(stream.getvalue(), 1), BANDS[..., 0])
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (tif(BANDS), "40 pages of 6 x 48 pixels are taken for 40 bands only where .* planarconfig='contig'"),
+        (tif(FIRST, imagej=True, metadata={"axes": "ZYX"}), "6 x 40 x 48, axes ZYX: a volume, a film or several"),
+        (tif(FIRST, ome=True, metadata={"axes": "ZYX"}), "an OME volume or film"),
+        (tif(np.stack([FIRST, FIRST])), "2 x 6 x 40 x 48, axes QQYX: .*; write one image a file"),
+        (tif(BANDS.astype("c8"), **CONTIG), "values of type complex64"),
+        (npy(BANDS[:6]), "6 x 48 x 6: bands must be the first or the last axis, and fewer than the pixels"),
+        (npy(BANDS[:, :5]), "40 x 5 x 6: bands must be"),
+        (npy(FIRST[None]), r"an array of shape \(1, 6, 40, 48\): an image is \(h, w\), \(h, w, c\) or \(c, h, w\)"),
+        (npy(BANDS > 9), "values of type bool"),
+        (npy(BANDS)[:-1], r"an array of shape \(40, 48, 6\) in uint16 does not have 23039 bytes"),
+        (npy(BANDS) + b"x", ".* does not have 23041 bytes"),
+        (npy(np.zeros((0, 4))), "an array of shape"),
+    ],
+)  # fmt: skip
+def test_what_is_not_an_image_of_bands_is_said(data, reason):
+    assert re.match(reason, refused(data))
+
+
+def test_pages_of_several_shapes_are_said():
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for page in (BANDS[..., 0], BANDS[:-1, :, 0]):
+            file.write(page, metadata=None)
+    assert refused(stream.getvalue(), 2) == "pages of 2 shapes or types in one file: write one image a file"
+
+
+class Canary:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def test_nothing_is_unpickled():
+    for data in (npy(np.array([Canary()], dtype=object), allow_pickle=True), pickle.dumps(Canary())):
+        assert refused(data) in ("values of type object: save them as integers or floats", "not an image")
+
+
+def test_sizes_are_checked_before_memory_is_taken():
+    """Three channels count as one image; a tile has a size of its own, and cut files are not filled up."""
+    assert refused(LAYOUTS["interleaved"], max_pixels=3839) == (
+        "48 x 40 pixels of 6 channels, data.max_pixels allows 3839 of 3: 1919 of 6"
+    )
+    np.testing.assert_array_equal(EncodedImage(LAYOUTS["interleaved"], "file", 3840, channels=6).values(), BANDS)
+    assert "does not have 0 bytes" in refused(npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(999999,999),"))
+    one = bytearray(tif(BANDS, tile=(16, 16), **CONTIG))
+    page = tifffile.TiffFile(io.BytesIO(one)).pages[0]
+    for name in ("TileWidth", "TileLength"):
+        place = page.tags[name].valueoffset
+        one[place : place + 4] = (1 << 20).to_bytes(4, "little")
+    assert refused(bytes(one)).startswith("tiles of ")
+    for layout in ("interleaved LZW tiles", "bands of deflate", "a page a band"):
+        assert refused(LAYOUTS[layout][: len(LAYOUTS[layout]) * 2 // 3])
+
+
+def test_a_strip_that_inflates_without_end_is_cut():
+    data, bomb = tif(BANDS, compression="zlib", **CONTIG), zlib.compress(bytes(20 << 20))
+    page = tifffile.TiffFile(io.BytesIO(data)).pages[0]
+    changed = bytearray(data + bomb)
+    for name, value in (("StripOffsets", len(data)), ("StripByteCounts", len(bomb))):
+        place = page.tags[name].valueoffset
+        changed[place : place + 4] = value.to_bytes(4, "little")
+    with pytest.raises(UnreadableImage):
+        stored(bytes(changed))
+
+
+def test_a_missing_codec_is_named(monkeypatch):
+    monkeypatch.setattr(tiff, "find_spec", lambda name: None)
+    assert refused(LAYOUTS["interleaved LZW tiles"]) == (
+        "bands compressed by LZW need imagecodecs: pip install 'dino_ds[images]'"
+    )
+    np.testing.assert_array_equal(stored(LAYOUTS["interleaved"]), BANDS)
+    medical = dicom(GREY)
+    monkeypatch.setitem(sys.modules, "pydicom", None)
+    assert refused(medical) == "DICOM files need pydicom: pip install 'dino_ds[images]'"
+    said = (
+        "none of the images looked at can be read; the first is files/0.png .bands compressed by LZW need imagecodecs"
+    )
+    with pytest.raises(DataError, match=said):
+        with_value_range(load_recipe(None, {}), Files(LAYOUTS["interleaved LZW tiles"]))
+
+
+# channels
+
+
+GREY = (np.arange(40 * 48).reshape(40, 48) * 2 + 1).astype(np.uint16)
+SHALLOW = np.asarray(photo(48, 40))
+FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted", "channels"),
+    [
+        (encoded(photo(48, 40), "JPEG"), 1, 3),
+        (encoded(photo(48, 40), "JPEG"), 6, 3),
+        (encoded(photo(48, 40).convert("L"), "JPEG"), 3, 3),
+        (encoded(photo(48, 40).convert("L"), "JPEG"), 1, 1),
+        (encoded(photo(48, 40).convert("L"), "PNG"), 1, 1),
+        (encoded(Image.fromarray(GREY), "PNG"), 1, 1),
+        (tif(GREY), 1, 1),
+        (tif(GREY, compression="lzw"), 3, 3),
+        (npy(GREY), 3, 3),
+        (npy(GREY[None]), 1, 1),
+        (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 3, 3),
+        (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 4, 4),
+        (tif(FOUR, photometric="rgb", extrasamples=["unspecified"]), 3, 4),
+        (tif(np.dstack([FOUR, FOUR]), photometric="rgb"), 3, 8),
+        (tif(FOUR.astype(np.float32), **CONTIG), 4, 4),
+        (tif(SHALLOW.astype(np.float32), photometric="rgb"), 3, 3),
+        (tif(np.moveaxis(SHALLOW.astype(np.uint16), -1, 0), photometric="rgb", planarconfig="separate"), 3, 3),
+    ],
+)
+def test_files_have_the_channels_that_fit(data, wanted, channels):
+    """Nothing is dropped: what is not RGB or grey has the channels that it stores."""
+    image = EncodedImage(data, "file", None, (0, 65535), wanted)
+    assert image.channels == channels and image.decode().shape == (40, 48, channels)
+
+
+def test_grey_files_are_taken_as_they_are_stored():
+    grey = photo(48, 40).convert("L")
+    jpeg = encoded(grey, "JPEG", quality=95)
+    np.testing.assert_array_equal(
+        EncodedImage(jpeg, "f", None, channels=1).decode(), EncodedImage(jpeg, "f", None).decode()[:, :, :1]
+    )
+    np.testing.assert_array_equal(
+        EncodedImage(encoded(grey, "PNG"), "f", None, channels=1).decode()[..., 0], np.asarray(grey)
+    )
+    np.testing.assert_array_equal(load_image(Files(tif(GREY)), 0, (0, 65535), 1)[..., 0], to_unit(GREY, (0, 65535), ""))
+    four = tif(FOUR, photometric="rgb", extrasamples=["unassalpha"])
+    np.testing.assert_array_equal(EncodedImage(four, "f", None, channels=4).decode(), FOUR)
+
+
+def test_another_number_of_channels_is_said_at_the_start():
+    for wanted, data, flag in ((3, LAYOUTS["interleaved"], 6), (6, tif(SHALLOW), 3), (2, tif(GREY), 3)):
+        recipe = load_recipe(None, {"model.in_chans": str(wanted), "data.value_range": "0,65535"})
+        with pytest.raises(
+            ConfigError, match=f"is {wanted}, and .* have {flag} channels; set --model.in_chans {flag}$"
+        ):
+            with_value_range(recipe, Files(data, data))
+        with pytest.raises(UnreadableImage, match=f"{flag} channels, {wanted} are wanted"):
+            load_image(Files(data), 0, (0, 65535), wanted)
+
+
+def test_shards_take_these_files_as_they_are():
+    for layout in ("interleaved", "NumPy, bands last"):
+        source, ending = Files(LAYOUTS[layout]), {"i": ".tif", "N": ".npy"}[layout[0]]
+        source.member = lambda index: "a/0"
+        for shrink in (Shrink(None, 90), Shrink(16, 90)):
+            assert repack(source, 0, shrink) == (f"a/0{ending}", LAYOUTS[layout])
+
+
+def test_pictures_of_bands_are_stretched_and_rgb_is_as_it_is():
+    pixels = torch.from_numpy(np.moveaxis(BANDS / np.float32(65535), -1, 0))
+    shown = visible(pixels)
+    low, high = np.percentile(BANDS[..., :3], (2, 98), axis=(0, 1))
+    expected = np.clip((BANDS[..., :3] - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(shown.permute(1, 2, 0).numpy(), expected, atol=1e-3)
+    assert torch.equal(visible(pixels / 2, like=pixels).max(), visible(pixels / 2, pixels).max()) and shown.max() == 1
+    assert torch.equal(visible(pixels[:3]), pixels[:3])
+    assert torch.equal(visible(torch.full((1, 4, 4), 0.25)), torch.full((3, 4, 4), 0.25))
+
+
+# DICOM
+
+
+def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: object) -> bytes:
+    """A file of one frame, (h, w) or (h, w, 3), by pydicom."""
+    pydicom = pytest.importorskip("pydicom")
+    found = pydicom.Dataset()
+    found.file_meta = pydicom.dataset.FileMetaDataset()
+    found.file_meta.TransferSyntaxUID = pydicom.uid.UID("1.2.840.10008.1.2.1")
+    found.SOPClassUID, found.SOPInstanceUID = "1.2.840.10008.5.1.4.1.1.2", "1.2.3"
+    found.Rows, found.Columns = values.shape[:2]
+    found.SamplesPerPixel = values.size // (found.Rows * found.Columns)
+    if found.SamplesPerPixel > 1:
+        found.PlanarConfiguration = 0
+    found.PhotometricInterpretation = "RGB" if found.SamplesPerPixel == 3 else "MONOCHROME2"
+    found.BitsAllocated = found.BitsStored = 8 * values.dtype.itemsize
+    found.HighBit, found.PixelRepresentation = found.BitsStored - 1, int(values.dtype.kind == "i")
+    found.PixelData = values.tobytes()
+    for name, value in tags.items():
+        setattr(found, name, value)
+    if syntax != "1.2.840.10008.1.2.1":
+        found.compress(syntax)
+    stream = io.BytesIO()
+    found.save_as(stream, enforce_file_format=True)
+    return stream.getvalue()
+
+
+def test_dicom_gives_the_values_that_pixels_stand_for():
+    ct = {"RescaleSlope": 1, "RescaleIntercept": -1024}
+    for data, expected in (
+        (dicom(GREY), GREY),
+        (dicom(GREY, **ct), GREY.astype(np.int32) - 1024),
+        (dicom(GREY.astype(np.int16), **ct), GREY.astype(np.int32) - 1024),
+        (dicom(GREY, RescaleSlope=0.5, RescaleIntercept=3), (GREY * 0.5 + 3).astype(np.float32)),
+        (dicom(GREY, BitsStored=12, HighBit=11, PhotometricInterpretation="MONOCHROME1"), 4095 - GREY),
+        (dicom(GREY, "1.2.840.10008.1.2.5"), GREY),
+        (dicom(SHALLOW[..., 0].copy()), SHALLOW[..., 0]),
+        (dicom(SHALLOW), SHALLOW),
+    ):
+        found = stored(data, 1)
+        np.testing.assert_array_equal(found, expected)
+        assert found.dtype == expected.dtype
+    assert EncodedImage(dicom(SHALLOW[..., 0].copy()), "f", None, channels=3).decode().shape == (40, 48, 3)
+    with pytest.raises(ConfigError, match=r"int32, values -1023 to 2815; .* give --data.value_range -1023,2815"):
+        with_value_range(load_recipe(None, {}), Files(dicom(GREY, **ct)))
+
+
+@pytest.mark.parametrize(
+    ("tags", "reason"),
+    [
+        ({"NumberOfFrames": 2, "PixelData": GREY.tobytes() * 2}, "2 frames in one DICOM file: write one frame a file"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, "colours as PALETTE COLOR in a DICOM file"),
+        ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),
+        ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
+        ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, data.max_pixels allows 1000000"),
+        ({"PatientID": "1.2.840.10008.1.2.1.99"}, "a deflated DICOM file"),
+    ],
+)
+def test_dicom_that_can_not_be_taken_is_said(tags, reason):
+    assert reason in refused(dicom(GREY, **tags), 1)
+
+
+def test_dicom_of_other_codecs_and_without_images_is_said():
+    lossless = dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.4.70\0"[:20])
+    assert refused(lossless, 1)
+    assert "without an image" in refused(dicom(GREY).replace(b"\xe0\x7f\x10\0OW", b"\xe0\x7f\x11\0OW"), 1)

@@ -1,0 +1,336 @@
+"""The Python API does what the commands do, from the same words, and leaves its process as it was."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import dino_ds
+from dino_ds import cli
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
+from dino_ds.launching.child import _NewLines, _Output
+from dino_ds.options.commands import COMMANDS
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.python_values import words_of
+from tests.ranks import run_on_ranks
+from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
+
+ROOT = Path(__file__).parent.parent
+MEASURED = re.compile(r"second|wait|memory|fraction|_gib|rolling|throughput|host|cpu")
+"""Names of what two runs of one command measure differently."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("api")
+    image_folder(path / "images", 24, 3)
+    image_folder(path / "test", 9, 3, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recipe(folder):
+    evaluated = {"eval.every": "3 steps", "eval.root": folder / "test"}
+    return {**TINY, "data.root": folder / "images", **evaluated, "ds": {"dino_ds": {"deterministic": True}}}
+
+
+@pytest.fixture(scope="module")
+def run(folder, recipe):
+    """Six steps, evaluated at 0, 3 and 6; with what its callback was told."""
+    told = []
+    found = dino_ds.train(
+        ds_config="ds_configs/zero0_fp32.json",
+        run_dir=folder / "run",
+        max_steps=6,
+        callbacks=[lambda *given: told.append(given)],
+        **recipe,
+    )
+    return found, told
+
+
+def _settled(lines):
+    return [{name: value for name, value in line.items() if not MEASURED.search(name)} for line in lines]
+
+
+def _state():
+    cudnn = torch.backends.cudnn
+    return {
+        "environment": dict(os.environ),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "torch": (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype()),
+        "memory": torch.utils.deterministic.fill_uninitialized_memory,
+        "cudnn": (cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic),
+        "random": torch.get_rng_state().tolist(),
+        "group": torch.distributed.is_initialized(),
+        "hook": threading.excepthook,
+        "logging": [(log.level, log.handlers, log.filters) for log in (logging.getLogger("DeepSpeed"), logging.root)],
+        "threads": {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"},
+    }
+
+
+@pytest.mark.slow
+def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
+    """Numbers and teacher to the last bit; also by a second call in this process."""
+    found, told = run
+    words = [f"--{name}={value}" for name, value in recipe.items() if name != "ds"]
+    ours = ["--ds_config", "ds_configs/zero0_fp32.json", "--ds.dino_ds.deterministic", "true", "--max_steps", "6"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "_exit", sys.exit)
+        cli.main(["train", "--run_dir", str(folder / "command"), *ours, *words])
+    torch.use_deterministic_algorithms(False)
+    expected = read_metrics(folder / "command")
+    assert _settled(found.metrics) == _settled(expected) and len(expected) == 9
+    assert [line.keys() for line in found.metrics] == [line.keys() for line in expected]
+    assert told == [(line["step"], line) for line in found.metrics]
+    before = _state()
+    again = dino_ds.train(
+        ds_config=Path("ds_configs/zero0_fp32.json"), run_dir=folder / "again", max_steps=np.int64(6), **recipe
+    )
+    assert _state() == before
+    teachers = [(place / "teacher.safetensors").read_bytes() for place in (found.path, folder / "command", again.path)]
+    assert teachers[0] == teachers[1] == teachers[2]
+
+
+@pytest.mark.slow
+def test_an_error_of_a_callback_stops_and_saves(folder, recipe, run, tmp_path):
+    """It comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
+
+    def fail(step, metrics):
+        told.append(step)
+        if step == 2:
+            raise ZeroDivisionError("of the callback")
+
+    told: list[int] = []
+    given = {"ds_config": "ds_configs/zero0_fp32.json", "run_dir": tmp_path / "run", "max_steps": 6, **recipe}
+    with pytest.raises(ZeroDivisionError, match="of the callback"):
+        dino_ds.train(callbacks=[fail], **given)
+    assert told == [0, 1, 2]
+    assert len(list((tmp_path / "run/checkpoints").glob("step_*"))) == 1
+    done = dino_ds.train(resume=True, **given)
+    steps = [[line for line in _settled(one.metrics) if "loss" in line] for one in (done, run[0])]
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path):
+    def press(step, metrics, times=1):
+        if step == 1:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(2.1 if times > 1 else 0)
+
+    given = {**recipe, "eval.every": "0 steps"}
+    before = _state()
+    with pytest.raises(
+        Stopped, match=r"stopped by SIGINT at step \d; saved step \d; the same with resume=True"
+    ) as info:
+        dino_ds.train(run_dir=tmp_path / "once", callbacks=[press], **given)
+    assert info.value.exit_code == 75
+    with pytest.raises(KeyboardInterrupt):
+        dino_ds.train(run_dir=tmp_path / "twice", callbacks=[lambda *line: press(*line, times=2)], **given)
+    assert not (tmp_path / "twice/teacher.safetensors").exists() and not (tmp_path / "twice/lock").exists()
+    assert _state() == before
+
+
+@pytest.mark.slow
+def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path):
+    """Signals can't be handled there; nothing ends the process that a run is part of."""
+    given = {"run_dir": tmp_path / "run", "max_steps": 2, "hang_seconds": 1, **recipe}
+    wait = [lambda step, _: time.sleep(2.5 if step == 1 else 0)]
+    thread = threading.Thread(target=lambda: dino_ds.train(callbacks=wait, **given))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "run/teacher.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_ranks_train_as_the_launcher_s_do(folder, tmp_path):
+    """Callbacks are told in this process, also by a run that continues; errors are those of one process."""
+    told = []
+    given = {**TINY, "data.root": folder / "images", "run_dir": tmp_path / "run", "ranks": 2}
+    with pytest.raises(ConfigError, match="global batch 7 is not a multiple of ranks 2"):
+        dino_ds.train(**{**given, "data.global_batch": 7})
+    run = dino_ds.train(
+        ds_config="ds_configs/zero1_fp32.json", max_steps=2, callbacks=[lambda *line: told.append(line)], **given
+    )
+    assert run_on_ranks(train_tiny, folder / "images", tmp_path / "other", "zero1_fp32.json", 2) == [None, None]
+    assert _settled(run.metrics) == _settled(read_metrics(tmp_path / "other"))
+    assert told == [(line["step"], line) for line in run.metrics]
+    assert (run.path / "teacher.safetensors").read_bytes() == (tmp_path / "other/teacher.safetensors").read_bytes()
+
+
+def _printed(capsys, *words):
+    capsys.readouterr()
+    cli.main([*map(str, words), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_path, capsys):
+    found, images, test = run[0], folder / "images", folder / "test"
+    features, names, labels, classes = dino_ds.embed(found, images, workers=0)
+    assert dino_ds.embed(found, images, tmp_path / "ours.npy", workers=0) == tmp_path / "ours.npy"
+    facts = _printed(capsys, "embed", found.path, "--root", images, "--out", tmp_path / "theirs.npy", "--workers", 0)
+    assert facts["shape"] == list(features.shape) and len(names) == 24 and classes == ["class0", "class1", "class2"]
+    assert set(labels.tolist()) == {0, 1, 2} and names[0].endswith("class0/000.png")
+    for name in ("ours", "theirs"):
+        np.testing.assert_array_equal(np.load(tmp_path / f"{name}.npy"), features)
+    given = {"evals": ["knn", "ridge"], "root": images, "test_root": test, "k": (3, 5), "workers": 0}
+    ours = dino_ds.evaluate(found, **given)
+    words = ("--evals", "knn,ridge", "--root", images, "--test_root", test, "--k", "3,5", "--workers", 0)
+    theirs = _printed(capsys, "eval", found.path, *words)
+    assert ours.keys() == theirs.keys() and ours["results"].keys() == {"knn", "ridge"}
+    for name, result in theirs["results"].items():
+        assert ours["results"][name]["results"] == result["results"]
+    assert dino_ds.report(found) == found.path / "report.html" == found.report()
+    ours = dino_ds.plan("vitb16", gpu="a100-40g", gpus=4, **{"data.global_batch": 512})
+    theirs = _printed(capsys, "plan", "--config=vitb16", "--gpu=a100-40g", "--gpus=4", "--data.global_batch=512")
+    assert json.loads(json.dumps(ours)) == theirs
+    assert dino_ds.load(found).width == found.load().width == features.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"run_dir": Path("a b")}, "run_dir=a b"),
+        ({"max_steps": np.int64(4)}, "max_steps=4"),
+        ({"allow_oversize": True}, "allow_oversize=true"),
+        ({"from_": "runs/x"}, "from=runs/x"),
+        ({"config": ["vits16", "own.yaml"]}, "config=vits16,own.yaml"),
+        ({"optimizer.lr": 1e-5}, "optimizer.lr=1e-05"),
+        ({"optimizer.lr": np.float32(0.5)}, "optimizer.lr=0.5"),
+        ({"model.init_from": None}, "model.init_from=none"),
+        ({"crops": {"global_scale": (0.4, 1)}}, "crops.global_scale=0.4,1"),
+        ({"ds": {"zero_optimization": {"stage": 1}}}, "ds.zero_optimization.stage=1"),
+        ({"ds.optimizer.params.betas": [0.9, 0.95]}, "ds.optimizer.params.betas=[0.9, 0.95]"),
+        ({"ds.gradient_clipping": None}, "ds.gradient_clipping=null"),
+    ],
+    ids=str,
+)
+def test_values_of_python_becomewords_of(given, text):
+    assert words_of(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
+
+
+def test_words_of_a_list_are_given_one_by_one():
+    words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
+    assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "answer"),
+    [
+        ({"max_step": 3}, ConfigError, "Did you mean --max_steps"),
+        ({"crops": {"num_locals": 3}}, ConfigError, "Did you mean --crops.num_local"),
+        ({"ds": {"zero_optimisation": {"stage": 1}}}, ConfigError, "zero_optimization"),
+        ({"max_steps": 2.5}, ConfigError, "'2.5' is not a whole number"),
+        ({"max_steps": object()}, ConfigError, "max_steps: a object can't be given; a value is text, a number"),
+        ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "['knn,ridge', 'x'] can't be given"),
+        ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
+        ({"data": "/images"}, ConfigError, "write --data.root /images"),
+        ({"json": True}, ConfigError, "not an option in Python"),
+        ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
+        ({"resume": "last.ckpt"}, ConfigError, "auto or the step of a checkpoint"),
+        ({"callbacks": print}, ConfigError, "a list of functions"),
+        ({"ranks": 1.5}, ConfigError, "--ranks '1.5' is not a whole number"),
+        ({"ranks": 2, "max_step": 3}, ConfigError, "Did you mean --max_steps"),
+    ],
+    ids=str,
+)
+def test_mistakes_get_the_command_s_answer_before_anything_is_written(given, error, answer, tmp_path):
+    with pytest.raises(error, match=re.escape(answer)):
+        dino_ds.train(**{"run_dir": tmp_path / "run", "config": "quickstart", **given})
+    assert not list(tmp_path.iterdir())
+
+
+def _calls():
+    """(page, function, its arguments as far as they are written out) of the documents' examples."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.Call) and re.fullmatch(r"dino_ds\.(?!load)\w+", ast.unparse(node.func)):
+                    function = getattr(dino_ds, ast.unparse(node.func).removeprefix("dino_ds."))
+                    given = {key.arg: key.value for key in node.keywords if key.arg}
+                    given |= dict(zip(inspect.signature(function).parameters, node.args, strict=False))
+                    more = [ast.literal_eval(key.value) for key in node.keywords if not key.arg]
+                    yield page.name, function, {name: _value(node) for name, node in given.items()} | dict(*more)
+
+
+def _value(node):
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return "NAME"  # of a variable
+
+
+@pytest.mark.parametrize(("page", "function", "given"), list(_calls()))
+def test_documented_calls_are_accepted(page, function, given):
+    command = COMMANDS[{"evaluate": "eval"}.get(function.__name__, function.__name__)]
+    inspect.signature(function).bind(**given)
+    given.pop("callbacks", None)
+    flags = parse_flags(command, words_of(command, {}, given))
+    load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
+
+
+def test_a_rank_of_a_launcher_is_refused(monkeypatch, tmp_path):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for ranks in (None, 2):
+        with pytest.raises(ConfigError, match="one of several that a launcher has started"):
+            dino_ds.train("quickstart", run_dir=tmp_path / "run", ranks=ranks)
+
+
+def test_nothing_is_imported_before_it_is_needed():
+    code = "import sys, dino_ds; dino_ds.plan('vits16', gpu='t4-16g'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_train_is_the_function_beside_the_module_of_that_name():
+    import dino_ds.plan.command
+    import dino_ds.train
+
+    assert all(inspect.isfunction(getattr(dino_ds, name)) for name in dino_ds.__all__)
+    assert set(dino_ds.__all__) <= set(dir(dino_ds))
+
+
+def test_new_lines_are_those_after_what_a_resumed_run_keeps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    lines = _NewLines(path)
+    assert list(lines) == []
+    (tmp_path / "new").write_text('{"step": 1}\n{"step": 2, "x": 0}\n{"step"')
+    (tmp_path / "new").replace(path)
+    assert list(lines) == [{"step": 2, "x": 0}]
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert list(lines) == [{"step": 3}]
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "text"),
+    [(3, CheckpointError, "^damaged$"), (1, RuntimeError, r"^damaged \(exit code 1\)$"), (75, Stopped, "at step 4")],
+)
+def test_an_exit_code_of_the_launcher_is_an_error(code, error, text, tmp_path, capsys):
+    with (tmp_path / "output").open("w+b", buffering=0) as file:
+        output = _Output(file.fileno())
+        file.write(b"stopped  by SIGTERM at step 4; saved step 4. To continue: the\ndino_ds: error: damaged\n")
+        output.show()
+        file.write(b"dino_ds: error: rank 0 ended with code 3 while starting\n")
+        output.show()
+    assert capsys.readouterr().err.count("\n") == 3
+    with pytest.raises(error, match=text):
+        raise output.error(code)
