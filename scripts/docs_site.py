@@ -25,6 +25,13 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]*)(#[^)]*)?\
 _EXPORTS = "<!-- one section for each name that dino_ds exports -->"
 
 
+def on_config(config: MkDocsConfig) -> None:
+    """Anchors of headings as GitHub makes them."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = lambda heading, separator: re.sub(
+        r"[^\w -]", "", heading.lower()
+    ).replace(" ", separator)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """With the pages outside docs/, and every file that a page links to, as it is, in source/."""
     pages = {file.src_uri: Path(file.abs_src_path or "") for file in files if file.is_documentation_page()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import yaml
 
 import dino_ds
 from dino_ds.config.ds_config import load_ds_config
@@ -134,3 +135,20 @@ def test_the_tree_in_the_readme_is_the_tree():
     block = re.findall(r"```\n(dino_ds/ .*?)```", (REPOSITORY / "README.md").read_text(), re.S)[0]
     for line in block.splitlines():
         assert (REPOSITORY / line.split()[0]).is_dir()
+
+
+def test_files_for_github_and_for_citations_say_what_the_project_says():
+    """The version, the supported Pythons, and templates of the form that GitHub reads."""
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys() and all(citation["authors"])
+    assert str(citation["version"]) == dino_ds.__version__ and citation["license"] == "Apache-2.0"
+    (workflow,) = (yaml.safe_load(path.read_text()) for path in (REPOSITORY / ".github/workflows").glob("*.yml"))
+    pythons = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (REPOSITORY / "pyproject.toml").read_text())
+    assert workflow["jobs"]["tests"]["strategy"]["matrix"]["python"] == pythons
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert all(re.search(r"@v\d+$", step["uses"]) for step in job["steps"] if "uses" in step)
+    for path in (REPOSITORY / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        template = yaml.safe_load(path.read_text())
+        assert {"name", "description", "body"} == template.keys() - {"labels"}
+        assert all(part["type"] == "markdown" or part["attributes"]["label"] for part in template["body"])

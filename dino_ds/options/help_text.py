@@ -18,17 +18,25 @@ from dino_ds.options.definition import Command, Option
 _EXAMPLES = """\
 examples
   dino-ds train --config quickstart
-  deepspeed --num_gpus 4 dino_ds/train.py --ds_config ds_configs/zero2_fp16.json --data.root /images
+  dino-ds launch --ranks 4 -- --ds_config ds_configs/zero2_fp16.json --data.root /images
   torchrun --nproc_per_node 2 dino_ds/train.py --config cifar10 --data.root data --data.download true
   dino-ds train --config vitb16 --data.root /images --optimizer.lr 5e-4 --ds.gradient_clipping 0.3
 """
 
+FIRST_DAY = {
+    "dino-ds train --config quickstart": "the embedded photographs: minutes, to see that it works",
+    "dino-ds look-data --data.root IMAGES": "your images as the network will see them",
+    "dino-ds train --data.root IMAGES --run_dir runs/mine": "a ViT-S/16 on them; --resume continues",
+    "dino-ds report runs/mine": "curves, evaluations and pictures on one page",
+    "dino-ds export runs/mine --format timm": "the result for other programs",
+}
 GROUPS = {
-    "train": ("train", "advise", "plan", "doctor", "find-batch-size", "find-workers"),
+    "train": ("train", "init", "advise", "plan", "doctor", "find-batch-size", "find-workers", "completion"),
     "look": ("look-data", "report", "pictures", "attention-video"),
-    "evaluate and export": ("eval", "embed", "export"),
+    "evaluate": ("eval", "embed"),
+    "export": ("export", "convert"),
     "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
-    "data and clusters": ("init", "shard", "unshard", "launch", "convert", "simulate-goodput"),
+    "cluster": ("launch", "shard", "unshard", "simulate-goodput"),
 }
 """Every command once, as `--help` shows them."""
 _VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}
@@ -58,13 +66,23 @@ def help_text(words: list[str]) -> str:
 
 
 def _overview() -> str:
+    first = [(line, "", about) for line, about in FIRST_DAY.items()]
     groups = [
         line
         for group, names in GROUPS.items()
         for line in (group, *_rows([(name, "", COMMANDS[name].summary) for name in names]), "")
     ]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
-    usage = ["usage: dino-ds COMMAND [--option value ...]", "", *groups, "dino-ds COMMAND --help", ""]
+    usage = [
+        "usage: dino-ds COMMAND [--option value ...]",
+        "",
+        "a first day",
+        *_rows(first),
+        "",
+        *groups,
+        "dino-ds COMMAND --help",
+        "",
+    ]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
 
 

@@ -98,6 +98,9 @@ class ExportOptions:
     model: Model
     format: Annotated[ExportForm, Help("one of")]
     out: Annotated[str | None, Help("file or folder to write", "beside the weights")] = None
+    push: Annotated[
+        str | None, Help("OWNER/NAME: upload the folder of hf or timm to the Hugging Face Hub too, privately", "none")
+    ] = None
     heads: Heads = None
     backbone: Annotated[
         str | None,

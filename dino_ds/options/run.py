@@ -66,6 +66,13 @@ class InitOptions:
     root: Annotated[str, Help("your images, as data.root")] = "/images"
 
 
+@command("completion", "dino_ds.options.completion:run", loads_torch=False)
+class CompletionOptions:
+    """the script by which a shell completes commands and options at a TAB (docs/quickstart.md)"""
+
+    shell: Annotated[Literal["bash", "zsh", "fish"], Help("one of", bare=True)]
+
+
 @command("convert", "dino_ds.tools.convert:run")
 class ConvertOptions:
     """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""

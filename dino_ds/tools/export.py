@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.flat import flat_values
+from dino_ds.config.loading import load_recipe, show_value
+from dino_ds.config.recipe import Recipe
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
 from dino_ds.options.model import ExportOptions
+from dino_ds.tools.push import check_push, push
 
 
 def check(options: ExportOptions) -> None:
     """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
+    check_push(options)
     if options.out is not None:
         _check_place(Path(options.model), options.format, Path(options.out).expanduser())
 
 
 def run(options: ExportOptions) -> None:
-    """Write `model` as `format`, a key of FORMATS, to `out`.
+    """Write `model` as `format`, a key of FORMATS, to `out`, and `push` it.
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
     """
@@ -33,17 +38,20 @@ def run(options: ExportOptions) -> None:
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
-    backbone.about |= _results(source)
+    backbone.about |= _results(source) | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
         notes.append(
             f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"
         )
+    address = push(place, options.push) if options.push else None
     if options.json:
-        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
+        pushed = {"pushed": address} if address else {}
+        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes} | pushed))
     else:
-        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
+        uploaded = [f"pushed: {address} (private where it is new)"] if address else []
+        print("\n".join([str(place), f"load it: {how}", *uploaded, *(f"note: {note}" for note in notes)]))
 
 
 def _check_place(source: Path, format: str, place: Path) -> None:
@@ -67,7 +75,16 @@ def _results(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{run / RESULTS} can't be read ({error}): fix or remove it") from None
     try:
-        data = load_recipe(str(run / "config.yaml"), {}).data
+        recipe = load_recipe(str(run / "config.yaml"), {})
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
-    return {"evaluations": evaluations, "data": name_images(data.source, data.root)}
+    data = name_images(recipe.data.source, recipe.data.root)
+    return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
+
+
+def _public(recipe: Recipe) -> dict[str, Any]:
+    """What differs from the defaults and changes what is learned, by key; no paths of the machine that trained."""
+    usual, own = flat_values(Recipe()), flat_values(recipe)
+    sections = ("crops.", "model.", "head.", "objective.", "optimizer.", "teacher.", "gram.", "length", "data.global")
+    found = {key: value for key, value in own.items() if value != usual.get(key) and key.startswith(sections)}
+    return {key: show_value(value) for key, value in found.items() if not re.search(r"[/\\~]", str(value))}

@@ -88,7 +88,8 @@ def _filled(script: str, values: dict[str, str]) -> str:
     text = (_LAUNCH / script).read_text()
     for name, value in values.items():
         line = f"{name}={shlex.quote(value)} "
-        text = re.sub(rf"(?m)^{name}=\S+ *", lambda found, line=line: line.ljust(len(found[0])), text)
+        if found := re.search(rf"(?m)^{name}=\S+ *", text):
+            text = text.replace(found[0], line.ljust(len(found[0])), 1)
     for theirs, ours in _IN_A_PROJECT.items():
         text = text.replace(theirs, ours)
     return re.sub(r"(?m) +$", "", text)

@@ -15,7 +15,7 @@ from dino_ds.weights.load import Backbone
 _USE = {
     "timm": """import timm
 
-model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+model = timm.create_model("{place}:{folder}", pretrained=True).eval()
 features = model(images)  # (b, {width})""",
     "transformers": """from transformers import AutoImageProcessor, AutoModel
 
@@ -27,9 +27,11 @@ features = model(**processor(images, return_tensors="pt")).{output}  # (b, {widt
 def model_card(model: Backbone, library: str, folder: str) -> str:
     """What it is, how `library` (timm or transformers) loads `folder`, and what it scored.
 
-    Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
+    Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images,
+    "recipe" has the settings of the training, "hub" the repository that the folder is for.
     """
     spec, about = model.network.spec, model.about
+    place, folder = ("hf-hub", about["hub"]) if "hub" in about else ("local-dir", folder)
     output = "last_hidden_state[:, 0]" if model.is_vit else "pooler_output"
     mean, std = list(model.normalisation.mean), list(model.normalisation.std)
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
@@ -42,10 +44,10 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "",
             f"{_sizes(model)}, native images of {model.image_size} pixels. The EMA teacher's backbone, FP32, without "
             "the projection head.",
-            *([f"Trained for {about['step']} steps = {about['images']} images."] if "step" in about else []),
+            *_training(about),
             "",
             "```python",
-            _USE[library].format(folder=folder, width=spec.width, output=output),
+            _USE[library].format(place=place, folder=folder, width=spec.width, output=output),
             "```",
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
@@ -54,9 +56,20 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "",
             *_table(about),
             f"Made by dino_ds {__version__}" + (f" ({versions})." if versions else "."),
+            *([] if "hub" not in about else ["", "License: not stated; its owner adds `license:` to the metadata."]),
             "",
         ]
     )
+
+
+def _training(about: dict[str, Any]) -> list[str]:
+    """How long, on which images, and the settings that are not the defaults."""
+    images = f" of {about['data']}" if "data" in about else ""
+    lines = [f"Trained for {about['step']} steps = {about['images']} images{images}."] if "step" in about else []
+    if not about.get("recipe"):
+        return lines
+    settings = yaml.safe_dump(about["recipe"], sort_keys=False, allow_unicode=True).rstrip()
+    return [*lines, "", "Settings that differ from dino_ds's defaults:", "", "```yaml", settings, "```"]
 
 
 def _sizes(model: Backbone) -> str:

@@ -24,7 +24,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.options.help_text import GROUPS, configs_markdown, help_text
+from dino_ds.options.help_text import FIRST_DAY, GROUPS, configs_markdown, help_text
 from dino_ds.options.run import TrainOptions
 
 ROOT = Path(__file__).parents[2]
@@ -549,6 +549,13 @@ def test_a_key_is_checked_in_the_ds_config_that_the_error_names(errors: Callable
     assert line.endswith("(of ds_configs/zero0_fp32.json; --ds_config takes another)")
     (line,) = errors("train", "--data.root", "/x", "--ds_config", "zero0_fp32", "--ds.dino_ds.attention", "varlen")
     assert line.endswith('use "sdpa"')
+
+
+def test_help_begins_with_five_commands_of_a_first_day():
+    assert len(FIRST_DAY) == 5 and list(FIRST_DAY)[-1] in help_text([]).partition("\ntrain\n")[0]
+    for line in FIRST_DAY:
+        command, words = find_command(line.split()[1:])
+        parse_flags(command, words)
 
 
 def test_the_overview_has_every_command_once():

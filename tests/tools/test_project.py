@@ -37,6 +37,14 @@ def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project)
     assert len((project / "README.md").read_text().splitlines()) <= 12
 
 
+def test_on_gpus_the_ds_json_is_the_planner_s(tmp_path, monkeypatch):
+    monkeypatch.setattr(here, "find_machine", lambda: Machine(1, 1, 64.0, card_gib=23.6))
+    run(InitOptions(dir=str(tmp_path), recipe="vits16"))
+    ds = load_ds_config(str(tmp_path / "ds.json"), {})
+    assert ds["bf16"]["enabled"] and ds["train_micro_batch_size_per_gpu"] < 512
+    assert "1 x 23.6 GiB" in (tmp_path / "ds.json").read_text()
+
+
 @pytest.mark.parametrize(("script", "program"), [("train.sh", "dino-ds"), ("slurm.sh", "srun")])
 def test_scripts_train_with_the_files_beside_them(project, script, program, tmp_path, monkeypatch):
     for name in ("dino-ds", "srun", "scontrol"):
