@@ -132,8 +132,9 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
 
         files["recipe"] = as_source(files["recipe"], getattr(options, "run_dir", None))
     if command is TRAIN:
-        from dino_ds.data.root import check_root
+        from dino_ds.data.root import check_photos, check_root
 
+        check_photos(files["recipe"].data.source, files["recipe"].data.root)
         files["recipe"].check_learning_rates()
         files["recipe"].check_batch()
         files["recipe"].check_teacher()

@@ -17,7 +17,7 @@ from dino_ds.data.list_file import ListFile
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
-from dino_ds.errors import DataError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.hubs import images_elsewhere
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
@@ -38,6 +38,15 @@ def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
         return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root)
     inside = _archives_in(path) if os.path.isdir(path) else []
     return _open_all(inside, root) if inside else ImageFolder(root)
+
+
+def check_photos(source: str, root: str | None) -> None:
+    """Raises ConfigError where images are named, and the photographs inside the package would be taken instead."""
+    if source == "photos" and root is not None:
+        raise ConfigError(
+            f"images {root} are named, and the source is photos (recipe quickstart's), the photographs inside the "
+            "package: for yours say --data.source folder (--source folder), else leave the root out"
+        )
 
 
 def check_root(root: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.photos import PhotoPatches
-from dino_ds.data.root import open_files
+from dino_ds.data.root import check_photos, open_files
 from dino_ds.data.torchvision_sets import TorchvisionImages
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 from dino_ds.names import did_you_mean
@@ -24,10 +24,11 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
     """The images of one split.
 
     A user's own files or class are taken whole, whatever the split: name another root for tests. Raises DataError where
-    nothing can be read, ConfigError for an unknown source or a class that is not a source.
+    nothing can be read, ConfigError for an unknown source, a class that is not a source, or a root of the photographs.
     """
     if ":" in source:
         return build_own_source(source, root)
+    check_photos(source, root)
     if source == "photos":
         return PhotoPatches(split)
     if source not in SOURCES:

@@ -30,31 +30,45 @@ Score = Callable[[], tuple[float, dict[str, float]]]
 
 
 def open_upright(path: str | Path) -> Image.Image:
-    """RGB, turned as its EXIF says: as the teacher saw images."""
+    """RGB, turned as its EXIF says: as the teacher saw images. Raises ValueError for more than 8 bits."""
     with Image.open(path) as image:
+        if image.mode[0] in "IF":
+            raise ValueError(f"{path} has more than 8 bits, which Pillow would cut off at 255: save it in 8 bits")
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def load_teacher(model: str, classes: int, random: bool = False, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-    """timm's network with a new head, and what is known of it: timm_name, timm_arguments, mean, std.
+def create(name: str, arguments: dict[str, Any], pretrained: bool = False) -> tuple[Any, dict[str, Any]]:
+    """timm's network, for images of any size also of ViTs, and the arguments that made it."""
+    flexible = {**arguments, "dynamic_img_size": True}
+    try:
+        return timm.create_model(name, pretrained=pretrained, **flexible), flexible
+    except TypeError:  # not a ViT
+        return timm.create_model(name, pretrained=pretrained, **arguments), arguments
+
+
+def load_teacher(model: str, classes: int, random: bool = False) -> tuple[Any, dict[str, Any]]:
+    """timm's network for images of any size with a new head, and what is known of it: timm_name, timm_arguments, mean,
+    std.
 
     model: a run folder, a .safetensors file with the .json of its name beside it, or timm's name of released weights.
-    random: the same network without the weights. arguments: more of timm's, of ViTs only. Ends the program if it can't.
+    random: the same network without the weights. Ends the program if it can't.
     """
     path = Path(model) / "teacher.safetensors" if Path(model).is_dir() else Path(model)
     if path.suffix != ".safetensors":
         if not timm.is_model(model.partition(".")[0]):
             sys.exit(f"{model} is neither a run folder, a .safetensors file nor a name of timm's")
-        network: Any = timm.create_model(model, pretrained=not random, num_classes=classes, **arguments)
+        network, arguments = create(model, {"num_classes": classes}, not random)
         config = network.pretrained_cfg
-        return network, {"timm_name": model, "timm_arguments": {}, "mean": config["mean"], "std": config["std"]}
+        return network, {"timm_name": model, "timm_arguments": arguments, "mean": config["mean"], "std": config["std"]}
     if not (path.exists() and path.with_suffix(".json").exists()):
         sys.exit(f"{path} or the .json of its name is missing: give a run folder, or dino-ds export its teacher")
     about = json.loads(path.with_suffix(".json").read_text())
-    wanted = about["timm_arguments"] = {**about["timm_arguments"], "num_classes": classes}
+    wanted = {**about["timm_arguments"], "num_classes": classes}
+    if about.get("value_range"):
+        sys.exit(f"{model} takes images of more than 8 bits: change how this program reads images")
     if wanted.get("in_chans", 3) != 3:
         sys.exit(f"{model} takes {wanted['in_chans']} channels: change how this program reads images")
-    network = timm.create_model(about["timm_name"], **wanted, **(arguments if "img_size" in wanted else {}))
+    network, about["timm_arguments"] = create(about["timm_name"], wanted)
     if not random:
         head = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(("head.", "fc."))}
         try:
@@ -134,6 +148,9 @@ def main(argv: list[str] | None = None) -> float:
         )
     network, about = load_teacher(given.model, len(classes), given.random)
     size = given.size or about["timm_arguments"].get("img_size", 224)
+    patch = getattr(getattr(network, "patch_embed", None), "patch_size", (1,))[0]
+    if size % patch:
+        sys.exit(f"--size {size} is not a multiple of the patch size: give {max(1, round(size / patch)) * patch}")
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(about["mean"], about["std"])]
     crop = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])
     middle = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *last])

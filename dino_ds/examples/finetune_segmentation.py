@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> float:
     given = options.parse_args(argv)
     torch.manual_seed(given.seed)
     names = given.classes.split(",")
-    backbone, about = load_teacher(given.model, 0, given.random, dynamic_img_size=True)
+    backbone, about = load_teacher(given.model, 0, given.random)
     size = given.size or about["timm_arguments"].get("img_size", 224)
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
     last.append(v2.Normalize(about["mean"], about["std"]))

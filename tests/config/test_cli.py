@@ -66,6 +66,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
             "--local_rank=0",
             "--config",
             "quickstart",
+            "--data.source=mine:Source",
             "--data.root=/a,b/[1]'x\"",
             "--optimizer.lr",
             "1e-3",
@@ -84,7 +85,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     )
     ((options, files),) = calls
     recipe, ds, path = files["recipe"], files["ds"], files["ds_path"]
-    assert recipe.data.source == "photos" and recipe.data.root == "/a,b/[1]'x\""
+    assert recipe.data.source == "mine:Source" and recipe.data.root == "/a,b/[1]'x\""
     assert recipe.optimizer.lr == 1e-3 and recipe.log_every == 1 and recipe.crops.global_scale == (0.3, 1.0)
     assert ds["gradient_clipping"] == 0.5
     assert Path(path).name == "zero0_fp32.json" and Path(path).is_file()
@@ -475,6 +476,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data imgs", 2, "--data.root imgs"),
         ("train --data.root my images", 2, '--data.root "my images"'),
         ("train --data.root imgz", 2, "Did you mean imgs?"),
+        ("train --config quickstart --data.root imgs", 2, "say --data.source folder"),
         ("train --data.root imgs.zip", 2, "unpack it, then give --data.root FOLDER"),
         ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt file with a path a line"),

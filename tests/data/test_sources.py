@@ -249,6 +249,11 @@ def test_unknown_source_and_missing_root():
             build_source(source, None, "train", False)
 
 
+def test_the_photographs_are_never_taken_for_images_that_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="--data.source folder"):
+        build_source("photos", str(tmp_path), "train", False)
+
+
 @pytest.mark.parametrize("source", sorted(torchvision_sets.TORCHVISION_SETS))
 def test_torchvision_set_that_is_not_there(tmp_path, source):
     with pytest.raises(DataError) as caught:

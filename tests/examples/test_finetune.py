@@ -99,11 +99,36 @@ def test_masks_are_learned_and_drawn(place, tmp_path, frozen):
 
 
 def test_logits_are_as_large_as_the_image_whatever_the_patches(place):
-    backbone, _ = finetune_classification.load_teacher(str(place / "teacher.safetensors"), 0, dynamic_img_size=True)
+    backbone, _ = finetune_classification.load_teacher(str(place / "teacher.safetensors"), 0)
     network = finetune_segmentation.Segmenter(backbone, 3, True).eval()
     assert network(torch.zeros(2, 3, 37, 51)).shape == (2, 3, 37, 51)
     resnet = finetune_segmentation.Segmenter(timm.create_model("resnet18", num_classes=0), 3, True).eval()
     assert resnet(torch.zeros(1, 3, 64, 70)).shape == (1, 3, 64, 70)
+
+
+def test_any_size_is_taken_and_names_of_timm_build_the_network_again(place):
+    for name in (str(place / "teacher.safetensors"), "vit_tiny_patch16_224.augreg_in21k", "resnet18"):
+        network, about = finetune_classification.load_teacher(name, 3, random=True)
+        assert network.eval()(torch.zeros(2, 3, 48, 48)).shape == (2, 3)
+        again = timm.create_model(about["timm_name"], **about["timm_arguments"])
+        again.load_state_dict(network.state_dict())
+
+
+def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path):
+    Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        finetune_classification.open_upright(tmp_path / "deep.png")
+    about = json.loads((place / "teacher.json").read_text()) | {"value_range": [0.0, 4095.0]}
+    (tmp_path / "teacher.json").write_text(json.dumps(about))
+    shutil.copy(place / "teacher.safetensors", tmp_path)
+    with pytest.raises(SystemExit, match="takes images of more than 8 bits"):
+        finetune_classification.load_teacher(str(tmp_path), 2)
+
+
+def test_a_size_that_patches_do_not_divide_is_one_line(place, tmp_path):
+    with pytest.raises(SystemExit, match="--size 50 is not a multiple of the patch size: give 48"):
+        _classify(place, tmp_path / "out", "--size", "50")
+    assert not (tmp_path / "out").exists()
 
 
 def test_photographs_are_turned_as_their_exif_says(tmp_path):
