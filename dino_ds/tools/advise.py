@@ -48,6 +48,10 @@ _MANY_TWINS = 0.05
 """Of the images looked at: those that look like another one."""
 _BF16_SINCE = 8
 """Major compute capability."""
+_FAST = 0.99
+"""EMA momentum that is advised where the teacher decides nothing."""
+_SHORT = 0.1
+"""Hours below which a prediction says little: starting takes as long."""
 _WIDTH = 120
 
 
@@ -79,7 +83,7 @@ def run(options: AdviseOptions) -> None:
         "expected_knn": list(expected_knn(data, gpus)),
         "command": _command(words, options.nodes, gpus.count),
         "remedies": _remedies(words),
-        "notes": [*_notes(data, gpus, words, options), *_about_images(data, found)],
+        "notes": [*_notes(data, gpus, words, options), *_about_images(data, found, _images(options))],
     }
     print_result(_page(result, options), result, options.json)
 
@@ -169,9 +173,10 @@ def _remedies(words: Sequence[str]) -> list[str]:
     outputs = recipe.head.prototypes
     continued = recipe.model.init_from is not None
     slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
+    faster = "--teacher.momentum 0.99 (dino#246), " if recipe.teacher.momentum > _FAST else ""
     return [
-        f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. --teacher.momentum 0.99 "
-        "(dino#246), --objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
+        f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
+        "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
         "(docs/quickstart.md)",
         f"k-NN falls: keep the best checkpoint, and try {slower}; more images, or none trained on at all: {RULE} "
         "(dinov2#204)",
@@ -182,35 +187,47 @@ def _remedies(words: Sequence[str]) -> list[str]:
 def _notes(data: Data, gpus: Gpus, words: Sequence[str], options: AdviseOptions) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
+    images = _images(options)
     if weights := released_weights(data, gpus):
-        tests = _test_images(options) or "TESTS"
+        tests = shlex.quote(_test_images(options) or "TESTS")
         yield (
             "first, without training (DINOv2's model card: good features out of the box; no labels: dino-ds embed)\n"
             f"  dino-ds eval {weights} {_named(options)} --test_root {tests}"
         )
         yield (
             "instead, for a small network: distil a large one, as LightlyTrain recommends (docs/distillation.md)\n"
-            "  dino-ds train --config distill_vits16 --teacher.from WEIGHTS --teacher.distill features"
+            f"  dino-ds train --config distill_vits16 {images} --teacher.from WEIGHTS --teacher.distill features"
         )
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     else:
-        images = shlex.join(words[2 : words.index("--data.root") + 2] if "--data.root" in words else words[:2])
         yield f"images must be read and cropped as fast as they are trained on\n  dino-ds find-workers {images}"
     if "--eval.root" not in words and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
 
 
-def _about_images(data: Data, found: dict[str, Any]) -> Iterator[str]:
+def _images(options: AdviseOptions) -> str:
+    """The images as options of the commands that take a recipe's keys."""
+    source = [] if options.source == "folder" else ["--data.source", options.source]
+    return shlex.join([*source, *([] if options.root is None else ["--data.root", options.root])])
+
+
+def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[str]:
+    """`images`: the options that name them."""
+    channels = "" if data.colour else f" --model.in_chans {data.channels}"
     if found["unreadable"]["count"]:
         share = found["unreadable"]["count"] / found["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
     if found["near_duplicates"]["surplus"] > _MANY_TWINS * found["looked_at"]:
-        yield "many images look the same: keep one of each; all are found by dino-ds look-data --sample 0"
+        yield f"many images look the same: keep one of each; all are found by\n  dino-ds look-data {images} --sample 0"
     if found["values"].keys() != {"uint8"}:
-        yield f"values are {', '.join(found['values'])}: dino-ds look-data shows which range training takes"
-    if not data.colour:
-        yield f"dino-ds look-data --model.in_chans {data.channels} measures --data.mean and --data.std"
+        # Where the sample doesn't say which, `train` stops and names the flag.
+        yield (
+            f"values are {', '.join(found['values'])}: which range training takes, or which to give, shows\n"
+            f"  dino-ds look-data {images}{channels}"
+        )
+    if channels:
+        yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {images}{channels}"
     if data.side > _LARGE_SIDE:
         yield "large images are slow to decode: dino-ds shard --shrink 512 makes smaller ones once"
 
@@ -240,7 +257,8 @@ def _page(result: dict[str, Any], options: AdviseOptions) -> str:
         memory = f"{prediction['memory_gib']:.1f} of {prediction['limit_gib']:.1f} GiB"
         rate = f"{prediction['images_per_second']:,.0f} images/s"
         why = f"{rate}; {memory}; {prediction['ds_config']}: predicted by dino-ds plan, not verified on a GPU"
-        rows.append(("hours", f"{prediction['hours']:,.1f}", why))
+        hours = f"{prediction['hours']:,.1f}" if prediction["hours"] >= _SHORT else f"less than {_SHORT}"
+        rows.append(("hours", hours, why))
     for row in rows:
         lines += _wrapped(*row)
     notes = [f"note: {note}" for note in result["notes"]]
@@ -270,7 +288,13 @@ def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
         line
         for text in texts
         for part in text.splitlines()
-        for line in textwrap.wrap(
-            part, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-        )
+        for line in (_indented(part) if part.startswith("  dino-ds ") else _filled(part, indent))
     ]
+
+
+def _indented(command: str) -> list[str]:
+    return ["  " + line for line in _folded(command.strip()).splitlines()]
+
+
+def _filled(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

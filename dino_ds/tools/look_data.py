@@ -111,7 +111,14 @@ def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
     count, channels = min(sample or len(source), len(source)), recipe.model.in_chans
     chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
     with closing(look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels, channels)) as facts:
-        return list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
+        found = list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
+    return [_unless_skipped(fact, channels) for fact in found] if hasattr(source, "read") else found
+
+
+def _unless_skipped(fact: Facts, wanted: int) -> Facts:
+    """A file of other channels than training takes as one that can't be read: it is skipped there."""
+    there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
+    return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
 
 
 def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def test_unknown_source_and_missing_root():
 
 
 def test_the_photographs_are_never_taken_for_images_that_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="--data.source folder"):
+    with pytest.raises(ConfigError, match=r"--data\.source folder"):
         build_source("photos", str(tmp_path), "train", False)
 
 

@@ -97,18 +97,23 @@ def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monk
     found = _advise(capsys, "--source", "sixfold:Six", "--gpu", "t4-16g")
     recipe = _accepted(found["command"])
     assert recipe.model.in_chans == 6 and recipe.model.init_from is None and recipe.crops.global_size == 112
-    assert any("look-data --model.in_chans 6" in note for note in found["notes"])
+    assert any("look-data --data.source sixfold:Six --model.in_chans 6" in note for note in found["notes"])
     found = _advise(capsys, "--source", "photos", "--gpu", "t4-16g")
     recipe = _accepted(found["command"])
     assert recipe.data.source == "photos" and recipe.model.init_from is None and recipe.crops.augment == "low_res"
+    assert any("find-workers --data.source photos" in note for note in found["notes"])
 
 
 def test_a_folder_of_tests_beside_the_training_images_is_named(tmp_path, capsys):
-    image_folder(tmp_path / "train", 100, classes=2)
-    image_folder(tmp_path / "test", 4, classes=2)
-    found = _advise(capsys, str(tmp_path / "train"), "--gpu", "t4-16g")
-    assert _accepted(found["command"]).eval.root == str(tmp_path / "test")
+    place = tmp_path / "my images"
+    for file in image_folder(place / "train", 100, classes=2).rglob("*.png"):
+        Image.open(file).resize((100, 100)).save(file)
+    image_folder(place / "test", 4, classes=2)
+    found = _advise(capsys, str(place / "train"), "--gpu", "t4-16g")
+    assert _accepted(found["command"]).eval.root == str(place / "test")
     assert found["found"]["classes"]["count"] == 2
+    (command,) = [line for note in found["notes"] for line in note.splitlines() if "dino-ds eval" in line]
+    assert shlex.split(command)[-3:] == [str(place / "train"), "--test_root", str(place / "test")]
 
 
 def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):

@@ -8,16 +8,20 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import dino_ds
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import EmbedOptions
 from dino_ds.tools import embed
+from dino_ds.tools.model_options import range_for
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder
@@ -162,6 +166,16 @@ def test_a_file_that_is_there_is_not_overwritten(place, tmp_path):
     (tmp_path / "x.csv").write_text("mine")
     with pytest.raises(ConfigError, match=r"x\.csv is there already"):
         embed.check(_options(place, tmp_path / "x.npy"))  # x.csv has the names of its rows
+
+
+def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_path):
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((20, 30), np.float32))
+    source = build_source("folder", str(tmp_path), "train", False)
+    for value_range, warned in (((0.0, 4095.0), True), ((-1.0, 2.0), False)):
+        backbone: Any = SimpleNamespace(value_range=value_range, normalisation=IMAGENET)
+        found, words = range_for(backbone, [source])
+        assert found == value_range and words.startswith("WARNING: 3 of 3 images") == warned
 
 
 def test_images_of_which_none_can_be_read(place, tmp_path, capsys):

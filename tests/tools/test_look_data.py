@@ -299,6 +299,14 @@ def test_deep_images_are_shown_with_their_values(tmp_path, capsys, kind, text):
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
 
 
+def test_files_of_other_channels_are_those_that_training_skips(folder, tmp_path, capsys):
+    np.save(folder / "cats/six.npy", np.zeros((20, 30, 6), np.uint8))
+    found = look(folder, tmp_path, capsys)
+    reasons = {entry["name"]: entry["reason"] for entry in found["unreadable"]["files"]}
+    assert reasons[str(folder / "cats/six.npy")] == "6 channels, 3 are wanted" and len(reasons) == 3
+    assert "6 channels" not in found["modes"]
+
+
 def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path, capsys):
     """As the flags that a run takes; a slow reference over all pixels, to the 4 digits that are shown."""
     (tmp_path / "images").mkdir()
