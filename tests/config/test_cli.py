@@ -178,6 +178,10 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             "crops.local_size, ...",
         ),
         (["foo"], "unexpected word 'foo': options are written --key value, images --data.root foo"),
+        (
+            ["optimizer.lr=1e-3"],
+            "unexpected word 'optimizer.lr=1e-3': options begin with two dashes: --optimizer.lr=1e-3",
+        ),
         (["--length", "3", "epochs"], """unexpected word 'epochs': quote it: --length "3 epochs\""""),
         (
             ["--crops.global_scale", "0.4", "1.0"],
