@@ -223,6 +223,7 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
     ("given", "text"),
     [
         ({"run_dir": Path("a b")}, "run_dir=a b"),
+        ({"run_dir": "~/runs/a"}, f"run_dir={Path.home()}/runs/a"),
         ({"max_steps": np.int64(4)}, "max_steps=4"),
         ({"allow_oversize": True}, "allow_oversize=true"),
         ({"from_": "runs/x"}, "from=runs/x"),
