@@ -41,6 +41,8 @@ def open_tiff(data: bytes, wanted: int) -> Raster | None:
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
     # Other kinds may name other files, or sizes of lists that take all memory.
     others: dict[str, Any] = {f"is_{name}": False for name in tifffile.TIFF.FILE_FLAGS - _METADATA}
+    if isinstance(fixed := getattr(tifffile.TiffFile, "is_sis", None), property) and fixed.fset is None:
+        del others["is_sis"]  # tifffile of 2025, the last one for Python 3.10, lets nobody set it
     file = tifffile.TiffFile(io.BytesIO(data), **others)
     series = _only_series(file)
     if _next_page(data, file):  # no page could be read there

@@ -85,7 +85,7 @@ def test_missing_folder_names_the_nearest(tmp_path):
         folder(tmp_path / "imagse")
     with pytest.raises(DataError, match=re.escape(f"{tmp_path}/zzz/zzz does not exist ({tmp_path} does)")):
         folder(tmp_path / "zzz/zzz")
-    with pytest.raises(DataError, match=r"one.png .* is a file of an unknown kind"):
+    with pytest.raises(DataError, match=r"one.png is a single image: give the folder"):
         folder(save(tmp_path / "one.png"))
 
 

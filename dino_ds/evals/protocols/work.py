@@ -87,15 +87,26 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Files(NamedFiles):
-    """Image files, each cropped to its box (left, top, right, bottom) where boxes are given."""
+class Files:
+    """Images of files, each cropped to its box (left, top, right, bottom) where boxes are given.
+
+    A source without `read`: a box is of the image, and not of its file.
+    """
+
+    labels: Sequence[int] | None = None
+    classes: list[str] | None = None
 
     def __init__(self, paths: Sequence[Path], boxes: Sequence[tuple[float, float, float, float]] | None = None) -> None:
-        super().__init__([str(path) for path in paths])
-        self._boxes = boxes
+        self._files, self._boxes = NamedFiles([str(path) for path in paths]), boxes
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def name(self, index: int) -> str:
+        return self._files.name(index)
 
     def load(self, index: int) -> Image.Image:
-        image = super().load(index)
+        image = self._files.load(index)
         if not isinstance(image, Image.Image):
             raise UnreadableImage(self.name(index), "deeper than 8 bits")
         return image if self._boxes is None else image.crop(self._boxes[index])
