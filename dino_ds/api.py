@@ -216,7 +216,10 @@ def _as_it_was() -> Iterator[None]:
 
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """As `_as_it_was`, and torch's settings and generators; the process group is left that was joined meanwhile."""
+    """As `_as_it_was`, and torch's settings and generators; the process group is left that was joined meanwhile.
+
+    Within, gradients, mixed precision and new tensors' type and device are as in a process of a command.
+    """
     import torch
     import torch.distributed as dist
 
@@ -227,14 +230,27 @@ def _torch_as_it_was() -> Iterator[None]:
     joined, threads, random = dist.is_initialized(), torch.get_num_threads(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if cuda else []
     convolutions = cudnn.benchmark, cudnn.allow_tf32
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
-    with _as_it_was():
+    with (
+        _as_it_was(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
         try:
+            torch.set_default_dtype(torch.float32)
+            if device.type != "cpu":
+                torch.set_default_device(None)
             yield
         finally:
+            torch.set_default_dtype(dtype)
+            if device.type != "cpu":
+                torch.set_default_device(device)
             if not joined:
                 leave()
             free_memory()

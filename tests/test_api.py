@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,7 @@ def _state():
         "environment": dict(os.environ),
         "signals": [signal.getsignal(number) for number in signal.valid_signals()],
         "torch": (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype()),
+        "tensors": (torch.get_default_device(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
         "memory": torch.utils.deterministic.fill_uninitialized_memory,
         "cudnn": (cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic),
         "random": torch.get_rng_state().tolist(),
@@ -83,9 +85,21 @@ def _state():
     }
 
 
+@contextmanager
+def _other_defaults():
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
 @pytest.mark.slow
 def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
-    """Numbers and teacher to the last bit; also by a second call in this process."""
+    """Numbers and teacher to the last bit; also by a second call, in a program that has changed torch's defaults."""
     found, told = run
     words = [f"--{name}={value}" for name, value in recipe.items() if name != "ds"]
     ours = ["--ds_config", "ds_configs/zero0_fp32.json", "--ds.dino_ds.deterministic", "true", "--max_steps", "6"]
@@ -97,11 +111,12 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
     assert _settled(found.metrics) == _settled(expected) and len(expected) == 9
     assert [line.keys() for line in found.metrics] == [line.keys() for line in expected]
     assert told == [(line["step"], line) for line in found.metrics]
-    before = _state()
-    again = dino_ds.train(
-        ds_config=Path("ds_configs/zero0_fp32.json"), run_dir=folder / "again", max_steps=np.int64(6), **recipe
-    )
-    assert _state() == before
+    with _other_defaults():
+        before = _state()
+        again = dino_ds.train(
+            ds_config=Path("ds_configs/zero0_fp32.json"), run_dir=folder / "again", max_steps=np.int64(6), **recipe
+        )
+        assert _state() == before
     teachers = [(place / "teacher.safetensors").read_bytes() for place in (found.path, folder / "command", again.path)]
     assert teachers[0] == teachers[1] == teachers[2]
 
@@ -208,6 +223,7 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
     ("given", "text"),
     [
         ({"run_dir": Path("a b")}, "run_dir=a b"),
+        ({"run_dir": "~/runs/a"}, f"run_dir={Path.home()}/runs/a"),
         ({"max_steps": np.int64(4)}, "max_steps=4"),
         ({"allow_oversize": True}, "allow_oversize=true"),
         ({"from_": "runs/x"}, "from=runs/x"),
@@ -334,3 +350,10 @@ def test_an_exit_code_of_the_launcher_is_an_error(code, error, text, tmp_path, c
     assert capsys.readouterr().err.count("\n") == 3
     with pytest.raises(error, match=text):
         raise output.error(code)
+
+
+def test_a_stop_before_anything_is_saved_is_told_as_such(tmp_path):
+    with (tmp_path / "output").open("w+b", buffering=0) as file:
+        output = _Output(file.fileno())
+    assert isinstance(output.error(75, interrupted=True), KeyboardInterrupt)
+    assert isinstance(output.error(75), Stopped) and "resume" not in str(output.error(75))

@@ -41,7 +41,8 @@ def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Call
     """Run `dino-ds` with these words, print what it prints, and call `callbacks` for new lines of metrics.
 
     Raises the UserError of its exit code, RuntimeError for a bug, KeyboardInterrupt after a second Ctrl-C (the first
-    asks the ranks to save and stop), and what a callback has raised, after which the ranks save and stop, too.
+    asks the ranks to save and stop) or one before there is anything to save, and what a callback has raised, after
+    which the ranks save and stop, too.
     """
     caller, new_lines = Caller(callbacks), _NewLines(run_dir / "metrics.jsonl")
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -56,19 +57,19 @@ def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Call
             start_new_session=True,  # a terminal's Ctrl-C is for this process, which passes it on
         )
         try:
-            _follow(process, output, new_lines, caller)
+            interrupted = _follow(process, output, new_lines, caller)
         finally:
             process.terminate()
             process.wait()
     if caller.error is not None:
         raise caller.error
     if process.returncode:
-        raise output.error(process.returncode)
+        raise output.error(process.returncode, interrupted)
 
 
-def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLines, caller: Caller) -> None:
-    """Until the process has ended, and all that it has left was seen."""
-    asked = ended = False
+def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLines, caller: Caller) -> bool:
+    """Until the process has ended, and all that it has left was seen; whether Ctrl-C was pressed."""
+    asked = ended = interrupted = False
     while not ended:
         try:
             ended = process.poll() is not None
@@ -80,7 +81,9 @@ def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLi
                 process.terminate()
             time.sleep(0 if ended else _TICK_SECONDS)
         except KeyboardInterrupt:
+            interrupted = True
             process.send_signal(signal.SIGINT)
+    return interrupted
 
 
 class _Output:
@@ -105,11 +108,14 @@ class _Output:
         elif line.startswith("stopped "):
             self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
 
-    def error(self, code: int) -> BaseException:
-        if code == 128 + signal.SIGINT:
+    def error(self, code: int, interrupted: bool = False) -> BaseException:
+        nothing_saved = code == STOPPED and not self._stopped
+        if code == 128 + signal.SIGINT or (interrupted and nothing_saved):
             return KeyboardInterrupt()
+        if nothing_saved:
+            return Stopped("stopped on request, before this start had anything to save")
         if code == STOPPED:
-            return Stopped(f"stopped {self._stopped or 'on request'}; the same with resume=True continues it")
+            return Stopped(f"stopped {self._stopped}; the same with resume=True continues it")
         of_ranks = [line for line in self._errors if not re.match(r"rank \d+ ended with code", line)]  # by launch
         text = "\n".join(dict.fromkeys(of_ranks or self._errors)) or f"dino-ds launch has ended with code {code}"
         return _ERRORS[code](text) if code in _ERRORS else RuntimeError(f"{text} (exit code {code})")

@@ -95,6 +95,8 @@ def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
         return f"two numbers have a comma between: --{name} {value},{word}"
     if value and os.path.exists(f"{value} {word}"):
         return f'quote it: --{name} "{value} {word}"'
+    if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
+        return f"options begin with two dashes: --{word}"
     if not trains:
         return _NOTHING_MEANT
     if word.endswith((".yaml", ".yml")):

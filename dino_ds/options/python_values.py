@@ -52,7 +52,8 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str | os.PathLike):
-        return str(os.fspath(value))
+        text = str(os.fspath(value))
+        return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does it
     if isinstance(value, list | tuple):
         parts = [_text(name, one) for one in value]
         if name.startswith("ds."):  # lists of numbers alone

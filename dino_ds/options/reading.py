@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ def _read_train(
         if config is None and origin is not None and options.stages is None:
             raise ConfigError("--from without --config: name the new run's folder with --run_dir")
         options = dataclasses.replace(options, run_dir=f"runs/{'-'.join(Path(c or 'vits16').stem for c in configs)}")
+    options = dataclasses.replace(options, run_dir=os.path.expanduser(options.run_dir))  # as a shell does it
     given = tuple(Given(one, overrides) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
     recipe = given[0].of_start(first, origin, options.resume is not False)

@@ -39,7 +39,7 @@ Self-supervised pre-training with dino_ds on {root}.
 - `dino-ds look-data --config recipe.yaml --data.root {root}`: what the network will see
 - `sh train.sh`: train on this machine; started again, it continues
 - `sbatch slurm.sh`: on a Slurm cluster, with the shipped `ds_configs/zero2_bf16.json`; name yours with `DS_CONFIG`
-- `dino-ds report runs/{title}`: curves and pictures; `dino-ds export runs/{title} --format timm`: the result
+- `dino-ds report {run}`: curves and pictures; `dino-ds export {run} --format timm`: the result
 
 `recipe.yaml` says what is learned, `ds.json` how fast and on what hardware. On top of the scripts: images, run folder,
 GPUs.
@@ -72,7 +72,7 @@ def run(options: InitOptions) -> None:
         "ds.json": ds,
         "train.sh": _filled("one_node.sh", values | {"GPUS": str(ranks), "DS_CONFIG": "ds.json"}),
         "slurm.sh": _filled("slurm.sh", values),
-        "README.md": _README.format(title=title, root=shlex.quote(root)),
+        "README.md": _README.format(title=title, root=shlex.quote(root), run=shlex.quote(values["RUN"])),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def run(options: InitOptions) -> None:
             (folder / name).write_text(content)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror or error}") from None
-    print(f"{folder} has {', '.join(files)}: edit them, then sh {folder}/train.sh")
+    print(f"{folder} has {', '.join(files)}: edit them, then sh {shlex.quote(f'{folder}/train.sh')}")
 
 
 def _filled(script: str, values: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from collections import defaultdict
@@ -39,7 +40,7 @@ def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights
     MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. Raises CheckpointError for anything
     else.
     """
-    path = Path(place)
+    path = Path(os.path.expanduser(place))
     if not path.exists() and _is_timm_name(str(place)):
         return _from_timm(str(place))
     if not path.exists():

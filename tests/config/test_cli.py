@@ -126,6 +126,11 @@ def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], words: lis
     assert calls[0][0].resume == value and type(calls[0][0].resume) is type(value)
 
 
+def test_a_run_folder_in_the_home_is_there_and_not_in_a_folder_of_that_name(calls: list[Any]):
+    cli.main(["train", "--config", "quickstart", "--run_dir=~/runs/a"])  # bash leaves this ~ as it is
+    assert calls[0][0].run_dir == str(Path.home() / "runs/a")
+
+
 def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("data: {source: photos}")
     cli.main(["train", "--config", str(tmp_path / "mine.yaml")])
@@ -179,6 +184,10 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             "crops.local_size, ...",
         ),
         (["foo"], "unexpected word 'foo': options are written --key value, images --data.root foo"),
+        (
+            ["optimizer.lr=1e-3"],
+            "unexpected word 'optimizer.lr=1e-3': options begin with two dashes: --optimizer.lr=1e-3",
+        ),
         (["--length", "3", "epochs"], """unexpected word 'epochs': quote it: --length "3 epochs\""""),
         (
             ["--crops.global_scale", "0.4", "1.0"],

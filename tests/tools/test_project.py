@@ -34,7 +34,8 @@ def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project)
     ds = load_ds_config(str(project / "ds.json"), {})
     micro, accumulation = ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]
     assert micro * accumulation == 512 and micro < 512  # 512 at once would take 80 GiB
-    assert len((project / "README.md").read_text().splitlines()) <= 12
+    readme = (project / "README.md").read_text()
+    assert len(readme.splitlines()) <= 12 and "dino-ds report 'runs/my project'" in readme
 
 
 def test_on_gpus_the_ds_json_is_the_planner_s(tmp_path, monkeypatch):

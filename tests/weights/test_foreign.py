@@ -236,7 +236,7 @@ class TestWhatIsSaidBesideWeights:
         monkeypatch.chdir(tmp_path)
         name, arguments = "subprocess:Popen", '{"args": ["touch", "canary"]}'
         self._refused(tmp_path, {"backbone": name}, name=name, arguments=arguments)
-        with pytest.raises(CheckpointError, match="has no torch.nn.Module Popen"):
+        with pytest.raises(CheckpointError, match=r"has no torch.nn.Module Popen"):
             load(tmp_path / "x.safetensors", backbone=name)
         assert not (tmp_path / "canary").exists()
 
