@@ -80,22 +80,6 @@ class LoaderOptions:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro-batch on the device: by group of crops a list of (b, c, h, w) float32, in the order of the groups.
-
-    indices (b,) int64, all of one epoch. `bad` has one text for each unreadable image met: its name and the reason.
-    `masks` says which patches of masked groups are hidden from the student.
-    """
-
-    crops: dict[str, list[Tensor]]
-    indices: Tensor
-    epoch: int
-    names: list[str]
-    bad: list[str]
-    masks: Masks = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class LoaderBatch:
     """One micro-batch as the loader gives it: by group all its crops (v, b, ...) in one tensor; the rest as in Batch.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import bisect
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.feed import DataTimeout, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
     handle_worker_crash,
@@ -36,19 +37,6 @@ _LOOK_SECONDS = 2
 """How often the wait for a batch is interrupted to look at what else has happened."""
 _POLL_SECONDS = 0.001
 """How long a batch may take to come out of its queue where nobody waits for it."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """How far training is in the global stream: `samples` of `epoch` are consumed, over all ranks."""
-
-    epoch: int = 0
-    samples: int = 0
-
-    def advance(self, samples: int, per_epoch: int) -> Position:
-        """After `samples` more, of `per_epoch` in an epoch; the next epoch begins where as many again don't fit."""
-        consumed = self.samples + samples
-        return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
 
 
 class BatchKeys(list[tuple[int, int]]):
@@ -113,10 +101,6 @@ class ResumableSampler(Sampler[BatchKeys]):
             position = position.advance(self._chunk, self._per_epoch)
 
 
-class DataTimeout(Exception):
-    """The next batch has not come, and who waits for it was told to give up. It may be asked for again."""
-
-
 class Loader:
     """An endless iterator of LoaderBatch: this rank's micro-batches from `start` on.
 
@@ -140,6 +124,8 @@ class Loader:
         )
         with main_module_left_out(unless_defines=self._source):
             self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
+        # Of a loader that nobody has closed: Python would wait for them at its end for ever, they ignore SIGTERM.
+        weakref.finalize(self, kill_workers, self._batches)
 
     def __iter__(self) -> Loader:
         return self

@@ -132,24 +132,3 @@ def synthetic_masks(recipe: Recipe, images: int, device: torch.device) -> Masks:
     options = MaskOptions.of(recipe)
     drawn = draw_masks(recipe.groups, options, range(images))
     return {name: {key: tensor.to(device) for key, tensor in mask.items()} for name, mask in drawn.items()}
-
-
-def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
-    """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
-
-    Hidden patches are 0: of the images' mean colour, a grey.
-    """
-    shown = []
-    for name, group in crops.items():
-        hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None
-        for number, crop in enumerate(group):
-            crop = crop[:images]
-            shown.append(crop if hidden is None else crop.masked_fill(_pixels(hidden[number, :images], crop), 0))
-    return shown
-
-
-def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
-    """(b, n) -> (b, 1, h, w), which pixels of square `crops` (b, c, h, w) lie in hidden patches."""
-    side = math.isqrt(mask.shape[1])
-    stride = crops.shape[-1] // side
-    return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)

@@ -21,11 +21,10 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
-from dino_ds.config.crops import CropGroup, Masks, crop_sizes
-from dino_ds.data.masks import MaskOptions, with_hidden_patches
+from dino_ds.config.crops import CropGroup, crop_sizes
+from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
 from dino_ds.data.transform import OwnTransform
-from dino_ds.data.visible import visible
 from dino_ds.errors import ConfigError
 from dino_ds.hashing import crop_seed
 
@@ -168,21 +167,6 @@ class MultiCrop:
             blur_radius=rng.uniform(*_BLUR_RADIUS) if rng.random() < strength.blur[kind] else None,
             solarize=rng.random() < strength.solarize[kind],
         )
-
-    def picture(
-        self, batch: Mapping[str, list[Tensor]], images: int = 8, masks: Masks = MappingProxyType({})
-    ) -> Tensor:
-        """Crops of a batch, (b, 3, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the student saw it."""
-        crops = with_hidden_patches(batch, masks, images)
-        cell = max(crop.shape[-1] for crop in crops) + 2
-        rows = len(crops[0])
-        sheet = torch.ones(3, rows * cell, len(crops) * cell)
-        for column, crop in enumerate(crops):
-            for row in range(rows):
-                height, width = crop.shape[-2:]
-                pixels = visible(self.normalisation.undone(crop[row].detach().float().cpu()))
-                sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
-        return sheet
 
 
 def apply_crop(

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import torch
 
 from dino_ds.config.crops import all_crops
-from dino_ds.data.batches import Batch, LoaderBatch, augmented_crops
+from dino_ds.data.batches import LoaderBatch, augmented_crops
+from dino_ds.data.feed import Batch
 from dino_ds.data.loader import Loader
 from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError

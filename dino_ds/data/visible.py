@@ -1,9 +1,16 @@
-"""How images of any number of channels are shown to people."""
+"""How images of any number of channels, and the crops of a batch, are shown to people."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
 import torch
 from torch import Tensor
+
+from dino_ds.config.crops import Masks
+from dino_ds.data.normalisation import Normalisation
 
 _SIDE = 512
 """Rows and columns, about, that percentiles are taken of."""
@@ -36,3 +43,43 @@ def how_visible(channels: int) -> str:
 
 def _fractions(pixels: Tensor) -> Tensor:
     return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
+
+
+def crops_picture(
+    crops: Mapping[str, Sequence[Tensor]],
+    normalisation: Normalisation,
+    images: int = 8,
+    masks: Masks = MappingProxyType({}),
+) -> Tensor:
+    """Crops of a batch, (b, c, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the student saw it."""
+    shown = with_hidden_patches(crops, masks, images)
+    cell = max(crop.shape[-1] for crop in shown) + 2
+    rows = len(shown[0])
+    sheet = torch.ones(3, rows * cell, len(shown) * cell)
+    for column, crop in enumerate(shown):
+        for row in range(rows):
+            height, width = crop.shape[-2:]
+            pixels = visible(normalisation.undone(crop[row].detach().float().cpu()))
+            sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
+    return sheet
+
+
+def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
+    """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
+
+    Hidden patches are 0: of the images' mean colour, a grey.
+    """
+    shown = []
+    for name, group in crops.items():
+        hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None
+        for number, crop in enumerate(group):
+            crop = crop[:images]
+            shown.append(crop if hidden is None else crop.masked_fill(_pixels(hidden[number, :images], crop), 0))
+    return shown
+
+
+def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
+    """(b, n) -> (b, 1, h, w), which pixels of square `crops` (b, c, h, w) lie in hidden patches."""
+    side = math.isqrt(mask.shape[1])
+    stride = crops.shape[-1] // side
+    return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)

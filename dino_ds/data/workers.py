@@ -104,10 +104,7 @@ def kill_workers(batches: object) -> None:
 
 
 def stop_workers(batches: object) -> None:
-    """End the processes of a torch DataLoader's iterator, even if a traceback still refers to it.
-
-    Otherwise Python would wait for them at its end for ever: they ignore SIGTERM.
-    """
+    """End the processes of a torch DataLoader's iterator, even if a traceback still refers to it."""
     if stop := getattr(batches, "_shutdown_workers", None):  # without processes there is none
         stop()
 

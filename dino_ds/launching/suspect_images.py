@@ -9,7 +9,8 @@ from typing import Any
 from dino_ds.checkpoint.manifest import read_manifest, step_name
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.loader import Position, ResumableSampler, steps_per_epoch
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import ResumableSampler, steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.launching.records import last_checkpoint_step
 

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
+from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.loader import Position
 from dino_ds.data.sources import build_source
 from dino_ds.data.workers import check_shared_memory, worker_options
 from dino_ds.measure.host import describe_host, host_line

@@ -23,14 +23,14 @@ from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import pixels
+from dino_ds.data.feed import Position
 from dino_ds.data.find_range import look_at_values, with_value_range
-from dino_ds.data.loader import Position, ResumableSampler
-from dino_ds.data.masks import with_hidden_patches
+from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.data.transform_check import check_transform
-from dino_ds.data.visible import how_visible, visible
+from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed

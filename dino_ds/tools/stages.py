@@ -17,7 +17,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import EncodedImage, pixels
-from dino_ds.data.loader import Position, ResumableSampler
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import started, worker_options
 from dino_ds.errors import DataError

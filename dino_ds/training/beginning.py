@@ -12,8 +12,8 @@ from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, Origin, split_origin
+from dino_ds.data.feed import Position
 from dino_ds.data.image_set import ImageSet
-from dino_ds.data.loader import Position
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.objectives.dino import HEAD
 from dino_ds.objectives.ibot import IBOT_HEAD

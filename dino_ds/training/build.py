@@ -17,7 +17,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.loader import Loader, Position
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.prefetcher import DevicePrefetcher

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.crops import teacher_crops
-from dino_ds.data.batches import Batch
-from dino_ds.data.loader import DataTimeout
+from dino_ds.data.feed import Batch, DataTimeout, Feed
 from dino_ds.data.masks import synthetic_masks
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.visible import crops_picture
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
@@ -38,7 +37,7 @@ class Loop:
         self._reports = Reports(run, saver)
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
-        self._crops = MultiCrop.of(run.recipe)
+        self._normalisation = Normalisation.of(run.recipe)
         self._hidden = {group.name for group in run.recipe.groups if group.hides}
         recipe, start = run.recipe, run.step.applied_steps
         every = recipe.save_every
@@ -53,7 +52,7 @@ class Loop:
         self._window_start = run.state.position
         self._data_timed_out = False
 
-    def run(self, open_images: Callable[[], DevicePrefetcher]) -> None:
+    def run(self, open_feed: Callable[[], Feed]) -> None:
         """Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
@@ -61,52 +60,52 @@ class Loop:
             if not self._run_if_due(run.evaluations, last=False):
                 self._end_early()
             self._run_if_due(run.pictures, last=False)
-        with closing(open_images()) as prefetcher:
+        with closing(open_feed()) as feed:
             self._clock.read()
             try:
                 while step.applied_steps < run.last_step:
-                    self._micro_batch(prefetcher)
+                    self._micro_batch(feed)
             except NumericError:  # of all ranks
                 self._log.info(*self._saver.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._finish()
 
-    def _micro_batch(self, prefetcher: DevicePrefetcher) -> None:
+    def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
         if not self._ahead:
-            batches = [self._next(prefetcher) for _ in range(step.window)]
+            batches = [self._next(feed) for _ in range(step.window)]
             self._ahead = [(batch, self._inputs(batch)) for batch in batches]
             if step.window > 1:
                 self._beat.enter("step", step.applied_steps)
                 step.prepare([inputs for _, inputs in self._ahead])
         self._beat.enter("step", step.applied_steps)
         batch, inputs = self._ahead.pop(0)
-        out = self._train(batch, inputs, prefetcher) if batch else step.micro_batch(inputs)
+        out = self._train(batch, inputs, feed) if batch else step.micro_batch(inputs)
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
             assert batch is not None  # a window of NaN is never applied
             self._after_step(out, batch)
 
-    def _next(self, prefetcher: DevicePrefetcher) -> Batch | None:
+    def _next(self, feed: Feed) -> Batch | None:
         """The next micro-batch; None where a stop was requested and it does not come."""
         self._beat.enter("data", self._run.step.applied_steps)
         if self._data_timed_out:
             return None
         with self._clock.waiting():
             try:
-                batch = prefetcher.next_unless(self._stop.requested_anywhere)
+                batch = feed.next_unless(self._stop.requested_anywhere)
             except DataTimeout:
                 self._data_timed_out = True
                 return None
-        self._reports.loaded(batch.bad, prefetcher.take_notes())
+        self._reports.loaded(batch.bad, feed.take_notes())
         return batch
 
-    def _train(self, batch: Batch, inputs: Inputs, prefetcher: DevicePrefetcher) -> MicroStep:
+    def _train(self, batch: Batch, inputs: Inputs, feed: Feed) -> MicroStep:
         run = self._run
         constant = constant_images(teacher_crops(run.recipe.groups, batch.crops, run.recipe.taught_by))
-        out = run.step.micro_batch(inputs, prefetcher.prefetch)
+        out = run.step.micro_batch(inputs, feed.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
@@ -149,7 +148,8 @@ class Loop:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
             masks = {name: mask for name, mask in batch.masks.items() if name in self._hidden}
-            self._log.picture("crops", self._crops.picture(batch.crops, masks=masks), done)
+            picture = crops_picture(batch.crops, self._normalisation, masks=masks)
+            self._log.picture("crops", picture, done)
         if not stop:
             self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:

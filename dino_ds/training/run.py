@@ -15,7 +15,7 @@ import torch
 from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.loader import Position
+from dino_ds.data.feed import Position
 from dino_ds.teachers.base import Teacher
 from dino_ds.training.metrics import RunLog
 from dino_ds.training.step import TrainingStep

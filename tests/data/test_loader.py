@@ -22,7 +22,8 @@ from dino_ds.data import loader as loader_module
 from dino_ds.data import workers as workers_module
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.loader import DataTimeout, Loader, Position, ResumableSampler, steps_per_epoch
+from dino_ds.data.feed import DataTimeout, Position
+from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import automatic_workers
@@ -327,10 +328,10 @@ def test_a_source_that_raises_something_else_is_named_in_one_line(workers):
     assert "\n" not in str(caught.value)
 
 
-def _workers_of_this_process():
+def _workers(loader):
     import psutil
 
-    return [p for p in psutil.Process().children(recursive=True) if p.parent().pid != os.getpid()]
+    return [psutil.Process(worker.pid) for worker in loader._batches._workers]
 
 
 @pytest.mark.slow
@@ -345,14 +346,14 @@ def test_a_killed_worker_is_named_and_started_again_once():
     everything = [next(undisturbed).indices.tolist() for _ in range(40)]
     loader = Loader(Noise(200), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=2), START)
     seen = [next(loader).indices.tolist()]
-    first = _workers_of_this_process()
+    first = _workers(loader)
     os.kill(first[0].pid, signal.SIGKILL)
     seen += [(loader.next_if_ready() or next(loader)).indices.tolist() for _ in range(39)]
     assert seen == everything
     assert len(loader.notes) == 1
     assert f"loader process {first[0].pid} was killed by SIGKILL" in loader.notes[0]
     assert "started again at epoch 0, image " in loader.notes[0]
-    second = _workers_of_this_process()
+    second = _workers(loader)
     os.kill(second[0].pid, signal.SIGBUS)
     with pytest.raises(DataError, match=f"loader process {second[0].pid} was killed by SIGBUS") as caught:
         list(itertools.islice(loader, 1000))
@@ -380,7 +381,7 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     assert loader.next_if_ready() is None
     with pytest.raises(DataTimeout):
         loader.next_unless(lambda: True)
-    first = _workers_of_this_process()
+    first = _workers(loader)
     with pytest.raises(DataError, match=r"loader processes \d+ gave no batch for \d s.*after a restart"):
         next(loader)
     assert len(loader.notes) == 1
@@ -433,6 +434,7 @@ def test_torchs_generator_is_not_moved():
 @pytest.mark.slow
 def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     """SIGINT and SIGTERM reach every process; the parent still gets the batch that it waits for, without a traceback.
+    A loader that nobody closes does not hold up its program's end.
 
     The script is one whose import is noticed: workers must not run it again.
     """
@@ -446,7 +448,8 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
             if __name__ == "__main__":
                 from dino_ds.config.crops import dino_groups
                 from dino_ds.data.batches import LoaderOptions
-                from dino_ds.data.loader import Position, Loader
+                from dino_ds.data.feed import Position
+                from dino_ds.data.loader import Loader
                 from dino_ds.data.multicrop import MultiCrop
                 from dino_ds.data.sources import build_source
                 crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
@@ -465,6 +468,8 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
                 loader.close()
                 gone, alive = psutil.wait_procs(workers, timeout=60)
                 print(len(gone), len(alive))
+                forgotten = Loader(source, crops, options, Position())
+                next(forgotten)
             """
         )
     )
@@ -491,7 +496,8 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
         import psutil
         from dino_ds.config.crops import dino_groups
         from dino_ds.data.batches import LoaderOptions
-        from dino_ds.data.loader import Position, Loader
+        from dino_ds.data.feed import Position
+        from dino_ds.data.loader import Loader
         from dino_ds.data.multicrop import MultiCrop
         from dino_ds.data.sources import build_source
         crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")

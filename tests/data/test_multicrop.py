@@ -18,6 +18,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.eval_crops import EvalCrop, RandomCrop
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, apply_crop, to_tensor
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
+from dino_ds.data.visible import crops_picture
 from dino_ds.errors import ConfigError
 from dino_ds.hashing import crop_seed
 
@@ -256,7 +257,7 @@ def test_picture_shows_the_crops():
     crops = multicrop()
     stacked = [torch.stack(row) for row in zip(*(crops(photo(), seed) for seed in range(10)), strict=True)]
     batch = {"global": stacked[:2], "local": stacked[2:]}
-    picture = crops.picture(batch, images=4)
+    picture = crops_picture(batch, crops.normalisation, images=4)
     assert picture.shape == (3, 4 * 34, 5 * 34)
     assert picture.min() >= 0 and picture.max() <= 1
     view = crops.sample(60, 45, 0)[0]
@@ -281,7 +282,7 @@ def test_another_mean_and_deviation_change_crops_as_the_formula_says():
         torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-3)
         torch.testing.assert_close(ours, OWN(levels / 255), rtol=0, atol=1e-4)
     batches = [{"global": [crop[None]]} for crop in (own(image, 3)[0], usual(image, 3)[0])]
-    pictures = [crops.picture(batch) for crops, batch in zip((own, usual), batches, strict=True)]
+    pictures = [crops_picture(batch, crops.normalisation) for crops, batch in zip((own, usual), batches, strict=True)]
     torch.testing.assert_close(*pictures, rtol=0, atol=1e-5)
 
 

@@ -11,7 +11,8 @@ import pytest
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.loader import Loader, Position
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError

@@ -16,7 +16,8 @@ from dino_ds.config.augmentation import AUGMENTATIONS
 from dino_ds.config.crops import all_crops, gram_group
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.loader import Loader, Position
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.transform import OwnTransform
 from dino_ds.data.transform_check import check_transform

@@ -14,7 +14,8 @@ from dino_ds.config.crops import Resolution, crop_sizes
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
-from dino_ds.data.loader import Loader, Position, ResumableSampler, draw_resolution
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader, ResumableSampler, draw_resolution
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError
 

@@ -14,7 +14,8 @@ from PIL import Image
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.loader import Loader, Position
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher

@@ -21,7 +21,8 @@ from PIL import Image
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import tar_index
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.loader import Loader, Position
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError

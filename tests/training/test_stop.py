@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.data.loader import DataTimeout
+from dino_ds.data.feed import DataTimeout
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
