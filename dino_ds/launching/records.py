@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
-
-_WORKING = ("data", "step")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run was: `step` optimizer steps were done; `working`: on the next one, not starting, saving or so."""
-
-    step: int
-    working: bool
 
 
 class StartRecords:
@@ -51,12 +40,11 @@ class StartRecords:
         """RUN/stop: ranks on other machines look for it."""
         self._disk.run((self._run_dir / "stop").touch, None)
 
-    def place(self, rank: int | None) -> Place | None:
-        """Where this rank, or the run, is or was; None before its first heartbeat."""
+    def beat(self, rank: int | None) -> Heartbeat | None:
+        """The last one of this rank, or of the rank that is furthest; None before the first."""
         beats = self.beats()
         own = beats.get(rank) if rank is not None else None
-        beat = own or max(beats.values(), key=lambda beat: beat.step, default=None)
-        return None if beat is None else Place(beat.step, beat.phase in _WORKING)
+        return own or max(beats.values(), key=lambda beat: beat.step, default=None)
 
     def _is_new(self, path: Path, versions: dict[Path, tuple[int, int]]) -> bool:
         return path in versions and versions[path] != self._old.get(path)

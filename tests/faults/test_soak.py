@@ -207,12 +207,12 @@ def _report(run: Path, steps: int) -> None:
 
 def _torchrun() -> list[str]:
     port = str(find_free_port())
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={port}"]
 
 
 def _deepspeed() -> list[str]:
     port = str(find_free_port())
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", f"--master_port={port}"]
 
 
 @pytest.mark.slow

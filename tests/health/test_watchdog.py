@@ -185,7 +185,7 @@ def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_pat
     ],
 )
 def test_a_death_is_described_as_far_as_it_was_seen(how, line):
-    text = describe_death(1, how, 7, "data")
+    text = describe_death("rank 1", how, 7, "data")
     assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
 
 
