@@ -40,7 +40,8 @@ MAIN = """
 import sys
 from pathlib import Path
 import dino_ds.launching.supervise as module
-module._FIRST_WAIT = 0.02
+from dino_ds.launching import attempt
+module._FIRST_WAIT, attempt._OTHER_MACHINES_SECONDS, attempt._LAST_WORDS_SECONDS = 0.02, 2.0, 0.5
 sys.exit(module.supervise(sys.argv[3:], Path(sys.argv[1]), int(sys.argv[2])))
 """
 DONE = ["step 9", "exit 0"]
