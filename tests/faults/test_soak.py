@@ -218,7 +218,7 @@ def _deepspeed() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill a rank", pytest.param("kill a launcher", marks=pytest.mark.full)])
 def test_a_killed_rank_and_a_killed_launcher_cost_nothing(tmp_path, fault):
-    _soak(tmp_path, _torchrun(), [fault], 120)
+    _soak(tmp_path, _torchrun(), [fault], 40)
 
 
 @pytest.mark.soak

@@ -243,13 +243,16 @@ def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_pat
     launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
     other = tmp_path / "other.py"
     other.write_text(launcher.read_text())
-    for script, of_a_rank, count in ((launcher, False, 1), (other, False, 0), (other, True, 1)):
+    command = tmp_path / "deepspeed"  # the command that a user types starts another launcher
+    command.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(launcher)!r}])")
+    cases = ((launcher, False, 1), (other, False, 0), (other, True, 1), (command, False, 2), (command, True, 2))
+    for script, of_a_rank, count in cases:
         with subprocess.Popen([sys.executable, str(script)], start_new_session=True) as parent:
-            children: list[str] = []
-            while not children:
-                children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-            found = launchers_above(int(children[0]), of_a_rank)
-            assert [process.pid for process in found][:1] == [parent.pid] * count
+            below = [parent.pid]
+            while len(below) < 2 + (script == command):
+                below += map(int, Path(f"/proc/{below[-1]}/task/{below[-1]}/children").read_text().split())
+            found = [process.pid for process in launchers_above(below[-1], of_a_rank)]
+            assert found[:count] == below[-2::-1][:count] and (count or not found)
             os.killpg(parent.pid, signal.SIGKILL)
     with subprocess.Popen(
         ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True

@@ -4,6 +4,7 @@ the commands that a user types, and how they are stopped."""
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dino_ds.cli import main
 from dino_ds.ports import find_free_port
 from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, environment, ssh_cluster
 from tests.ranks import run_on_ranks
@@ -74,10 +76,10 @@ def _one_process():
     return ["dino-ds", "train"]
 
 
-def _start(command, env=None, log=None, cwd=REPOSITORY):
+def _start(command, env=None, log=None):
     return subprocess.Popen(
         [str(word) for word in command],
-        cwd=cwd,
+        cwd=REPOSITORY,
         env=env or environment(),
         stdout=log.open("w") if log else subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -149,6 +151,7 @@ def test_no_ssh_started_by_hand_on_each_machine(hostfile, images, expected, tmp_
     _assert_same(run, expected)
 
 
+@pytest.mark.full
 def test_torchrun_on_two_machines(images, expected, tmp_path):
     run, port = tmp_path / "run", find_free_port()
     common = ["launch", "--launcher", "torchrun", "--nodes", 2, "--ranks", 1, "--master_addr", "127.0.0.1"]
@@ -202,26 +205,37 @@ def test_openmpi(images, expected, tmp_path):
     _assert_same(run, expected)
 
 
-def test_the_console_script_trains_from_another_folder(images, tmp_path):
+def _train_in(folder, words):
+    before, output = os.getcwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stderr(output):
+            main(list(map(str, words)))
+    finally:
+        os.chdir(before)
+    return output.getvalue()
+
+
+def test_the_command_trains_from_another_folder(images, tmp_path):
     """The default ds config is found beside the package."""
-    words = ["dino-ds", "train", *_train_words(images, tmp_path / "run")[:-2]]
-    ((code, output),) = _finish(_start(words, cwd=tmp_path))
-    assert code == 0, output[-3000:]
-    assert len(losses_of(tmp_path / "run")) == STEPS and str(tmp_path / "run/teacher.safetensors") in output
+    words = ["train", *_train_words(images, "run")[:-2]]
+    (output,) = run_on_ranks(_train_in, tmp_path, words, world=1)
+    assert len(losses_of(tmp_path / "run")) == STEPS and "run/teacher.safetensors" in output
 
 
 @pytest.mark.parametrize(
     ("command", "number", "to_all"),
     [
         (_deepspeed, signal.SIGINT, True),  # Ctrl-C in a terminal
-        (_deepspeed, signal.SIGTERM, False),  # timeout, scancel, docker stop
+        # As timeout, scancel and docker stop.
+        pytest.param(_deepspeed, signal.SIGTERM, False, marks=pytest.mark.full),
         pytest.param(_torchrun, signal.SIGINT, True, marks=pytest.mark.full),
         pytest.param(_one_process, signal.SIGINT, True, marks=pytest.mark.full),
     ],
     ids=["deepspeed", "deepspeed alone", "torchrun", "one process"],
 )
 def test_a_signal_saves_and_leaves_no_orphans(command, number, to_all, images, tmp_path):
-    """DeepSpeed lets its command die of a signal without its children: the ranks see that the launcher is gone."""
+    """DeepSpeed lets its command die of a signal without its children: the ranks see that a launcher above is gone."""
     run = tmp_path / "run"
     process = _start([*command(), *_train_words(images, run, steps=100000, length="100000 steps")])
     _wait_for(run, process, lambda text: text.count('"loss"') >= STEPS, "metrics.jsonl")
@@ -237,12 +251,10 @@ def test_a_signal_saves_and_leaves_no_orphans(command, number, to_all, images, t
     assert "--resume" in log and ("the end of the launcher" in log) != to_all
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher_words", "ds", "part"),
-    [
-        pytest.param(["--hostfile", "nope.txt"], DS, "nope.txt does not exist", marks=pytest.mark.full),
-        ([], "nope.json", "nope.json"),
-    ],
+    [(["--hostfile", "nope.txt"], DS, "nope.txt does not exist"), ([], "nope.json", "nope.json")],
     ids=["hostfile", "ds_config"],
 )
 def test_errors_under_the_launcher_are_one_line(launcher_words, ds, part, images, tmp_path):
