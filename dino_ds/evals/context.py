@@ -153,7 +153,7 @@ class EvalContext:
     @cached_property
     def train(self) -> Labelled:
         """Features of the training images in use."""
-        return self.describe(self.train_source, self.train_indices)
+        return self.compute(self.backbone.features, self.train_source, self.train_indices, self.crop)
 
     @cached_property
     def test(self) -> Labelled:
@@ -171,7 +171,7 @@ class EvalContext:
     @cached_property
     def any_images(self) -> Labelled:
         """Of `any_source`, with its own labels."""
-        return self.describe(self.any_source, self.any_indices)
+        return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
 
     @property
     def any_labelled(self) -> Labelled:
@@ -185,10 +185,6 @@ class EvalContext:
         """How many training and other images have been used so far; None: none."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
-
-    def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
-        """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
-        return self.compute(self.backbone.features, source, indices, self.crop)
 
     def compute(
         self,

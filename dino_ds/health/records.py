@@ -18,7 +18,6 @@ from dino_ds.health.files import Disk, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
-_FIRST_FAILURE = "first_failure.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Heartbeats:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
         self._before = run_dir / "heartbeats.before"
-        self._first = self.folder / _FIRST_FAILURE
+        self.failure_path = self.folder / "first_failure.json"
         self.prepared = False
 
     def prepare(self) -> None:
@@ -122,7 +121,7 @@ class Heartbeats:
     def claim(self, failure: Failure) -> bool:
         """Whether `failure` is the first of this run: then it is recorded, log.txt has it, and this rank reports it."""
         try:
-            first = create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
+            first = create_exclusively(self.failure_path, json.dumps(asdict(failure)) + "\n")
         except OSError:
             return False
         if first:
@@ -133,16 +132,9 @@ class Heartbeats:
 
     def first_failure(self) -> Failure | None:
         try:
-            return Failure(**json.loads(self._first.read_text()))
+            return Failure(**json.loads(self.failure_path.read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-
-    def wait_for_failure(self, seconds: float) -> Failure | None:
-        """The first failure, if it is recorded within `seconds`: its rank may be slower than its peers."""
-        end = time.monotonic() + seconds
-        while (failure := self.first_failure()) is None and time.monotonic() < end:
-            time.sleep(0.05)
-        return failure
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
         """The ranks that hold up the others: silent ones (as numbers, where there is no heartbeat at all), else stopped
@@ -158,13 +150,12 @@ class Heartbeats:
         if silent:
             return [by_rank.get(rank, rank) for rank in silent]
         beats = list(by_rank.values())
-        stopped = [beat for beat in beats if beat.stopped]
-        if stopped:
-            return list[Heartbeat | int](stopped)
+        if stopped := [beat for beat in beats if beat.stopped]:
+            return [*stopped]
         running = [beat for beat in beats if not beat.ended]
         fewest = min((beat.moves for beat in running), default=0)
         late = [beat for beat in running if beat.moves == fewest]
-        return list[Heartbeat | int](late) if len(late) < len(running) else []
+        return [*late] if len(late) < len(running) else []
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:

@@ -70,10 +70,6 @@ class StopSignals:
         self.count += 1
 
     @property
-    def name(self) -> str:
-        return signal.Signals(self.first).name if self.first else ""
-
-    @property
     def for_ranks(self) -> int:
         """What the ranks are sent: a terminal's end is a stop like any other."""
         return signal.SIGTERM if self.first in (None, signal.SIGHUP) else int(self.first or 0)
