@@ -25,7 +25,7 @@ def check_ranks(environment: Mapping[str, str]) -> None:
             raise _wrong(f"WORLD_SIZE is {given['WORLD_SIZE']!r}, and RANK is not set")
         return
     if missing := [name for name in _NEEDED if name not in given]:
-        raise _wrong(f"RANK is {given['RANK']!r}, and not set: {', '.join(missing)}")
+        raise _wrong(f"RANK is {given['RANK']!r} without {', '.join(missing)}")
     ranks = _number("WORLD_SIZE", given, 1, _MOST_RANKS)
     _number("RANK", given, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
     _number("LOCAL_RANK", given, 0, ranks - 1)

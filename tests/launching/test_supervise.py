@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
 import dino_ds.launching.supervise as module
@@ -32,6 +31,7 @@ from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat
 from dino_ds.launching.attempt import Outcome, StopSignals
 from dino_ds.launching.suspect_images import write_step_images
+from tests.launching.cluster import started_by
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, train_tiny
 
@@ -209,19 +209,8 @@ class Job:
     def end(self) -> tuple[int, list[str]]:
         """Exit code and our own lines."""
         _, text = self.process.communicate(timeout=120)
-        assert not self.left()
+        assert not started_by(self.process.pid)
         return self.process.returncode, [line for line in text.splitlines() if line.startswith("dino_ds: ")]
-
-    def left(self) -> list[psutil.Process]:
-        """Processes of this job, orphans too."""
-        mark, found = f"{self.process.pid}.", []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("DINO_DS_SUPERVISOR", "").startswith(mark):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
 
     @property
     def starts(self) -> list[str]:
@@ -313,6 +302,6 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path):
     job.process.kill()
     job.process.wait()
     end = time.monotonic() + 60  # 5 s and the load of the machine
-    while job.left() and time.monotonic() < end:
+    while started_by(job.process.pid) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not job.left()
+    assert not started_by(job.process.pid)
