@@ -22,7 +22,6 @@ from dino_ds.launching.launch import _check_batches
 from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import Answer, _count_images, answer
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.ports import find_free_port, port_is_free
 from tests.launching.cluster import REPOSITORY
 from tests.training.harness import image_folder
 
@@ -92,14 +91,6 @@ def test_images_of_every_form_are_counted(tmp_path):
         (tmp_path / f"train-{number:03d}.tar").touch()
     roots = {"images": 7, "train-{000..002}.tar": 3, "train-*.tar": 3, "train-{000..005}.tar": 0, "none": 0}
     assert {root: _count_images(str(tmp_path / root)) for root in roots} == roots
-
-
-def test_a_port_that_is_taken_is_seen():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        assert not port_is_free(listener.getsockname()[1])
-    assert port_is_free(find_free_port())
 
 
 def test_why_a_machine_is_silent():
