@@ -23,7 +23,7 @@ from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.data.transform import FailedTransform
-from dino_ds.errors import DataError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
@@ -244,3 +244,17 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
 def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
+
+
+def check_transform(recipe: Recipe, source: Source) -> None:
+    """Raises ConfigError where a recipe's data.transform is not there, or draws random numbers of its own, and
+    DataError where it fails on the first readable image."""
+    if recipe.data.transform is None:
+        return
+    dataset = MultiCropDataset(source, MultiCrop.of(recipe), LoaderOptions.of(recipe))
+    first, again = (dataset._build([(0, 0)]).crops for _ in range(2))
+    if not all(torch.equal(crops, again[name]) for name, crops in first.items()):
+        raise ConfigError(
+            f"data.transform {recipe.data.transform} made something else of the same crop when called again: draw all "
+            "random numbers from rng, its second argument, so that runs can be repeated and resumed"
+        )

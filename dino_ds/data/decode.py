@@ -58,13 +58,6 @@ def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
     return image.decode()
 
 
-def pixels(
-    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
-) -> np.ndarray:
-    """Image `index` as `decode` gives it: read and decoded where the source has files, loaded else."""
-    return open_image(source, index, max_pixels, value_range, channels).decode()
-
-
 def load_image(
     source: Source, index: int, value_range: ValueRange | None, channels: int = 3
 ) -> Image.Image | np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, Texts,
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
-_SUGGESTION_ENTRIES = 2000
-"""Files that are looked at to find a better folder to suggest."""
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
@@ -186,18 +183,6 @@ def describe_missing(root: Path) -> str:
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
-    """Suggests the folder beside `root` that holds images: train first, then names like its own."""
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    own = root.resolve()
-    siblings = [entry.name for entry in os.scandir(own.parent) if entry.is_dir() and not entry.name.startswith(".")]
-    alike = dict.fromkeys((["train"] if "train" in siblings else []) + difflib.get_close_matches(root.name, siblings))
-    near = next((name for name in alike if name != own.name and _holds_images(own.parent / name)), None)
-    advice = f"Did you mean {root.parent / near}?" if near else "Give the folder that holds the images"
-    return f"no images under {root} ({looked}). {advice}"
-
-
-def _holds_images(folder: Path) -> bool:
-    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
-    looked_at = itertools.islice(names, _SUGGESTION_ENTRIES)
-    return any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in looked_at)
+    return f"no images under {root} ({looked}). Give the folder that holds the images"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
@@ -141,7 +142,7 @@ def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, na
     return image if image.dtype == np.uint8 else to_unit(image, value_range, name)
 
 
-def range_text(value_range: ValueRange) -> str:
+def range_text(value_range: Sequence[float]) -> str:
     """As one gives it on the command line."""
     return ",".join(f"{value:.10g}" for value in value_range)
 

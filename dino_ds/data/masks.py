@@ -65,11 +65,6 @@ class MaskOptions:
         }
 
 
-def mask_seed(seed: int, number: int) -> int:
-    """The seed of the mask of a crop: `seed` is that of its image's crops, `number` its place among all of them."""
-    return crop_seed(seed, -1, number)  # -1: the crops' own stream is that of `seed` itself
-
-
 def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
     """Which patches of a crop are hidden: (rows * columns,) bool, row by row. The seed alone decides."""
     rng = random.Random(seed)
@@ -120,8 +115,8 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
     drawn, first = {}, 0
     for group in groups:
         if options := masks.get(group.name):
-            numbers = range(first, first + group.count)
-            flat = [draw_mask(options, mask_seed(seed, number)) for number in numbers for seed in seeds]
+            numbers = range(first, first + group.count)  # among all crops of an image, whose own stream is `seed`
+            flat = [draw_mask(options, crop_seed(seed, -1, number)) for number in numbers for seed in seeds]
             drawn[group.name] = with_rows(torch.from_numpy(np.stack(flat)))
         first += group.count
     return drawn

@@ -52,11 +52,11 @@ class CropParameters:
 
     box: Box
     flip: bool
-    jitter: tuple[tuple[str, float], ...]
+    jitter: tuple[tuple[str, float], ...] = ()
     """(operation, factor) in the order of application; empty = none"""
-    gray: bool
-    blur_radius: float | None
-    solarize: bool
+    gray: bool = False
+    blur_radius: float | None = None
+    solarize: bool = False
     turns: int = 0
     """By 90 degrees, counter-clockwise: right after the box was cut and resized. Two and a flip: top to bottom."""
 
@@ -135,7 +135,7 @@ class MultiCrop:
                 sampled.append(turning(self._sample_crop(rng, width, height, group, kind)))
             else:
                 seen = sampled[first[group.like] + len(sampled) - own]
-                sampled.append(CropParameters(seen.box, seen.flip, (), False, None, False, seen.turns))
+                sampled.append(CropParameters(seen.box, seen.flip, turns=seen.turns))
         return sampled
 
     def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
@@ -158,7 +158,7 @@ class MultiCrop:
         strength = self.augmentation
         box, flip = sample_box(rng, width, height, group.scale), rng.random() < strength.flip
         if kind is None:
-            return CropParameters(box, flip, (), gray=False, blur_radius=None, solarize=False)
+            return CropParameters(box, flip)
         return CropParameters(
             box,
             flip,

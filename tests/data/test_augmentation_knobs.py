@@ -23,32 +23,20 @@ from dino_ds.data.multicrop import MultiCrop, sample_box
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
-from tests.data.test_multicrop import assert_rate, multicrop, photo
+from tests.data.files import Arrays, photo
+from tests.data.test_multicrop import assert_rate, multicrop
 
 DINO = AUGMENTATIONS["dino"]
 PLAIN = Augmentation(blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0, gray=0)
 TURNED = replace(PLAIN, vertical_flip=0.5, rotation=0.75)
+PHOTO = Arrays(photo(96, 96))
+"""Square, so that a turned crop has pixels of the same size."""
 GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3)
 BOTH = pytest.mark.parametrize("mode", ["worker", "device"])
 
 
-class Photos:
-    """Square, so that a turned crop has pixels of the same size."""
-
-    labels = classes = None
-
-    def __len__(self) -> int:
-        return 1
-
-    def name(self, index: int) -> str:
-        return "photo"
-
-    def load(self, index: int) -> Image.Image:
-        return photo(96, 96)
-
-
 def crops_of(crops: MultiCrop, mode: str, epoch: int) -> list[torch.Tensor]:
-    dataset = MultiCropDataset(Photos(), crops, LoaderOptions(augment=mode))
+    dataset = MultiCropDataset(PHOTO, crops, LoaderOptions(augment=mode))
     return [crop[0] for crop in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
 
 
@@ -147,7 +135,7 @@ def test_a_turned_crop_is_the_same_crop_turned(mode):
     seen = set()
     for epoch in range(10):
         batches = [
-            MultiCropDataset(Photos(), crops, LoaderOptions(augment=mode)).__getitems__([(epoch, 0)])
+            MultiCropDataset(PHOTO, crops, LoaderOptions(augment=mode)).__getitems__([(epoch, 0)])
             for crops in (plain, turned)
         ]
         assert torch.equal(*(batch.masks["global"]["mask"] for batch in batches))

@@ -25,9 +25,7 @@ from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.errors import ConfigError
-from tests.data.deep import png16, ppm, tiff
-from tests.data.test_multicrop import photo
-from tests.data.test_sources import encoded
+from tests.data.files import Arrays, Files, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks
 
 FULL = (0.0, 65535.0)
@@ -192,45 +190,6 @@ def test_evaluations_crop_deep_images_as_those_of_8_bits():
     stripes = (np.arange(64)[:, None, None] % 9 > 3) * np.ones((64, 64, 3), np.float32)
     unit = IMAGENET.undone(EvalCrop(32, IMAGENET)(stripes.astype(np.float32)))
     assert unit.min() >= -1e-6 and unit.max() <= 1 + 1e-6
-
-
-class Files:
-    """Encoded files in memory."""
-
-    labels = classes = None
-
-    def __init__(self, *contents: bytes) -> None:
-        self.contents = contents
-
-    def __len__(self) -> int:
-        return len(self.contents)
-
-    def read(self, index: int) -> bytes:
-        return self.contents[index]
-
-    def load(self, index: int) -> Image.Image:
-        raise NotImplementedError
-
-    def name(self, index: int) -> str:
-        return f"files/{index}.png"
-
-
-class Arrays:
-    """Arrays in memory: a source without files."""
-
-    labels = classes = None
-
-    def __init__(self, *arrays: np.ndarray) -> None:
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def load(self, index: int) -> np.ndarray:
-        return self.arrays[index]
-
-    def name(self, index: int) -> str:
-        return f"arrays/{index}"
 
 
 def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX, index_shards
 from dino_ds.errors import UserError
+from tests.data.files import png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
@@ -42,8 +43,6 @@ def encoded(form: str, **how: object) -> bytes:
     return stream.getvalue()
 
 
-EXIF = "4578696600004d4d002a00000008000101120003000000010006000000000000"
-"""Orientation 6: turned by a quarter."""
 IMAGES = {
     "JPEG": encoded("JPEG"),
     "progressive JPEG": encoded(
@@ -106,22 +105,16 @@ def test_broken_rasters(form):
 
 def png(width: int, height: int, bits: int = 1, colour: int = 0, rows: bytes | None = None) -> bytes:
     """A PNG of zeros, or one that only says that it is so large."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     if rows is None:
         rows = zlib.compress(bytes((width * bits + 7) // 8 + 1) * height, 9)
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return png_of(width, height, bits, colour, rows)
 
 
 def _text_bomb() -> bytes:
     """A PNG whose compressed comment unpacks to 200 MB."""
     comment = b"c\0\0" + zlib.compress(bytes(200 << 20), 9)
     whole = png(4, 4)
-    chunk = struct.pack(">I", len(comment)) + b"zTXt" + comment + struct.pack(">I", zlib.crc32(b"zTXt" + comment))
-    return whole[:33] + chunk + whole[33:]
+    return whole[:33] + png_chunk(b"zTXt", comment) + whole[33:]
 
 
 BOMBS = {
