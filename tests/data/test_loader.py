@@ -440,7 +440,8 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
                 import psutil
                 from tests.data.test_loader import open_loader
                 loader = open_loader()
-                next(loader)
+                for _ in range(2):  # one of each process: both have begun
+                    next(loader)
                 family = psutil.Process().children(recursive=True)
                 workers = [p for p in family if p.parent().pid != os.getpid()]
                 for worker in workers:
@@ -473,7 +474,8 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
 
 def _load_for_ever(pipe) -> None:
     loader = open_loader()
-    next(loader)
+    for _ in range(2):  # both processes have begun
+        next(loader)
     pipe.send([worker.pid for worker in loader._batches._workers])
     time.sleep(600)
 
