@@ -6,7 +6,6 @@ import itertools
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop, to_tensor
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
-from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
 
 GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
@@ -67,9 +65,3 @@ def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
     drawn = [crops.sample(12, 12, seed)[0] for seed in range(100)]
     assert whole > 0 and {crop.flip for crop in drawn} == {True, False}
     assert all(not (crop.jitter or crop.gray or crop.solarize or crop.blur_radius) for crop in drawn)
-
-
-def test_an_augmented_group_that_no_augmentation_knows_is_refused():
-    with pytest.raises(ConfigError, match="no augmentation is known for crops of the group 'gram'"):
-        MultiCrop([replace(GRAM, augmented=True)], "dino")
-    assert np.array_equal(MultiCrop(GROUPS, "dino").sizes, [8, 8, 4, 16, 16])

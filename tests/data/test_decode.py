@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import struct
@@ -103,20 +102,13 @@ def test_a_decompression_bomb_is_named_before_it_is_decoded():
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"])
-def test_damaged_files_are_unreadable_and_nothing_else(form):
-    """Cut anywhere, and with bytes overwritten: decoded or named, never another exception, no line break."""
+def test_files_that_are_cut_are_unreadable(form):
+    """Other damage: tests/hostile."""
     data = encoded(photo(61, 45), form)
-    rng = np.random.default_rng(0)
     for cut in (1, 4, 20, 200, len(data) // 2):
         with pytest.raises(UnreadableImage) as caught:
             decode_rgb(data[:cut], "file", LIMIT)
         assert str(caught.value).startswith("file (") and "\n" not in str(caught.value)
-    for _ in range(60):
-        damaged = bytearray(data)
-        for place in rng.integers(0, len(data), 8):
-            damaged[place] = rng.integers(256)
-        with contextlib.suppress(UnreadableImage):
-            assert decode_rgb(bytes(damaged), "file", LIMIT).dtype == np.uint8
 
 
 def test_what_is_no_image():
@@ -171,7 +163,6 @@ def test_no_crop_is_enlarged_by_shrinking():
     assert largest_shrink([(0, 0, 448, 500)], [224]) == 2
     assert largest_shrink([(0, 0, 4480, 5000), (0, 0, 400, 380)], [224, 96]) == 2
     assert largest_shrink([(0, 0, 9000, 9000)], [224]) == 8
-    assert shrunk_box((5, 5, 6, 6), 0.25, 0.25) == (1, 1, 2, 2)
 
 
 def test_the_evaluation_reads_what_training_reads():

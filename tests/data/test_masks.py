@@ -206,13 +206,6 @@ def test_crops_are_those_of_a_run_without_masks():
             assert all(torch.equal(a, b) for a, b in zip(crops, masked.crops[name], strict=True))
 
 
-def test_masks_come_out_of_a_loader_process_as_they_went_in():
-    for here, there in zip(load(3, augment="device"), load(3, augment="device", workers=1), strict=True):
-        assert here.masks.keys() == there.masks.keys() == {"global"}
-        for key, value in here.masks["global"].items():
-            assert torch.equal(value, there.masks["global"][key]) and value.dtype == there.masks["global"][key].dtype
-
-
 def test_a_micro_batch_with_masks_takes_less_than_a_page_of_the_pipe():
     """Its masks have more bytes than that: they go by shared memory."""
     masks = {"global": MaskOptions("dinov2", 1.0, (0.1, 0.5), (37, 37))}

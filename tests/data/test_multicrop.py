@@ -38,13 +38,6 @@ def assert_rate(hits: int, trials: int, expected: float) -> None:
 # sizes, scales, rates
 
 
-@pytest.mark.parametrize("num_local", [0, 1, 8])
-def test_counts_sizes_and_type(num_local):
-    crops = multicrop(num_local=num_local)(photo(), 1)
-    assert [tuple(crop.shape) for crop in crops] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * num_local
-    assert all(crop.dtype == torch.float32 and crop.is_contiguous() for crop in crops)
-
-
 def test_scales_and_ratios_fill_their_ranges():
     width, height = 500, 375
     crops = multicrop()
@@ -100,13 +93,6 @@ def test_drawn_boxes_are_what_is_cut():
             step = max(right - left, bottom - top) / crop.shape[-1] + 1
             seen = torch.stack([across[0], down[0], across[-1] + 1, down[-1] + 1])
             np.testing.assert_allclose(seen, view.box, atol=step)
-
-
-def test_unknown_variant_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"crops\.augment 'dinov9' is unknown; allowed are dino, dinov2_as_trained, low_res"
-    ):
-        multicrop("dinov9")
 
 
 # pixels

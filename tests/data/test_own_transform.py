@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from dino_ds.config.augmentation import AUGMENTATIONS
 from dino_ds.config.crops import all_crops, gram_group
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, check_transform
@@ -171,9 +170,3 @@ def test_the_recipe_refuses_what_is_no_name(name):
     with pytest.raises(ConfigError, match="is not a function of yours as module:function"):
         load_recipe(None, {"data.transform": name})
     assert load_recipe(None, {}).data.transform is None and MultiCrop.of(load_recipe(None, {})).transform is None
-
-
-def test_a_preset_and_a_transform_go_together(write_module):
-    write_module("noise", NOISE)
-    crops = MultiCrop.of(load_recipe(None, {"data.transform": "noise:change"}))
-    assert crops.augmentation == AUGMENTATIONS["dino"] and str(crops.transform) == "data.transform noise:change"

@@ -16,7 +16,7 @@ from dino_ds.data import photometric
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, apply_crop, to_tensor
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
-from dino_ds.data.photometric import augment, blend, find_kernels, gaussian_blur, shift_hue, solarize
+from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.files import photo
 from tests.data.test_multicrop import JITTER
 
@@ -186,14 +186,6 @@ def test_other_channels_than_rgb_keep_what_applies_to_them(channels):
     torch.testing.assert_close(out[2], contrast, rtol=0, atol=1e-6)
     bright = F.gaussian_blur((x[3].flip(-1) * 1.3).clamp(0, 1), [13, 13], [1.0, 1.0])
     torch.testing.assert_close(out[3], torch.minimum(bright, 1 - bright), rtol=0, atol=1e-5)
-
-
-def test_a_blend_is_clamped_and_in_place():
-    x = torch.rand(2, 3, 4, 4)
-    factor, none = torch.full((2, 1, 1, 1), 3.0), torch.zeros(2, 1, 1, 1)
-    expected = (x * 3).clamp(0, 1)
-    assert blend(x, factor, none, none).data_ptr() == x.data_ptr()
-    torch.testing.assert_close(x, expected)
 
 
 def test_the_worker_sees_nearly_the_same():

@@ -14,6 +14,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader, ResumableSampler, draw_resolution
+from dino_ds.data.masks import with_rows
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import START, Noise
@@ -60,6 +61,9 @@ def test_ranks_micro_batches_and_workers_share_out_what_one_process_has():
     assert len({side(batch) for batch in whole}) > 1
     shared = [batches(10, 2, rank, 2, workers=rank) for rank in (0, 1)]
     assert [side(b) for b in shared[0]] == [side(b) for b in shared[1]] == [side(b) for b in whole for _ in (0, 1)]
+    for batch in shared[1]:  # of a loader process
+        entry = batch.masks["global"]
+        assert all(torch.equal(entry[key], value) for key, value in with_rows(entry["mask"]).items())
     ours, theirs = by_image(whole), by_image(shared[0] + shared[1])
     assert ours.keys() == theirs.keys()
     for key, tensors in ours.items():

@@ -236,18 +236,6 @@ def test_both_modes_augment_deep_images_alike():
             assert torch.equal(ours, theirs)
 
 
-def test_both_modes_remove_the_same_mean_and_deviation_from_8_bits(monkeypatch):
-    """Without colours; resized by Pillow or torch, which round to levels one or two apart."""
-    monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), jitter=0, gray=0))
-    own = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
-    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "none", normalisation=own)
-    source = Files(encoded(photo(120, 90), "PNG"))
-    for ours, theirs in zip(
-        crops_of(source, None, "device", crops), crops_of(source, None, "worker", crops), strict=True
-    ):
-        assert (255 * (own.undone(ours) - own.undone(theirs))).abs().max() <= 2.01
-
-
 def test_a_file_beyond_the_range_is_named():
     source = Files(png16(GREY % 4096), png16(np.full_like(GREY, 5000)))
     crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")

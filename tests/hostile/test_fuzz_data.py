@@ -111,8 +111,8 @@ def png(width: int, height: int, bits: int = 1, colour: int = 0, rows: bytes | N
 
 
 def _text_bomb() -> bytes:
-    """A PNG whose compressed comment unpacks to 200 MB."""
-    comment = b"c\0\0" + zlib.compress(bytes(200 << 20), 9)
+    """A PNG whose compressed comment unpacks to 20 MB."""
+    comment = b"c\0\0" + zlib.compress(bytes(20 << 20), 9)
     whole = png(4, 4)
     return whole[:33] + png_chunk(b"zTXt", comment) + whole[33:]
 
@@ -121,9 +121,9 @@ BOMBS = {
     "PNG of 100 megapixels in 12 kB": lambda: png(10_000, 10_000),
     "PNG of 900 megapixels": lambda: png(30_000, 30_000, rows=zlib.compress(bytes(30_000))),
     "PNG of 2^31 x 2^31": lambda: png(2**31 - 1, 2**31 - 1, rows=b""),
-    "PNG with a comment of 200 MB": _text_bomb,
+    "PNG with a comment of 20 MB": _text_bomb,
     "PNG that is all header": lambda: png(64, 64, rows=b""),
-    "PNG whose data go on": lambda: png(4, 4, rows=zlib.compress(bytes(100 << 20), 9)),
+    "PNG whose data go on": lambda: png(4, 4, rows=zlib.compress(bytes(20 << 20), 9)),
     "JPEG of 65,500 x 65,500": lambda: IMAGES["JPEG"].replace(b"\0\x0c\0\x10\3", b"\xff\xdc\xff\xdc\3", 1),
     "GIF of 65,535 x 65,535": lambda: b"GIF89a\xff\xff\xff\xff" + IMAGES["GIF"][10:],
     "BMP of negative size": lambda: IMAGES["BMP"][:18] + struct.pack("<ii", -(2**31), 2**31 - 1) + IMAGES["BMP"][26:],
@@ -153,12 +153,6 @@ def _with_tags(data: bytes, **values: int) -> bytes:
     return bytes(changed)
 
 
-def _inflating() -> bytes:
-    """A TIFF of 23 kB whose strip unpacks to 200 MB."""
-    data, strip = tif(BANDS, compression="zlib", **CONTIG), zlib.compress(bytes(200 << 20))
-    return _with_tags(data, StripOffsets=len(data), StripByteCounts=len(strip)) + strip
-
-
 RASTER_BOMBS = {
     "NumPy of 10^9 x 10^9": lambda: npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(10**9,10**9)"),
     "TIFF of 2^32 x 2^32": lambda: _with_tags(tif(BANDS, **CONTIG), ImageWidth=2**32, ImageLength=2**32),
@@ -166,7 +160,6 @@ RASTER_BOMBS = {
     "TIFF of tiles of 2^31 x 2^31": lambda: _with_tags(
         tif(BANDS, tile=(16, 16), compression="lzw", **CONTIG), TileWidth=2**31, TileLength=2**31
     ),
-    "TIFF whose strip goes on": _inflating,
     "TIFF of a million pages": lambda: tif(BANDS[..., 0], imagej=True).replace(b"images=1", b"images=9" * 9),
     "DICOM of 65,535 x 65,535": lambda: dicom(GREY, Rows=65535, Columns=65535),
     "DICOM that inflates": lambda: dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99\0"),
@@ -206,7 +199,7 @@ def tar_of(path: Path) -> bytes:
 def test_broken_tars(tmp_path):
     path = tmp_path / "x.tar"
 
-    @examples(50)
+    @examples(30)
     @given(data=broken_bytes(tar_of(path)))
     def check(data):
         path.write_bytes(data)
@@ -223,7 +216,7 @@ def test_broken_indices_beside_shards(tmp_path):
     save_listing(index, index_shards([str(shard)], ["x.tar"]))
     whole = index.read_bytes()
 
-    @examples(60)
+    @examples(30)
     @given(data=broken_bytes(whole))
     def check(data):
         index.unlink()  # the last one may still be mapped
@@ -266,7 +259,7 @@ def test_broken_lists(tmp_path):
         (tmp_path / f"{number}.png").write_bytes(data)
     path = tmp_path / "x.txt"
 
-    @examples(40)
+    @examples(30)
     @given(text=st.one_of(broken_text("".join(f"{i}.png\tclass {i % 2}\n" for i in range(8))), nasty))
     def check(text):
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -284,7 +277,7 @@ def test_broken_parquet_files(tmp_path):
     path = tmp_path / "x.parquet"
     parquet.write_table(table, path)
 
-    @examples(40)
+    @examples(30)
     @given(data=broken_bytes(path.read_bytes()))
     def check(data):
         path.unlink()
