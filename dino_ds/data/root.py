@@ -12,8 +12,7 @@ from pathlib import Path
 
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.folder import ImageFolder, describe_missing
-from dino_ds.data.list_file import ListFile
+from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards

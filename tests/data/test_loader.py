@@ -73,33 +73,11 @@ BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
 
 
 def batches(
-    count: int,
-    micro: int = GLOBAL,
-    rank: int = 0,
-    world: int = 1,
-    workers: int = 0,
-    start=START,
-    source=None,
-    seed=0,
-    augment="worker",
-    channels=3,
-    crops=CROPS,
+    count, micro=GLOBAL, rank=0, world=1, source=None, crops=CROPS, start=START, **options
 ) -> list[LoaderBatch]:
-    loader = Loader(
-        source or Noise(),
-        crops,
-        LoaderOptions(
-            seed=seed,
-            global_batch=GLOBAL,
-            micro_batch=micro,
-            rank=rank,
-            world_size=world,
-            workers=workers,
-            augment=augment,
-            channels=channels,
-        ),
-        start,
-    )
+    """The first ones of a loader's; options: LoaderOptions'."""
+    options |= {"global_batch": GLOBAL, "micro_batch": micro, "rank": rank, "world_size": world}
+    loader = Loader(source or Noise(), crops, LoaderOptions(**options), start)
     try:
         return list(itertools.islice(loader, count))
     finally:

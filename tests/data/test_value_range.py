@@ -308,12 +308,8 @@ def test_sources_of_arrays_and_their_channels():
     assert with_value_range(recipe_for(5), deep)[0].data.value_range == (0, 65535)
     assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
     assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
-    for in_chans, source, text in (
-        (4, Files(png16(RGB)), "model.in_chans is 4, .* have 3 channels; set --model.in_chans 3$"),
-        (3, deep, "model.in_chans is 3, and images of data.source folder have 5 channels; set --model.in_chans 5$"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            with_value_range(recipe_for(in_chans), source)
+    with pytest.raises(ConfigError, match="images of data.source folder have 5 channels; set --model.in_chans 5$"):
+        with_value_range(recipe_for(3), deep)
 
 
 def _chosen_by_this_rank(root: Path) -> tuple[object, str]:

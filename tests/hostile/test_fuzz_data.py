@@ -25,7 +25,7 @@ from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX, index_shards
 from dino_ds.errors import UserError
-from tests.data.files import png_chunk, png_of
+from tests.data.files import encoded, png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
@@ -36,24 +36,12 @@ pytestmark = pytest.mark.faults
 MAX_PIXELS = Recipe().data.max_pixels
 
 
-def encoded(form: str, **how: object) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8)
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, form, **how)
-    return stream.getvalue()
-
-
+_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0"
+_PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 16, 3), dtype=np.uint8))
 IMAGES = {
-    "JPEG": encoded("JPEG"),
-    "progressive JPEG": encoded(
-        "JPEG", progressive=True, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\1\1\x12\0\3\0\0\0\1\0\6\0\0"
-    ),
-    "PNG": encoded("PNG"),
-    "WEBP": encoded("WEBP"),
-    "GIF": encoded("GIF"),
-    "TIFF": encoded("TIFF", compression="tiff_lzw"),
-    "BMP": encoded("BMP"),
-    "PPM": encoded("PPM"),
+    **{form: encoded(_PICTURE, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM")},
+    "TIFF": encoded(_PICTURE, "TIFF", compression="tiff_lzw"),
+    "progressive JPEG": encoded(_PICTURE, "JPEG", progressive=True, exif=_EXIF),
 }
 
 
