@@ -1,11 +1,9 @@
 """An image file's bytes -> upright pixels by the fastest decoder at hand, within a limit of pixels.
 
-RGB, or as many channels as are wanted, where the file has them. 8 bits a channel give uint8. Deeper files keep their
-values: float32 in [0, 1] by the run's value range.
+8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
 
 JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. NumPy arrays,
-DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs that simplejpeg finds fault with or
-that are neither RGB nor grey: Pillow.
+DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs with a fault: Pillow.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Which patches of a crop are hidden from the student: blocks of random shape, from one seed a crop.
 
-Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. How ours relates to it:
-there exactly half of a batch's crops are masked, and their ratios are dealt to equal bins between the smallest and the
-largest. Here each crop is masked with a probability, and draws its ratio from the whole range: its mask follows from
-(seed, epoch, index of the image, number of the crop) and depends on no rank, loader process, micro-batch or
-accumulation. The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins,
-which a large batch makes narrow); what varies from batch to batch is how many crops are masked (by sqrt(crops) / 2 at
-a probability of a half), and none may be.
+Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
+batch's crops are masked, with ratios dealt to equal bins. Here each crop is masked with a probability and draws its
+ratio from the whole range, so that its mask follows from (seed, epoch, index of the image, number of the crop) alone.
+The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins); how many
+crops are masked varies from batch to batch.
 """
 
 from __future__ import annotations

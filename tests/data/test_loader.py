@@ -72,9 +72,7 @@ CROPS = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
 BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
 
 
-def batches(
-    count, micro=GLOBAL, rank=0, world=1, source=None, crops=CROPS, start=START, **options
-) -> list[LoaderBatch]:
+def batches(count, micro=GLOBAL, rank=0, world=1, *, source=None, crops=CROPS, start=START, **options):
     """The first ones of a loader's; options: LoaderOptions'."""
     options |= {"global_batch": GLOBAL, "micro_batch": micro, "rank": rank, "world_size": world}
     loader = Loader(source or Noise(), crops, LoaderOptions(**options), start)
