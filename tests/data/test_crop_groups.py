@@ -30,6 +30,7 @@ def test_a_recipe_s_groups_are_dino_s():
     assert alone == groups[0] and alone.name == "global"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("augment", "workers"), [("worker", 0), ("device", 1)])
 def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
     """The other groups' crops are those of a run without it."""
