@@ -94,10 +94,7 @@ def open_image(
 
 
 def open_raster(data: bytes, channels: int) -> Raster | None:
-    """A file that Pillow can't read, or not whole, where so many channels are wanted; None: Pillow's.
-
-    Raises ValueError, and any Exception for broken files.
-    """
+    """A file that Pillow can't read, or not whole; None: Pillow's. Raises any Exception for broken files."""
     if data.startswith(NPY):
         return open_npy(data)
     if data.startswith(TIFFS):
@@ -165,8 +162,8 @@ class EncodedImage:
     def decode(self, shrink: int = 1) -> np.ndarray:
         """(h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
 
-        `shrink` 2, 4 or 8: a JPEG's sides that many times smaller, at a part of the cost; other formats come in full
-        size. Raises UnreadableImage, also for a deep file without a range and for values beyond it.
+        `shrink`: how many times smaller a JPEG comes, 1, 2, 4 or 8. Raises UnreadableImage, also for a deep file
+        without a range and for values beyond it.
         """
         return self.expanded(_as_trained(self.values(shrink), self._range, self._name))
 

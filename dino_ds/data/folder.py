@@ -133,11 +133,8 @@ def _time(root: str, folders: Texts, index: int) -> int | None:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path.
-
-    One that several links lead to is read once, under its own path where that is inside the tree. Raises DataError
-    where one can't be read.
-    """
+    """Folders of the tree by relative path; one that several links lead to is read once, under its own path where that
+    is inside the tree. Raises DataError where one can't be read."""
     found: dict[bytes, _Folder] = {}
     seen: set[tuple[int, int]] = set()
     level, linked = [b""], list[bytes]()

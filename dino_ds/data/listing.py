@@ -93,10 +93,8 @@ class Packer:
 
 
 class FolderLabels:
-    """The class of an image is the first folder of its path, if every path has one and there are at least two.
-
-    Folders named train, val or test are not classes.
-    """
+    """The class of an image is the first folder of its path, if every path has one and there are at least two, not
+    all called train, val or test."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
