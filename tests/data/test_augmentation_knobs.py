@@ -8,11 +8,9 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
 from dino_ds.config.crops import all_crops, dino_groups, gram_group
@@ -207,14 +205,6 @@ def test_colours_of_images_without_are_refused():
         load_recipe(None, {**five, "crops.jitter": "0.4,0.3,0.2,0.1"})
     for allowed in ({"crops.jitter": "0.5"}, {"crops.jitter": "0.4,0.4,0,0"}, {"crops.grayscale": "0"}):
         load_recipe(None, {**five, **allowed})
-
-
-def test_boxes_are_resized_to_squares_before_they_are_turned():
-    """Crops of images that are anything but square have the sizes of their groups."""
-    crops = MultiCrop(GROUPS, replace(TURNED, rotation=1.0))
-    for width, height in ((1, 300), (300, 20)):
-        found = crops(Image.fromarray(np.zeros((height, width, 3), np.uint8)), 1)
-        assert [tuple(crop.shape) for crop in found] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * 3
 
 
 def test_the_page_s_tables_are_true():

@@ -18,12 +18,12 @@ from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, app
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
 from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.files import photo
-from tests.data.test_multicrop import JITTER
 
 pytestmark = pytest.mark.numerical
 
 LEVEL = 1 / 255
 NORMALISE = IMAGENET.offset_and_factor()
+JITTER = (("hue", -0.07), ("brightness", 1.3), ("saturation", 0.85), ("contrast", 0.7))
 NOTHING = CropParameters((0, 0, 1, 1), False, (), False, None, False)
 
 
