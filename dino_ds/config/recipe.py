@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crop_checks import crop_problems
+from dino_ds.config.crop_checks import crop_problems, gram_problems
 from dino_ds.config.crops import (
     EMA,
     FROZEN,
@@ -40,7 +40,6 @@ from dino_ds.config.fields import (
     option,
     positive,
 )
-from dino_ds.config.gram_checks import gram_problems
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
@@ -64,20 +63,15 @@ class Recipe(Section):
     seed: Seed = option(0, "seed of weights, data order and augmentation")
     stage_start: Literal["continue", "restart"] | None = option(
         None,
-        "for --from RUN, what of RUN it begins with: continue = all of its training state, and steps count on; restart "
-        "= its EMA teacher's weights, from step 0",
+        "with --from RUN: continue = its whole state, steps count on; restart = its teacher's weights, from step 0",
     )
     length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics")
     save_every: SaveEvery = option("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
-    expected_hours_between_failures: Positive = option(
-        24.0, "of the whole job; save_every auto weighs saves against it"
-    )
+    expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto")
     keep_checkpoints: Count = option(3, "newest checkpoints that are kept")
     keep_every: LengthField = option(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")
-    save_in_background: bool = option(
-        True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
-    )
+    save_in_background: bool = option(True, "write checkpoints while training goes on; false takes less host memory")
     max_bad_steps: Count = option(3, "non-finite losses in a row that stop the run")
     hang_seconds: Seconds = option(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()

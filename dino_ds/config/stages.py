@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dino_ds.config.fields import Length, Ramp, Section
+from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
@@ -90,8 +90,8 @@ class Given:
         restarts = recipe.stage_start == "restart"
         moved = {
             key: show_value(_counted_from(value, 0 if restarts else step))
-            for key, value in _that_count(recipe)
-            if restarts or _is_set(key, written)
+            for key, value in named_values(recipe)
+            if _counts(key, value) and (restarts or _is_set(key, written))
         }
         return change_recipe(recipe, moved) if moved else recipe
 
@@ -146,14 +146,9 @@ def _one_without_the_other(recipe: Recipe) -> str:
     )
 
 
-def _that_count(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values, by dotted name, that count from the step at which a stage began."""
-    for key, value in section:
-        name = f"{prefix}{key}"
-        if isinstance(value, Section):
-            yield from _that_count(value, f"{name}.")
-        elif name in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None):
-            yield name, value
+def _counts(key: str, value: object) -> bool:
+    """Whether it counts from the step at which a stage began."""
+    return key in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None)
 
 
 def _is_set(key: str, written: Collection[str]) -> bool:

@@ -21,15 +21,7 @@ def _resolve(content: dict[str, Any], global_batch: int = 512, ranks: int = 4, *
     ("content", "micro", "accumulation"),
     [
         ({}, 128, 1),
-        (
-            {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "train_batch_size": "auto",
-            },
-            128,
-            1,
-        ),
+        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}, 128, 1),
         ({"gradient_accumulation_steps": 4}, 32, 4),
         ({"train_micro_batch_size_per_gpu": 64}, 64, 2),
         ({"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": "auto"}, 64, 2),
