@@ -262,6 +262,10 @@ def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(
         monkeypatch.setenv(name, value)
     (line,) = errors("train", "--data.root", "/x")
     assert line.startswith("global batch 512 is not a multiple of ranks 3 x accumulation 1 = 3;")
+    monkeypatch.setenv("RANK", "abc")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (line,) = errors("train", "--data.root", "/x")  # said by this rank: rank 0 knows nothing of it
+    assert line.startswith("RANK is 'abc'")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,8 +11,6 @@ import pytest
 import dino_ds.preflight as preflight
 from dino_ds.errors import ConfigError
 from dino_ds.launching import environment
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -84,32 +80,23 @@ def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
     ("body", "says"),
     [
         (
-            "raise RuntimeError('operator torchvision::nms does not exist')",
-            "(operator torchvision::nms does not exist)",
+            "raise RuntimeError('no such operator')",
+            "torch 2.15.0+cpu with torchvision 0.29.2 does not load (no such operator)",
         ),
         ("import a_module_that_is_absent", "a_module_that_is_absent is not installed"),
-        ("", None),
     ],
 )
-@pytest.mark.slow
-def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str | None, tmp_path: Path):
+def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str, tmp_path: Path, monkeypatch):
     (tmp_path / "torchvision.py").write_text(body + "\n")
     for package, version in (("torch", "2.15.0+cpu"), ("torchvision", "0.29.2")):
         info = tmp_path / f"{package}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    code = "import dino_ds.cli as c; c.check_hostfile = lambda: None\n"
-    code += "import types, sys; sys.modules['dino_ds.train'] = t = types.ModuleType('t'); t"
-    code += "\nt.train = lambda *a, **k: print('trained')\n"
-    code += "c.main(['train', '--config', 'quickstart'])"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
-    if says is None:
-        assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
-        return
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and says in run.stderr
-    if body.startswith("raise"):
-        assert run.stderr.startswith("dino_ds: error: torch 2.15.0+cpu with torchvision 0.29.2 does not load")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_torchvision()
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
 
 
 _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -142,17 +129,3 @@ def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatc
     with pytest.raises(ConfigError) as caught:
         environment.check_ranks(given)
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_a_rank_out_of_range_ends_with_code_2_and_one_line():
-    """And says so itself: rank 0 knows nothing of it."""
-    run = subprocess.run(
-        [sys.executable, "-m", "dino_ds", "train", "--config", "quickstart"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | _RANK | {"RANK": "abc"},
-    )
-    assert run.returncode == 2 and run.stderr.startswith("dino_ds: error: RANK is 'abc'"), run.stderr
-    assert len(run.stderr.splitlines()) == 1
