@@ -48,15 +48,11 @@ def _gram_problems(several: Iterable[Resolution], gram_size: int | None) -> list
     for one in several:
         name, size = f"crops.resolutions {one}", one.gram_size
         if size and not gram_size:
-            return [
-                f"{name} has a Gram size, and Gram anchoring has no crops of its own here: set gram.weight and "
-                "gram.crop_size, or leave out the third number"
-            ]
+            why = "has a Gram size, and Gram anchoring has no crops of its own here"
+            return [f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number"]
         if gram_size and not size:
-            return [
-                f"{name} has no Gram size, and gram.crop_size is {gram_size}: write GLOBAL/LOCAL/GRAM:SHARE, or set "
-                "gram.crop_size none"
-            ]
+            why = f"has no Gram size, and gram.crop_size is {gram_size}"
+            return [f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"]
         if size and not one.global_size <= size <= 2 * one.global_size:
             return [f"{name}: Gram size {size} must be 1 to 2 times the global size {one.global_size}"]
     return []
@@ -67,8 +63,7 @@ def gram_problems(gram: GramSection, crops: CropsSection, teacher: TeacherSectio
     defaults = GramSection()
     if not gram.weight:
         return [
-            f"gram.{name} {getattr(gram, name)} has no effect without gram.weight: leave it out, or give gram.weight "
-            "above 0"
+            f"gram.{name} {getattr(gram, name)} has no effect without gram.weight: leave it out, or give that"
             for name in GramSection.model_fields
             if name != "weight" and getattr(gram, name) != getattr(defaults, name)
         ]
@@ -82,8 +77,7 @@ def _of_ema(gram: GramSection, teacher: TeacherSection) -> list[str]:
     problems = []
     if gram.crop_size is not None:
         problems.append(
-            f"gram.crop_size {gram.crop_size} with gram.teacher ema, which sees the global crops: leave it out, or "
-            "take gram.teacher snapshot"
+            f"gram.crop_size {gram.crop_size} with gram.teacher ema, which sees the global crops: leave one of them out"
         )
     if gram.refresh_every.value:
         problems.append(
@@ -91,8 +85,7 @@ def _of_ema(gram: GramSection, teacher: TeacherSection) -> list[str]:
         )
     if teacher.source is not None:
         problems.append(
-            "gram.teacher ema with teacher.source: the EMA teacher sees no crops then; take gram.teacher snapshot, or "
-            "give a run or weights"
+            "gram.teacher ema with teacher.source: the EMA teacher sees no crops then; take snapshot, a run or weights"
         )
     return problems
 
@@ -102,10 +95,7 @@ def _own_crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> li
     if size is None:
         return []
     if not own <= size <= 2 * own:
-        return [
-            f"gram.crop_size {size} must be 1 to 2 times crops.global_size {own}: {own} to {2 * own}, or none for the "
-            "global crops themselves"
-        ]
+        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {own}: {own} to {2 * own}, or none"]
     if size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
         fitting = " or ".join(str(s) for s in (size // patch * patch, size // patch * patch + patch))
         return [f"gram.crop_size {size} is not a multiple of the patch size {patch}: use {fitting}"]

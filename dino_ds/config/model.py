@@ -85,8 +85,7 @@ class ModelSection(Section):
         for key, only in _OF_ANY_BACKBONE.items():
             if getattr(self, key) != only and not isinstance(spec, ViTSpec):
                 raise ValueError(
-                    f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
-                    "alone; leave it out"
+                    f"model.{key} {getattr(self, key)} is for ViTs of dino_ds: leave it out for {self.backbone}"
                 )
         self._check_vit(self.spec())
         return self
@@ -98,20 +97,15 @@ class ModelSection(Section):
             given = [key for key in _OF_ROPE if getattr(self, key) is not None]
             if given:
                 raise ValueError(
-                    f"model.{given[0]} is for ViTs with rotary positions, such as vit_small_patch16_dinov3, and "
-                    f"{self.backbone} has none: leave it out"
+                    f"model.{given[0]} is for ViTs with rotary positions, and {self.backbone} has none: leave it out"
                 )
             return
         if self.pos_embed_interpolation != "dino":
-            raise ValueError(
-                f"model.pos_embed_interpolation {self.pos_embed_interpolation} is for learned positions, and those of "
-                f"{self.backbone} are rotary: leave it out"
-            )
+            given = f"model.pos_embed_interpolation {self.pos_embed_interpolation}"
+            raise ValueError(f"{given} is for learned positions, and those of {self.backbone} are rotary: leave it out")
         if arch.width // arch.heads % 4:
-            raise ValueError(
-                f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each, and rotary positions "
-                "need a multiple of 4: change model.width or model.heads"
-            )
+            each = f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each"
+            raise ValueError(f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads")
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""

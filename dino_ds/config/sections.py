@@ -167,10 +167,7 @@ class HeadSection(Section):
     @model_validator(mode="after")
     def _check(self) -> HeadSection:
         if self.learned_lengths and self.free_prototypes:
-            raise ValueError(
-                "learned_lengths true and free_prototypes true: free prototypes have their lengths in themselves; "
-                "leave one of them out"
-            )
+            raise ValueError("learned_lengths true and free_prototypes true: free ones have lengths; leave one out")
         return self
 
 

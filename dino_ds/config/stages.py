@@ -74,9 +74,8 @@ class Given:
                 f"--from {origin} is the run folder itself: --resume continues it, --run_dir names another"
             )
         if origin and recipe.model.init_from is not None:
-            raise ConfigError(
-                f"--from {origin} and model.init_from {recipe.model.init_from}: a run begins with one of them"
-            )
+            both = f"--from {origin} and model.init_from {recipe.model.init_from}"
+            raise ConfigError(f"{both}: a run begins with one of them")
         return recipe
 
     def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
@@ -137,13 +136,11 @@ def recipe_of(run_dir: Path) -> Recipe:
 def _one_without_the_other(recipe: Recipe) -> str:
     if recipe.stage_start is None:
         return (
-            "no stage_start says what is taken over from the run before: set it, or add --stage_start continue (its "
-            "whole training state, steps count on) or --stage_start restart (its teacher's weights, from step 0)"
+            "no stage_start says what is taken over from the run before: add --stage_start continue (its whole state, "
+            "steps count on) or restart (its teacher's weights, from step 0)"
         )
-    return (
-        f"stage_start {recipe.stage_start}: the recipe is a stage, which begins with another run: add --from RUN, or "
-        "give several recipes with --stages"
-    )
+    why = "the recipe is a stage, which begins with another run"
+    return f"stage_start {recipe.stage_start}: {why}: add --from RUN, or give several recipes with --stages"
 
 
 def _counts(key: str, value: object) -> bool:
