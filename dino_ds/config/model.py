@@ -84,9 +84,8 @@ class ModelSection(Section):
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
         for key, only in _OF_ANY_BACKBONE.items():
             if getattr(self, key) != only and not isinstance(spec, ViTSpec):
-                raise ValueError(
-                    f"model.{key} {getattr(self, key)} is for ViTs of dino_ds: leave it out for {self.backbone}"
-                )
+                what = f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds"
+                raise ValueError(f"{what}: {self.backbone} knows {only} alone; leave it out")
         self._check_vit(self.spec())
         return self
 
@@ -101,8 +100,10 @@ class ModelSection(Section):
                 )
             return
         if self.pos_embed_interpolation != "dino":
-            given = f"model.pos_embed_interpolation {self.pos_embed_interpolation}"
-            raise ValueError(f"{given} is for learned positions, and those of {self.backbone} are rotary: leave it out")
+            resized = f"model.pos_embed_interpolation {self.pos_embed_interpolation}"
+            raise ValueError(
+                f"{resized} is for learned positions, and those of {self.backbone} are rotary: leave it out"
+            )
         if arch.width // arch.heads % 4:
             each = f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each"
             raise ValueError(f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads")

@@ -251,12 +251,9 @@ def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], s
 
 
 @pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
-def test_compile_was_true_or_false_before(tmp_path: Path, given: object, taken: str):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"gradient_clipping": 0, "dino_ds": {"compile": given}}))
-    assert _resolve(load_ds_config(str(path), {})).performance.compile == taken
-    overridden = load_ds_config(str(path), {"dino_ds.compile": str(given).lower()})
-    assert overridden["dino_ds"]["compile"] == taken
+def test_compile_was_true_or_false_before(load, given: object, taken: str):
+    assert _resolve(load({"dino_ds": {"compile": given}})).performance.compile == taken
+    assert load({}, dino_ds__compile=str(given).lower())["dino_ds"]["compile"] == taken
 
 
 def test_cuda_graphs_are_refused_with_several_micro_batches():
