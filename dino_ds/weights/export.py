@@ -25,7 +25,6 @@ from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
-from dino_ds.weights.huggingface_dinov3 import hf_config_dinov3, to_huggingface_dinov3
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
@@ -77,11 +76,9 @@ def export_hf(model: Backbone, out: Path) -> str:
         _write_folder(out, _tensors(model), model_card(model, "transformers", out.name), {"config.json": config})
         return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     arch, size = model.vit.arch, model.image_size
-    tensors, mask = _tensors(model), _mask_token(model)
-    if arch.rope is None:
-        config, tensors = hf_config(arch, size, mask is not None), to_huggingface(tensors, arch, mask)
-    else:
-        config, tensors = hf_config_dinov3(arch, size), to_huggingface_dinov3(tensors, mask)
+    mask = _mask_token(model)
+    config = hf_config(arch, size, mask is not None)
+    tensors = to_huggingface(_tensors(model), arch, mask)
     card = model_card(model, "transformers", out.name)
     jsons = {"config.json": config, "preprocessor_config.json": hf_processor(size, model.normalisation)}
     _write_folder(out, tensors, card, jsons)

@@ -21,8 +21,8 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
-from dino_ds.weights.fit import architecture_of, take_weights
-from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.fit import Description, architecture_of
+from dino_ds.weights.load import Backbone, _filled, load
 from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.read import read_weights
 from tests.weights.originals import Original
@@ -111,6 +111,7 @@ def test_transformers_gives_the_same_features(name, size, tmp_path):
     export_hf(model, tmp_path / "out")
     theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
+    assert theirs.config.architectures == [type(theirs).__name__]
     output = theirs.eval()(pixel_values=images)
     tokens = output.last_hidden_state
     torch.testing.assert_close(output.pooler_output, tokens[:, 0], rtol=1e-5, atol=1e-5)
@@ -271,11 +272,8 @@ def test_the_ratio_of_an_mlp_gives_its_width_again():
 def test_a_position_embedding_of_another_size_is_resized_as_the_network_does(way):
     """A network made for that size then computes what the first one computes there."""
     small = _backbone(interpolation=way)
-    large = Backbone(
-        VisionTransformer(small.vit.arch, 48, BackboneOptions(pos_embed_interpolation=way)), 48, "a test", {}
-    )
-    take_weights(large.vit, dict(small.vit.state_dict()))
-    torch.testing.assert_close(large.features(_images(48, 48)), small.features(_images(48, 48)), rtol=0, atol=0)
+    large = _filled(Description(small.vit.arch, 48, way), dict(small.vit.state_dict()))
+    assert torch.equal(large.features(_images(48, 48)), small.features(_images(48, 48)))
 
 
 class TestNotebook:
@@ -348,15 +346,16 @@ class TestBadInput:
             load(tmp_path / "a.safetensors")
 
     def test_another_architecture_is_one_line(self):
-        small, other = _backbone().vit, VisionTransformer(dataclasses.replace(_backbone().vit.arch, width=48), SIZE)
+        small = _backbone().vit
+        other = Description(dataclasses.replace(small.arch, width=48), SIZE, "dino")
         with pytest.raises(CheckpointError, match=r"another architecture: \d+ tensors, first blocks.0.attn.proj"):
-            take_weights(other, dict(small.state_dict()))
+            _filled(other, dict(small.state_dict()))
 
     def test_a_missing_tensor(self):
         state = dict(_backbone().vit.state_dict())
         del state["norm.weight"]
         with pytest.raises(CheckpointError, match=r"lack 1 of .*norm.weight"):
-            take_weights(_backbone().vit, state)
+            _filled(Description(_backbone().vit.arch, SIZE, "dino"), state)
 
     def test_nothing_there(self, tmp_path):
         with pytest.raises(CheckpointError, match="does not exist"):
