@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights
     else.
     """
     path = Path(os.path.expanduser(place))
-    if not path.exists() and _is_timm_name(str(place)):
+    if not path.exists() and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
     if not path.exists():
         near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
@@ -109,15 +109,16 @@ def teacher_parts(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _is_timm_name(name: str) -> bool:
+def _may_be_downloaded(name: str) -> bool:
     base, _, tag = name.partition(".")
-    if base in BACKBONES:
-        return True
-    if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
-        return False
+    return base in BACKBONES or (tag not in ("pth", "pt", "bin", "ckpt", "safetensors") and is_timm_name(base))
+
+
+def is_timm_name(name: object) -> TypeGuard[str]:
+    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
     import timm
 
-    return bool(timm.is_model(base))
+    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
 
 
 def _from_timm(name: str) -> Weights:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -115,7 +114,7 @@ def test_transformers_gives_the_same_features(name, size, tmp_path):
     torch.testing.assert_close(back.features(given), model.features(given), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(120, 160), (75, 50), (36, 36)])
+@pytest.mark.parametrize("shape", [(120, 160), (36, 36)])
 def test_from_a_picture_to_features_as_transformers_does(tmp_path, shape):
     """AutoImageProcessor and AutoModel on a PIL image, 1e-5; by torchvision's filter, which rounds a few of the resized
     8-bit values to the neighbour, 1e-3."""
@@ -125,11 +124,8 @@ def test_from_a_picture_to_features_as_transformers_does(tmp_path, shape):
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()
     pixels = torch.randint(0, 256, (30, 40, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     image = Image.fromarray(pixels.numpy()).resize(shape, Image.Resampling.BICUBIC)
-    pil, torchvision = {"backend": "pil"}, {"backend": "torchvision"}
-    if transformers.__version__ < "5":
-        pil, torchvision = {"use_fast": False}, {"use_fast": True}
-    for backend, tolerance in ((pil, 1e-5), (torchvision, 1e-3)):
-        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", **backend)
+    for backend, tolerance in (("pil", 1e-5), ("torchvision", 1e-3)):
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", backend=backend)
         features = theirs(**processor(image, return_tensors="pt")).last_hidden_state[:, 0]
         ours = model.features(model.preprocess(image)[None])
         torch.testing.assert_close(features, ours, rtol=tolerance, atol=tolerance)
@@ -141,21 +137,18 @@ def test_twenty_aspect_ratios_are_cut_as_by_transformers(tmp_path, size):
     transformers = pytest.importorskip("transformers")
     export_hf(_backbone(size=size), tmp_path / "out")
     model = load(tmp_path / "out")
-    ways = (
-        [{"backend": "pil"}, {"backend": "torchvision"}] if transformers.__version__ >= "5" else [{"use_fast": False}]
-    )
     generator = torch.Generator().manual_seed(0)
     sides = [(360, 235), (235, 360), (500, 375), (500, 333), (640, 427)]
     sides += [(300 + 7 * i, 240 + i) for i in range(10)] + [(241 + i, 301 + 9 * i) for i in range(5)]
     margins = set()
-    for way in ways:
-        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", **way)
+    for backend in ("pil", "torchvision"):
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "out", backend=backend)
         for shape in sides:
             pixels = torch.randint(0, 256, (shape[1], shape[0], 3), generator=generator, dtype=torch.uint8)
             image = Image.fromarray(pixels.numpy())
             theirs = processor(image, return_tensors="pt")["pixel_values"][0]
             # A level of 255 is 0.018 here: torchvision's filter is one or two off in some pixels.
-            tolerance = 1e-5 if "torchvision" not in way.values() else 0.04
+            tolerance = 1e-5 if backend == "pil" else 0.04
             torch.testing.assert_close(model.preprocess(image), theirs, rtol=0, atol=tolerance)
             margins.add((int(int(size * 256 / 224) * max(shape) / min(shape)) - size) % 4)
     assert margins == {0, 1, 2, 3}
@@ -171,8 +164,7 @@ def test_channels_other_than_rgb_have_their_own_statistics(tmp_path):
     config = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
     assert config["input_size"][0] == len(config["mean"]) == len(config["std"]) == 1
     image = torch.randint(0, 256, (36, 36, 1), generator=torch.Generator().manual_seed(0), dtype=torch.uint8).numpy()
-    way = {"backend": "pil"} if transformers.__version__ >= "5" else {"use_fast": False}
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", **way)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", backend="pil")
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "hf").eval()
     features = theirs(**processor(image, return_tensors="pt")).last_hidden_state[:, 0]
     torch.testing.assert_close(features, model.features(model.preprocess(image)[None]), rtol=1e-5, atol=1e-5)
@@ -296,22 +288,7 @@ class TestNotebook:
             _backbone().features(images(33, 32))
 
 
-class _Planted:
-    def __reduce__(self):
-        return (Path.touch, (Path("planted"),))
-
-
 class TestBadInput:
-    def test_a_file_with_more_than_tensors_is_refused_and_not_run(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        with (tmp_path / "evil.pth").open("wb") as file:
-            pickle.dump({"teacher": _Planted()}, file)
-        torch.save({"teacher": _Planted()}, tmp_path / "evil2.pth")
-        for name in ("evil.pth", "evil2.pth"):
-            with pytest.raises(CheckpointError, match=name):
-                load(tmp_path / name)
-        assert not (tmp_path / "planted").exists()
-
     @pytest.mark.parametrize(
         ("name", "content", "said"),
         [
