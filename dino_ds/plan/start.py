@@ -1,7 +1,4 @@
-"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit.
-
-No torch here: what the machine has is the caller's to find.
-"""
+"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit."""
 
 from __future__ import annotations
 
@@ -48,6 +45,26 @@ class Machine:
             self.fp16 and other.fp16,
             max(self.libraries, other.libraries),
         )
+
+
+def find_machine() -> Machine:
+    """What this rank has."""
+    import torch
+
+    from dino_ds import distributed
+    from dino_ds.engine.device import device, fp16_supported, memory_gib
+    from dino_ds.measure.machine import host_memory_gib
+
+    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
+    return Machine(
+        distributed.world_size(),
+        distributed.local_world_size(),
+        host_memory_gib()[0],
+        card.total_memory / 2**30 if card else None,
+        bf16=card is None or card.major >= 8,
+        fp16=fp16_supported(),
+        libraries=round(memory_gib() * 2**30),
+    )
 
 
 @dataclass(frozen=True)
