@@ -9,13 +9,7 @@ import pytest
 import torch
 
 from dino_ds.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
-from dino_ds.bench.naive import (
-    LoopTeacher,
-    NormalisedPrototypes,
-    PlainEngine,
-    normalise_prototypes,
-    plain_objective,
-)
+from dino_ds.bench.naive import LoopTeacher, NormalisedPrototypes, PlainEngine, normalise_prototypes, plain_objective
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
