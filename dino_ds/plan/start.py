@@ -208,11 +208,11 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[st
     config = start.config
     images = recipe.data.global_batch // machine.ranks
     stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
-    recompute = {"activation_checkpointing.number_checkpoints": "auto"}
+    recompute = {} if config.checkpoint_blocks else {"activation_checkpointing.number_checkpoints": "auto"}
     copies = config.keeps_teacher_copy(machine.card_gib is not None, count_parameters(recipe))
     no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
-    lighter = [{}, no_copy, {} if config.checkpoint_blocks else recompute]
-    for more in [*lighter[:1], *filter(None, lighter[1:]), *([no_copy | recompute] if all(lighter[1:]) else [])]:
+    both = no_copy | recompute if no_copy and recompute else {}
+    for more in ({}, *filter(None, (no_copy, recompute, both))):
         for size in micro_batches(recipe.data.global_batch, machine.ranks):
             if size < config.micro_batch or (more and size == config.micro_batch):
                 accumulated = stage if size < images else {}
