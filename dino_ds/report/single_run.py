@@ -190,12 +190,9 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 def _incidents(run: RunFiles) -> dict[str, Any]:
     found = run.log.incidents
-    timed = any(incident.time for incident in found)
-    labels = [Tag(incident.kind.name, f"incident {incident.kind.level}") for incident in found]
-    rows = [(incident.time, label, incident.line) for incident, label in zip(found, labels, strict=True)]
     return {
-        "header": ("UTC", "", "") if timed else (),
-        "rows": rows if timed else [row[1:] for row in rows],
+        "header": ("UTC", "", ""),
+        "rows": [(one.time, Tag(one.kind.name, f"incident {one.kind.level}"), one.line) for one in found],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in run.log.counts.items()),
         "most": max(run.log.counts.values(), default=0),
     }
