@@ -42,7 +42,7 @@ def _given(name, machine=RTX3090, recipe="vits16", **changes):
 
 def _readme_command() -> list[str]:
     """What the README gives for one process."""
-    found = re.search(r"`(dino-ds train --data\.root /images)`", (REPOSITORY / "README.md").read_text())
+    found = re.search(r"(dino-ds train --data\.root /images)\b", (REPOSITORY / "README.md").read_text())
     return shlex.split(found[1])[1:]
 
 
