@@ -21,9 +21,8 @@ from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.preflight import preflight_eval
-from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
-from dino_ds.evals.suite import evaluate, images_of
+from dino_ds.evals.results import RESULTS, as_json, name_images, read_results, write_results
+from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
 from dino_ds.tools.model_options import check_unused_options, range_for, recipe_of
@@ -109,7 +108,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | N
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
-    return describe_result(values, seconds, about.get("step"), about.get("images"), images_of(name, subject, data))
+    return describe_result(name, subject, values, seconds, about, data)
 
 
 def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:

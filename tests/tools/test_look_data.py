@@ -25,7 +25,7 @@ from dino_ds.options.data import LookDataOptions
 from dino_ds.tools import look_data
 from dino_ds.tools.data_statistics import look_at
 from dino_ds.tools.sheet import _font, describe
-from tests.data.deep import tiff
+from tests.data.files import tiff
 
 SMALL = {
     "data.workers": "0",

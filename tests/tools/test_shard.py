@@ -28,8 +28,8 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions, UnshardOptions
 from dino_ds.tools import shard, unshard
-from tests.data.deep import png16
-from tests.data.test_shards import pack, png
+from tests.data.files import png, png16
+from tests.data.test_shards import pack
 
 pytestmark = pytest.mark.slow
 
