@@ -115,7 +115,7 @@ class Saving:
                 lines += self._commit(pending, must=False)
         return lines
 
-    def finish(self, must: bool) -> list[str]:
+    def finish(self, must: bool = False) -> list[str]:
         """Waits for what is being written, if anything is; lines to say. All ranks must call it.
 
         With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.

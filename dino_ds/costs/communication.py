@@ -26,7 +26,7 @@ _MAX_REUSE = 1_000_000_000
 _PREFETCH = 50_000_000
 # As in teacher.py.
 _TEACHER_CHUNK = 128 * 2**20
-# As in engine/inference.py.
+# As in engine/placement.py.
 _FROZEN_PERSISTENT = 100_000
 # As in engine/optim.py, for DINO's recipe, and training/step.py.
 _GROUPS = 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
-from dino_ds.engine.optimizers import master_shards, shard_groups
+from dino_ds.engine.masters import master_shards, shard_groups
 from dino_ds.errors import ConfigError
 
 _EPS = 1e-6  # DeepSpeed's and torch's, added to the norm

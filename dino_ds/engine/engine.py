@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +19,9 @@ from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.lars import Lars, check_lars
-from dino_ds.engine.masters import Masters
+from dino_ds.engine.masters import Masters, masters_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
-from dino_ds.engine.optimizers import masters_of
+from dino_ds.engine.placement import let_go_of, release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
@@ -85,6 +86,9 @@ class Engine:
             )
         except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
             raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+        if config.stage == 3:
+            let_go_of(network)
+        weakref.finalize(self, release, self._engine).atexit = False
         for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
             setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
         self._unsynced = unsynced_statistics(network)

@@ -1,15 +1,20 @@
-"""Where an engine keeps its FP32 master weights, said in terms that need no knowledge of DeepSpeed.
+"""Where an engine keeps its FP32 master weights, and what the inner layout of each of DeepSpeed's optimizers is.
 
-`Engine.masters()` gives a list of these; `Teacher` follows them. Names are those of `named_parameters()`.
+`Engine.masters()` gives a list of `Masters`, which need no knowledge of DeepSpeed; `EmaTeacher` follows them. Names are
+those of `named_parameters()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+Names = Mapping[int, str]
+"""id of a parameter -> its name"""
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,79 @@ class PartitionedMasters:
 
 
 Masters = WholeMasters | FlatMasters | PartitionedMasters
+
+
+def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
+    """Of `optimizer`, as deepspeed.initialize gives it for `network`; one entry a parameter group or sub-group."""
+    if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
+        return [WholeMasters(list(network.named_parameters()))]
+    if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
+        return [WholeMasters([(names[id(p)], p) for p in group]) for group in optimizer.bit16_groups]
+    return [*sharded_masters_of(optimizer, names)]
+
+
+def master_shards(optimizer: Any) -> list[Tensor]:
+    """This rank's shards of the masters, as the inner optimizer sees them; for stages 1 to 3."""
+    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, attribute):
+            shards: list[Tensor] = getattr(optimizer, attribute)
+            return shards
+    raise AssertionError(type(optimizer).__name__)
+
+
+def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
+    """What lies where in each of `master_shards`."""
+    build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
+    return [build(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
+
+
+def _zero3(optimizer: Any, i: int, names: Names) -> PartitionedMasters:
+    layout, offset = [], 0
+    for parameter in optimizer.fp16_groups[i]:
+        piece = parameter.partition_numel()
+        layout.append((names[id(parameter)], offset, piece))
+        offset += piece
+    group = optimizer._get_sub_group_process_group(i)
+    return PartitionedMasters(layout, lambda: optimizer.fp32_partitioned_groups_flat[i].detach(), group)
+
+
+def _zero12(optimizer: Any, i: int, names: Names) -> FlatMasters:
+    # round_robin_gradients reorders a group; these two describe the order in the buffer either way.
+    order = zip(optimizer.round_robin_bit16_groups[i], optimizer.round_robin_bit16_offsets[i], strict=True)
+    return FlatMasters(
+        optimizer.bit16_groups_flat[i].numel(),
+        [(names[id(p)], offset) for p, offset in order],
+        lambda: optimizer.single_partition_of_fp32_groups[i].detach(),
+        optimizer.real_dp_process_group[i],
+    )
+
+
+def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
+    layout, offset = [], 0
+    for parameter in optimizer.bf16_groups[i]:
+        layout.append((names[id(parameter)], offset))
+        offset += parameter.numel()
+    return FlatMasters(
+        optimizer.bf16_groups_flat[i].numel(),
+        layout,
+        lambda: optimizer.fp32_groups_flat_partition[i].detach(),
+        optimizer.real_dp_process_group[i],
+    )
+
+
+def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Of each of `master_shards`, its parameter group."""
+    groups = optimizer.optimizer.param_groups
+    owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
+    return [groups[owners[i]] for i in range(len(owners))]
+
+
+def refresh_weights(optimizer: Any) -> None:
+    """The weights of the forward pass, from the masters; collective. At stage 0 they are the masters."""
+    if hasattr(optimizer, "fp16_groups"):
+        optimizer.checkpoint_event_prologue()  # whole parameters that are still gathered are given up
+        for i in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(i)
+        optimizer.checkpoint_event_epilogue()  # persistent ones are gathered anew
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()

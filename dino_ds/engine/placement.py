@@ -1,43 +1,133 @@
-"""Where the weights of a new student go: module by module to the device, under ZeRO 3 at once into the partitions.
+"""Where weights go, module by module: to the device, under ZeRO 3 at once into the partitions.
 
-No rank holds more of a ZeRO 3 student than its own part and the module that is just being drawn.
+No rank holds more of a network in partitions than its own part and the module that is just being placed. Every rank
+must place the same modules in the same order.
 """
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.device import DTYPES, device
+from dino_ds.models.base import is_cast
+
+PERSISTENT_BELOW = 100_000
+"""Parameters of so many elements, norms and biases, stay whole on every rank, as by DeepSpeed's default."""
 
 
 class Placement:
-    """Called with each module of a student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
+    """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
 
     Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks; its
     buffers are on the device as they are.
-    Every rank must call it, with the same modules in the same order.
     """
 
     def __init__(self, config: DsConfig) -> None:
-        self._config = config
-        self._device = device()
-        self._partition = Partitioner(config.raw)
+        self._device, self._dtype = device(), DTYPES[config.precision]
+        self._partition = _Partitioner(config.raw) if config.stage == 3 else None
 
     def __call__(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         for parameter in own:
-            parameter.data = parameter.data.to(self._device, DTYPES[self._config.precision])
+            parameter.data = parameter.data.to(self._device, self._dtype)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(self._device))
-        if self._config.stage == 3 and own:
+        if self._partition is not None and own:
             self._partition(own)
 
 
-class Partitioner:
-    """Cuts parameters into ZeRO 3's partitions, as the ds config `raw` says. Every rank must call it alike."""
+class InferencePlacement:
+    """Called with each module of a network that is never trained, once its own weights are there, as above.
+
+    Afterwards they are on `device`, the matrices that autocast casts to `dtype` in it: results are the same. kind:
+    "whole"; "sharded": the modules of `part` are partitioned over all ranks, "offloaded": in their host memory; then
+    `finish` must follow.
+
+    DeepSpeed gathers a module's parameters before its forward pass and frees them after it, as TRL has it of reference
+    models. Its engine would bring all weights to one dtype: we take the part of it that partitions and gathers.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, part: nn.Module) -> None:
+        self._device, self._dtype, self._part, self._modules = device, dtype, part, set(part.modules())
+        self._config = _zero3(kind, device)
+        self._partition = None if kind == "whole" else _Partitioner(self._config)
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        own = list(module.parameters(recurse=False))
+        dtype = self._dtype if is_cast(module) else torch.float32
+        for parameter in own:
+            parameter.data = parameter.data.to(self._device, dtype, copy=True)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(self._device, copy=True))
+        if self._partition is not None and own and module in self._modules:
+            self._partition(own)
+
+    def finish(self) -> None:
+        """When all modules are placed: from here on DeepSpeed gathers what a forward pass of `part` needs."""
+        if self._partition is None:
+            return
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+        from deepspeed.utils.timer import NoopTimer
+
+        self._part.requires_grad_(False)
+        zero = DeepSpeedZeroConfig(**self._config["zero_optimization"])
+        DeepSpeedZeRoOffload(  # its hooks hold it
+            self._part,
+            timers=NoopTimer(),
+            ds_config=self._config,
+            overlap_comm=bool(zero.overlap_comm),
+            prefetch_bucket_size=zero.prefetch_bucket_size,
+            max_reuse_distance=zero.max_reuse_distance,
+            max_live_parameters=zero.max_live_parameters,
+            param_persistence_threshold=PERSISTENT_BELOW,
+            offload_param_config=zero.offload_param,
+        )
+        let_go_of(self._part)
+
+
+def _zero3(kind: str, device: torch.device) -> dict[str, Any]:
+    # Else DeepSpeed replaces torch's linear layer in the whole process, the student's too.
+    zero: dict[str, Any] = {"stage": 3, "memory_efficient_linear": False}
+    if kind == "offloaded":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+
+def let_go_of(module: nn.Module) -> None:
+    """To be called when DeepSpeed has made its hooks for a partitioned `module`: it is freed with its last user.
+
+    DeepSpeed keeps it in a list of the whole process, and with it the weights, masters and moments of its engine.
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as stack
+
+    def forget(gone: object) -> None:
+        stack[:] = [entry for entry in stack if entry is not gone]
+
+    stack[:] = [weakref.proxy(module, forget) if entry is module else entry for entry in stack]
+
+
+def release(engine: Any) -> None:
+    """Of DeepSpeed's engine when nobody needs it any more: hooks in autograd's own nodes, and a cache of the whole
+    process, would keep all that it trains with."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    engine.destroy()
+    wrapped = inspect.unwrap(Coordinator._PartitionedParameterCoordinator__params_to_release)
+    for cache in inspect.getclosurevars(wrapped).nonlocals.values():
+        if hasattr(cache, "cache_clear"):
+            cache.cache_clear()
+
+
+class _Partitioner:
+    """Cuts parameters into ZeRO 3's partitions, as the ds config `raw` says."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from dino_ds import distributed
 from dino_ds.engine.lars import Lars, Layer, Shard
-from dino_ds.engine.masters import FlatMasters, PartitionedMasters
-from dino_ds.engine.optimizers import Names, master_shards, refresh_weights, shard_groups, sharded_masters_of
+from dino_ds.engine.masters import (
+    FlatMasters,
+    Names,
+    PartitionedMasters,
+    master_shards,
+    refresh_weights,
+    shard_groups,
+    sharded_masters_of,
+)
 from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,

@@ -95,16 +95,14 @@ class Term(ABC):
 class Objective:
     """The weighted sum of named terms, and the running statistics of all of them.
 
-    A term's weight is the schedule's of its name, or that of `weights`, or 1. With several terms each one's loss,
-    unweighted, is among the scalars as NAME_loss.
+    A term's weight is the schedule's of its name, or 1. With several terms each one's loss, unweighted, is among the
+    scalars as NAME_loss.
     """
 
-    def __init__(self, terms: Mapping[str, Term], weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
-        self._weights = {name: (weights or {}).get(name, 1.0) for name in terms}
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
         assert len(self.statistics) == sum(len(term.statistics) for term in self.terms.values()), "names must differ"
-        assert (weights or {}).keys() <= self.terms.keys(), "a weight of no term"
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
         assert len(set(self.scalars)) == len(self.scalars), "names must differ"
 
@@ -156,7 +154,7 @@ class Objective:
         for name, term in self.terms.items():
             loss, own = term.loss(student, targets[name], schedule)
             scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
-            weight = schedule.weights.get(name, self._weights[name])
+            weight = schedule.weights.get(name, 1.0)
             weighted = loss if weight == 1 else weight * loss
             total = weighted if total is None else total + weighted
         assert total is not None, "an objective has at least one term"

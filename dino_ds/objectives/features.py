@@ -5,7 +5,6 @@ Source: AM-RADIO (arXiv 2312.06709), section 3: cosine loss of the summary featu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from dino_ds.config.crops import FROZEN
 from dino_ds.models.base import Masks
 from dino_ds.models.network import Query
 from dino_ds.objectives.base import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.objectives.gram import resized_patches
 from dino_ds.schedules import ScheduleValues
 
 
@@ -26,29 +26,20 @@ class FeatureTerm(Term):
     numbers, which are the teacher's. Patches of another grid than the student's are resized to it.
     """
 
-    def __init__(self, name: str, feature: str, head: str, width: int, teacher: str = FROZEN) -> None:
-        self.needs = Needs((name,), {teacher: (feature,)}, {name: Query(head, feature, width)})
-        self._name, self._feature, self._teacher = name, feature, teacher
+    def __init__(self, name: str, feature: str, head: str, width: int) -> None:
+        self.needs = Needs((name,), {FROZEN: (feature,)}, {name: Query(head, feature, width)})
+        self._name, self._feature = name, feature
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
-        return [_tensor(teachers[self._teacher][self._feature]) for teachers in window]
+        return [_tensor(teachers[FROZEN][self._feature]) for teachers in window]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
         found = _tensor(student[self._name])
         with torch.autocast(found.device.type, enabled=False):
             wanted = targets.float()
             if wanted.ndim == 3:
-                wanted = resized_map(wanted, found.shape[1])
+                wanted = resized_patches(wanted, found.shape[1])
             return Measured((1 - F.cosine_similarity(found.float(), wanted, dim=-1)).mean(), {})
-
-
-def resized_map(patches: Tensor, count: int) -> Tensor:
-    """Square maps of patches (b, n, d), row by row -> (b, count, d), bicubically."""
-    rows, side = math.isqrt(patches.shape[1]), math.isqrt(count)
-    if rows == side:
-        return patches
-    maps = patches.transpose(1, 2).unflatten(2, (rows, rows))
-    return F.interpolate(maps, (side, side), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
 
 
 def _tensor(output: object) -> Tensor:

@@ -29,15 +29,13 @@ class GramTerm(Term):
     """Mean squared difference of the cosines between patches, student's and teacher's: the mean over images and pairs
     of patches, or with `whole_batch` over the pairs of all patches of a micro-batch. FP32.
 
-    The student's patches are those of `group`, hidden ones too. teacher: whose patches; seen: the group of its crops,
-    which are those of `group` in this size or another. drop_negative: cosines below 0 count as 0, on both sides.
+    The student's patches are those of its global crops, hidden ones too. teacher: whose patches; seen: the group of its
+    crops, which are the same in this size or another. drop_negative: cosines below 0 count as 0, on both sides.
     Where the schedule's weight is 0 nothing is computed, and the loss is 0.
     """
 
-    def __init__(
-        self, teacher: str, seen: str, group: str = "global", whole_batch: bool = False, drop_negative: bool = False
-    ) -> None:
-        self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of(group)
+    def __init__(self, teacher: str, seen: str, whole_batch: bool = False, drop_negative: bool = False) -> None:
+        self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")
         self.needs = Needs(student=(self._own,), teachers={teacher: (self._seen,)})
         self.whole_batch, self.drop_negative = whole_batch, drop_negative
 

@@ -22,14 +22,14 @@ _EPS = 1e-8
 
 
 class KoLeoTerm(Term):
-    """- ln of the distance to the nearest other image, mean over images, summed over the crops of `group`. FP32.
+    """- ln of the distance to the nearest other image, mean over images, summed over their global crops. FP32.
 
-    crops: of the group in each image. all_ranks: the nearest of all ranks' images, not of this micro-batch alone.
+    crops: of these in each image. all_ranks: the nearest of all ranks' images, not of this micro-batch alone.
     Under gradient accumulation it sees a micro-batch at a time, not the whole step.
     """
 
-    def __init__(self, crops: int = 2, all_ranks: bool = False, group: str = "global") -> None:
-        self.crops, self.all_ranks, self._feature = crops, all_ranks, cls_of(group)
+    def __init__(self, crops: int = 2, all_ranks: bool = False) -> None:
+        self.crops, self.all_ranks, self._feature = crops, all_ranks, cls_of("global")
         self.needs = Needs(student=(self._feature,), teachers={})
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[None]:

@@ -36,7 +36,7 @@ def gram_schedule(recipe: Recipe, epoch_steps: int) -> GramSchedule:
 def build_gram_term(recipe: Recipe) -> GramTerm:
     """The recipe's."""
     gram = recipe.gram
-    return GramTerm(gram.teacher_name, _seen(recipe.groups).name, "global", gram.whole_batch, gram.drop_negative)
+    return GramTerm(gram.teacher_name, _seen(recipe.groups).name, gram.whole_batch, gram.drop_negative)
 
 
 def _seen(groups: Sequence[CropGroup]) -> CropGroup:

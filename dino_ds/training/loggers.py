@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from dino_ds import distributed
 from dino_ds.errors import ConfigError, one_line
@@ -18,12 +18,11 @@ _PACKAGES = {"wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml"), "ml
 """Section -> the package that it needs, and what pip calls it."""
 
 
-class Logger(Protocol):
-    """A service that takes metrics; it may fail with any error."""
+class Logger(NamedTuple):
+    """A service that takes metrics; it may fail with any error. write: gets the values by name, and their step."""
 
-    def write(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
+    write: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
 
 
 def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:
@@ -52,19 +51,6 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
     return opened
 
 
-class _Monitor:
-    """One of DeepSpeed's monitors."""
-
-    def __init__(self, monitor: Any, close: Callable[[], object]) -> None:
-        self._monitor, self._close = monitor, close
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        self._monitor.write_events([(name, value, step) for name, value in values.items()])
-
-    def close(self) -> None:
-        self._close()
-
-
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     """What is not in the section is in W&B's own variables, such as WANDB_MODE=offline."""
     import wandb
@@ -74,7 +60,7 @@ def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     own = {"WANDB_DIR": str(run_dir), "WANDB_RUN_ID": run_id, "WANDB_NAME": run_dir.name, "WANDB_RESUME": "allow"}
     for name, value in own.items():
         os.environ.setdefault(name, value)
-    return _Monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
+    return _of_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
 
 
 def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
@@ -83,31 +69,25 @@ def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
     named = {"experiment_key": run_id.ljust(32, "0")[:50], "experiment_name": run_dir.name, "project": "dino_ds"}
     monitor = CometMonitor(CometConfig(enabled=True, samples_log_interval=0, **{**named, **section}))
-    return _Monitor(monitor, monitor.experiment.end)
+    return _of_monitor(monitor, monitor.experiment.end)
 
 
-class _MLflow:
-    def __init__(self, section: dict[str, Any], run_dir: Path, run_id: str) -> None:
-        import mlflow
-
-        if "tracking_uri" in section:
-            mlflow.set_tracking_uri(section["tracking_uri"])
-        self._mlflow = mlflow
-        experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
-        ours = f"tags.run_id = '{run_id}'"
-        found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
-        known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
-        mlflow.start_run(**known, log_system_metrics=False)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(values), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+def _of_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
+    """One of DeepSpeed's."""
+    return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
 
 
-_OPENERS: dict[str, Callable[[dict[str, Any], Path, str], Logger]] = {
-    "wandb": _open_wandb,
-    "comet": _open_comet,
-    "mlflow": _MLflow,
-}
+def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    import mlflow
+
+    if "tracking_uri" in section:
+        mlflow.set_tracking_uri(section["tracking_uri"])
+    experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
+    ours = f"tags.run_id = '{run_id}'"
+    found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
+    known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
+    mlflow.start_run(**known, log_system_metrics=False)
+    return Logger(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
+
+
+_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow}

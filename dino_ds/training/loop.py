@@ -20,8 +20,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.intervals import SaveClock
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.training.bad_steps import BadSteps
-from dino_ds.training.constant_images import constant_images
-from dino_ds.training.reports import Reports
+from dino_ds.training.reports import Reports, constant_images
 from dino_ds.training.run import AtStep, Moment, Run
 from dino_ds.training.saver import Saver
 from dino_ds.training.step import Inputs, MicroStep
@@ -66,7 +65,7 @@ class Loop:
                 while step.applied_steps < run.last_step:
                     self._micro_batch(feed)
             except NumericError:  # of all ranks
-                self._log.info(*self._saver.finish())
+                self._log.info(*self._saver.saving.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._finish()
@@ -134,7 +133,7 @@ class Loop:
         self._clock.step()
         if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
             run.step.flags.set("stop")
-        self._log.info(*self._saver.poll())
+        self._log.info(*self._saver.saving.look())
         self._settle_save_interval()
         self._log.progress(done)
         last = done == run.last_step
@@ -171,7 +170,7 @@ class Loop:
             if run.step.applied_steps > self._saver.saved_step:
                 self._save(wait=True)
             else:
-                self._log.info(*self._saver.finish(must=True))
+                self._log.info(*self._saver.saving.finish(must=True))
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
@@ -206,7 +205,7 @@ class Loop:
             self._log.info(*self._saver.save(wait))
 
     def _settle_save_interval(self) -> None:
-        cost = self._saver.cost
+        cost = self._saver.saving.cost
         if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
             self._log.info(f"saves    {line}")
 

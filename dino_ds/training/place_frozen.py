@@ -9,7 +9,7 @@ from dino_ds import distributed
 from dino_ds.backbones import BackboneOptions
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.engine.device import DTYPES, device
-from dino_ds.engine.inference import InferencePlacement
+from dino_ds.engine.placement import InferencePlacement
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
 from dino_ds.models.weights import take_drawn_weights

@@ -1,9 +1,11 @@
-"""What a run reports every `log_every` steps: metrics, progress, unreadable images, alarms."""
+"""What a run reports every `log_every` steps: metrics, progress, alarms, unreadable images and those of one colour."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dino_ds import distributed
@@ -12,12 +14,16 @@ from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
 from dino_ds.health.collapse import CollapseAlarm
-from dino_ds.training.constant_images import MOST_NAMES, ConstantImages
 from dino_ds.training.metrics import Clock, Meter
 from dino_ds.training.run import Run
 from dino_ds.training.saver import Saver
 from dino_ds.training.step import MicroStep
 from dino_ds.training.throughput import HostReader, ThroughputMonitor
+
+_NO_CONTRAST = 1e-3
+"""Between the least and the greatest value of a channel, in deviations; one level of 8 bits is 17 times as much."""
+_GRID = 32
+_MOST_NAMES = 20
 
 
 class Reports:
@@ -125,7 +131,7 @@ class Reports:
         drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
         limit = allowed_bad_images(fraction, drawn, run.images)
         if len(run.state.bad_images) > limit:
-            self._log.info(*self._saver.finish())
+            self._log.info(*self._saver.saving.finish())
             raise DataError(
                 f"{len(run.state.bad_images)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
                 f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or raise the fraction"
@@ -138,7 +144,7 @@ class Reports:
             return
         found = {name for names in distributed.gather_objects(self._constant.take_names()) for name in names}
         new = sorted(found - self._constant_names)
-        room = max(0, MOST_NAMES - len(self._constant_names))
+        room = max(0, _MOST_NAMES - len(self._constant_names))
         self._constant_names.update(new)
         for name in new[:room]:
             self._log.info(f"warning  image of one colour: {name}")
@@ -162,3 +168,40 @@ class Reports:
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+def constant_images(crops: list[Tensor]) -> Tensor:
+    """(b,) bool, on the device: which images have one colour in each of these crops (b, c, h, w) of theirs.
+
+    Looks at every few pixels: a grid of about 32 x 32.
+    """
+    flat = []
+    for crop in crops:
+        step = max(1, crop.shape[-1] // _GRID)
+        seen = crop[:, :, ::step, ::step]
+        flat.append((seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < _NO_CONTRAST)
+    return torch.stack(flat).all(0)
+
+
+class ConstantImages:
+    """This rank's images of one colour since the last `take_names`, which alone reads the device."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[Tensor, list[str]]] = deque(maxlen=1000)
+
+    def add(self, constant: Tensor, names: list[str]) -> None:
+        self._seen.append((constant, names))
+
+    def take_names(self) -> list[str]:
+        """Names of images of one colour, each once."""
+        found = {
+            name: None
+            for constant, names in self._seen
+            for name, bad in zip(names, constant.tolist(), strict=True)
+            if bad
+        }
+        self._seen.clear()
+        return list(found)
+
+    def forget(self) -> None:
+        self._seen.clear()

@@ -14,7 +14,7 @@ from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
-from dino_ds.checkpoint.saving import SaveCost, Saving
+from dino_ds.checkpoint.saving import Saving
 from dino_ds.config.crops import GRAM
 from dino_ds.durable import is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, StorageError
@@ -26,8 +26,8 @@ from dino_ds.training.step import TrainingStep
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. about_teacher: what
-    teacher.json says of the teacher after so many steps. Methods that return lines return them for people.
+    description: fields of Manifest that are the same in all checkpoints of this start. about_teacher: what teacher.json
+    says of the teacher after so many steps. `saving` commits saves. Methods that return lines return them for people.
     """
 
     checkpoints: Checkpoints
@@ -42,12 +42,12 @@ class Saver:
         self._run_dir = self.checkpoints.folder.parent
         self.saved_step = 0
         """That of this run's newest checkpoint, as far as this start knows: one that was loaded or saved."""
-        self._saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
+        self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
         """Raises StorageError where there is no room for one checkpoint."""
         teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
-        self._saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
+        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
 
     def tidy(self) -> list[str]:
         """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
@@ -76,27 +76,11 @@ class Saver:
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
-        return self._saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
-
-    def poll(self) -> list[str]:
-        """After each applied step: commits a save that all ranks have written.
-
-        Raises StorageError on all ranks when three saves in a row have failed.
-        """
-        return self._saving.look()
-
-    def finish(self, must: bool = False) -> list[str]:
-        """Waits for a save that is still being written; with `must` its failure is a StorageError on all ranks."""
-        return self._saving.finish(must)
-
-    @property
-    def cost(self) -> SaveCost | None:
-        """What the last checkpoint of this process took; None before the first."""
-        return self._saving.cost
+        return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
 
     def metrics(self) -> dict[str, float]:
-        """The same for metrics.jsonl."""
-        cost = self.cost
+        """What the last checkpoint of this process took, for metrics.jsonl."""
+        cost = self.saving.cost
         if cost is None:
             return {}
         return {

@@ -24,11 +24,16 @@ def _two_checkpoints(run_dir: Path) -> None:
     run.train(4).save(wait=True).train(4).save(wait=True)
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """Of two ranks, with checkpoints of steps 4 and 8."""
-    run_on_ranks(_two_checkpoints, tmp_path)
-    return tmp_path
+    run_on_ranks(_two_checkpoints, place := tmp_path_factory.mktemp("saved"))
+    return place
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "run")
 
 
 def _newest(run_dir: Path) -> Path:

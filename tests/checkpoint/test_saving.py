@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
-import signal
 import subprocess
 import threading
 import time
@@ -249,18 +247,6 @@ class TestFullDisk:
             assert good == 0 if choice.saved is None else is_that_of(choice.saved, good + 1, 200_000)
         finally:
             subprocess.run(["umount", "-l", tmp_path], check=True)
-
-    def test_a_limit_on_the_length_of_files(self, tmp_path):
-        """EFBIG in the middle of a file, as quotas give."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-            run = SmallRun(tmp_path, background=False).train().save()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, ignored)
-        assert "File too large" in run.said[0] and folders(tmp_path) == []
 
     def test_a_folder_that_may_not_be_written_to(self, tmp_path):
         (tmp_path / "checkpoints").write_text("a file where the folder should be")

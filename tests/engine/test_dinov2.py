@@ -12,12 +12,10 @@ from tests.engine.harness import ds_config, fp32_student, inputs_of, max_differe
 from tests.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
-from tests.sample import sampled
 
 pytestmark = pytest.mark.numerical
 
 WINDOWS, BATCH = 5, 8
-MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
 
 
 def dinov2_recipe(**changes: str) -> Recipe:
@@ -55,7 +53,7 @@ def references():
     return {precision: run_on_ranks(_train, stage, precision, world=1)[0] for precision, stage in stages.items()}
 
 
-@pytest.mark.parametrize(("stage", "precision"), sampled(MATRIX))
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "fp32"), (3, "fp32")])
 def test_two_ranks_equal_one_process(stage, precision, references):
     """Tolerances as in test_matrix.py: fp32 1e-5, sums in another order; bf16 rounds weights, gradients and cosines."""
     losses, teacher, _, norm = references[precision]
@@ -86,10 +84,10 @@ def test_micro_batches_equal_one_batch(centering):
                 torch.testing.assert_close(center, whole[2][name], rtol=0, atol=1e-6)
 
 
-def _skip(stage):
+def _skip():
     """A batch of infinities, then the state as before it."""
     recipe = dinov2_recipe(objective__centering="softmax")
-    config = ds_config(stage, "fp16", BATCH, 2, fp16_settings={"initial_scale_power": 4}, gradient_clipping=1.0)
+    config = ds_config(1, "fp16", BATCH, 2, fp16_settings={"initial_scale_power": 4}, gradient_clipping=1.0)
     step = build_step(recipe, config, 10)
     run_step(step, recipe, 0)
     before = {**copied(step.state()), **fp32_student(step.engine, build_network(recipe, config.performance))}
@@ -103,25 +101,23 @@ def _skip(stage):
     assert run_step(step, recipe, 1)[-1].progress is Progress.STEPPED
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_overflow_moves_nothing(stage):
-    run_on_ranks(_skip, stage)
+def test_an_overflow_moves_nothing():
+    run_on_ranks(_skip)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"objective__dino_weight": "0"},
         {
-            "crops__num_local": "0", "objective__centering": "softmax", "model__registers": "2",
-            "model__drop_path_growth": "uniform", "model__stochastic_depth": "batched",
+            "objective__dino_weight": "0", "crops__num_local": "0", "objective__centering": "softmax",
+            "model__registers": "2", "model__drop_path_growth": "uniform", "model__stochastic_depth": "batched",
         },
         {
             "objective__ibot_head": "shared", "crops__mask": "dinov3",
             "objective__koleo_weight": "0..0.1 over 4 steps", "objective__koleo_ranks": "own",
         },
     ],
-    ids=["iBOT alone", "no local crops, registers", "one head, KoLeo ramp"],
+    ids=["iBOT alone, no local crops, registers", "one head, KoLeo ramp"],
 )  # fmt: skip
 def test_variants_train_at_stage_3(changes):
     """Two steps of losses above 0, and every weight that should move does."""

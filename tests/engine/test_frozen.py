@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.engine import inference
+from dino_ds.engine import placement
 from dino_ds.training.build import build_step
 from dino_ds.weights.frozen import digest
 from tests.engine.harness import ds_config, inputs_of, max_difference, mean_over_ranks, run_step
@@ -14,7 +14,7 @@ from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.training.harness import image_folder, train_tiny
 
-STEPS, BATCH = 3, 8
+STEPS, BATCH = 2, 8
 HEAD = {"prototypes": "48", "hidden": "48", "bottleneck": "16"}
 SHAPES = {f"{head}.{key}": value for head in ("head", "ibot_head") for key, value in HEAD.items()}
 
@@ -41,7 +41,7 @@ def _recipe(source, **changes):
 
 def _distil(source, stage, precision="fp32", kind="whole", persistent=0, **changes):
     """Losses of each step, the EMA teacher, whether the frozen one is as it was, and bytes of its backbone here."""
-    inference.PERSISTENT_BELOW = persistent
+    placement.PERSISTENT_BELOW = persistent
     recipe = _recipe(source, **changes)
     config = ds_config(stage, precision, BATCH, dino_ds={"frozen_teacher": kind}, gradient_clipping=1.0)
     step = build_step(recipe, config, 10)
@@ -64,23 +64,19 @@ def alone(teacher):
     return run_on_ranks(_distil, teacher, 0, world=1)[0]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_equal_one_process(teacher, alone, stage):
-    """FP32, 1e-5: sums in another order."""
-    for losses, ema, same, _, _ in run_on_ranks(_distil, teacher, stage):
-        assert same
-        assert losses == pytest.approx(alone[0], rel=1e-5)
-        assert max_difference(ema, alone[1]) < 1e-5
-
-
-@pytest.mark.parametrize(("stage", "kind", "precision"), [
-    (0, "sharded", "fp32"), (2, "offloaded", "fp32"), (3, "sharded", "fp32"), (2, "sharded", "bf16"),
-])  # fmt: skip
-def test_a_sharded_teacher_gives_the_same(teacher, stage, kind, precision):
-    """Bit for bit what the whole one gives; each rank keeps its half of the backbone, and nothing gathered."""
+@pytest.mark.parametrize(
+    ("stage", "kind", "precision"), [(0, "sharded", "fp32"), (2, "offloaded", "bf16"), (3, "sharded", "fp32")]
+)
+def test_two_ranks_equal_one_process_and_a_sharded_teacher_gives_the_same(teacher, alone, stage, kind, precision):
+    """FP32, 1e-5: sums in another order. Sharded bit for bit what the whole one gives; each rank keeps its half of the
+    backbone, and nothing gathered."""
     whole = run_on_ranks(_distil, teacher, stage, precision)
     sharded = run_on_ranks(_distil, teacher, stage, precision, kind)
-    for (losses, ema, _, bytes_whole, _), (losses2, ema2, _, bytes_here, held) in zip(whole, sharded, strict=True):
+    for (losses, ema, same, bytes_whole, _), (losses2, ema2, _, bytes_here, held) in zip(whole, sharded, strict=True):
+        assert same
+        if precision == "fp32":
+            assert losses == pytest.approx(alone[0], rel=1e-5)
+            assert max_difference(ema, alone[1]) < 1e-5
         assert losses == losses2
         assert all(torch.equal(ema[name], ema2[name]) for name in ema)
         assert bytes_here == pytest.approx(bytes_whole / 2, rel=0.01)
@@ -92,10 +88,9 @@ def test_features_on_two_ranks(teacher):
     changes |= {f"ibot_head__{key}": value for key, value in
                 {"prototypes": "65536", "hidden": "2048", "bottleneck": "256"}.items()}  # fmt: skip
     (one,) = run_on_ranks(_distil, teacher, 0, world=1, **changes)
-    for stage, kind in ((3, "sharded"), (2, "whole")):
-        for losses, ema, _, _, _ in run_on_ranks(_distil, teacher, stage, kind=kind, **changes):
-            assert losses == pytest.approx(one[0], rel=1e-5)
-            assert max_difference(ema, one[1]) < 1e-5
+    for losses, ema, _, _, _ in run_on_ranks(_distil, teacher, 2, kind="sharded", **changes):
+        assert losses == pytest.approx(one[0], rel=1e-5)
+        assert max_difference(ema, one[1]) < 1e-5
 
 
 def test_low_precision_is_stored_and_equal_to_autocast(teacher):
@@ -110,13 +105,13 @@ def test_low_precision_is_stored_and_equal_to_autocast(teacher):
 
 
 def _bf16_outputs(source, stored):
-    is_cast = inference.is_cast
-    inference.is_cast = is_cast if stored else lambda module: False
+    is_cast = placement.is_cast
+    placement.is_cast = is_cast if stored else lambda module: False
     try:
         recipe = _recipe(source)
         step = build_step(recipe, ds_config(1, "bf16", BATCH), 10)
     finally:
-        inference.is_cast = is_cast
+        placement.is_cast = is_cast
     frozen, inputs = step.teachers["frozen"], inputs_of(recipe, torch.arange(4))
     seen = {"global": inputs.crops["global"]}
     found = {name: logits.rows for name, logits in frozen(seen, inputs.masks).items()}

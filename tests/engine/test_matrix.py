@@ -33,7 +33,7 @@ WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32") for stage in (0, 1, 2, 3)] + [(stage, "bf16") for stage in (1, 2, 3)]
 
 
-SHARDED = [(stage, kind) for kind in ("sgd", "lars") for stage in (0, 1, 2, 3)]
+SHARDED = [(2, "sgd"), (1, "lars"), (3, "lars")]
 # So large an epsilon that Adam doesn't magnify roundings.
 OPTIONS = OPTIMIZERS | {"adamw": OptimizerOptions(eps=1e-2)}
 
@@ -88,7 +88,7 @@ def one_process():
     return {kind: run_on_ranks(_train, 0, "fp32", 1, kind, world=1)[0] for kind in ("sgd", "lars")}
 
 
-@pytest.mark.parametrize(("stage", "kind"), sampled(SHARDED))
+@pytest.mark.parametrize(("stage", "kind"), SHARDED)
 def test_sgd_and_lars_on_two_ranks_equal_one_process(stage, kind, one_process):
     """LARS sums the norms of layers that are cut among ranks. FP32 sums in another order: 1e-5."""
     losses, teacher, *_ = one_process[kind]
@@ -118,11 +118,10 @@ def test_teacher_follows_the_masters_of_every_layout(stage, layout, references):
 @pytest.mark.parametrize(
     "zero",
     [
-        OFFLOAD,
         OFFLOAD | {"offload_param": {"device": "cpu"}},
         {"sub_group_size": 500, "stage3_param_persistence_threshold": 10},
     ],
-    ids=["offload", "offload-all", "sub-groups"],
+    ids=["offload-all", "sub-groups"],
 )
 def test_zero3_layouts(zero, references):
     for losses, _, ema_error, _, _ in run_on_ranks(_train, 3, "bf16", 1, zero=dict(zero)):
@@ -280,7 +279,7 @@ def _where_things_are(stage, offload):
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
     step = build_step(ds_config(stage, "bf16" if stage else "fp32", BATCH, zero=zero))
-    run_windows(step, 0, 2, BATCH)
+    run_windows(step, 0, 1, BATCH)
     optimizer = step.engine._optimizer
     base = getattr(optimizer, "optimizer", optimizer)
     moments = sum(s["exp_avg"].numel() for s in base.state.values())
@@ -296,5 +295,5 @@ def test_stages_shard_what_they_say():
             assert moments == pytest.approx(total if stage == 0 else total / 2, rel=0.02)
             assert parameters == (0 if stage == 3 else total)
             assert not offloaded
-    for stage in (1, 2, 3):
+    for stage in (2, 3):
         assert all(offloaded for _, _, offloaded in run_on_ranks(_where_things_are, stage, True))

@@ -107,10 +107,9 @@ def _losses(stage: int, **sections) -> tuple[list[float], list[tuple[str, int]]]
 def test_a_partitioned_student_trains_as_a_whole_one():
     """With recomputed blocks and prototypes frozen in the first step; FP32 sums in another order: 1e-5."""
     whole, _ = run_on_ranks(_losses, 0)[0]
-    for sections in ({}, {"activation_checkpointing": {}}):
-        for losses, groups in run_on_ranks(_losses, 3, **sections):
-            assert losses == pytest.approx(whole, rel=1e-5)
-            assert [name for name, _ in groups] == ["decay", "no_decay", "prototypes"]
+    for losses, groups in run_on_ranks(_losses, 3, activation_checkpointing={}):
+        assert losses == pytest.approx(whole, rel=1e-5)
+        assert [name for name, _ in groups] == ["decay", "no_decay", "prototypes"]
 
 
 ZERO = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20_000, "stage3_prefetch_bucket_size": 20_000}
@@ -159,7 +158,7 @@ def test_no_rank_holds_the_whole_student_while_it_is_built():
 
 def _most_gathered() -> tuple[int, int]:
     """(elements of whole parameters at any time of two steps, weights) of this rank's student."""
-    recipe = _twin()
+    recipe = _twin(model__depth="8", model__width="96", model__heads="3")
     zero = ZERO | {"stage3_max_live_parameters": LIVE, "stage3_max_reuse_distance": LIVE}
     step = build_step(recipe, _config(recipe, 3, "bf16", zero=zero, activation_checkpointing={}), 10)
     network = step.engine._engine.module

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
@@ -22,7 +20,6 @@ from tests.engine.harness import (
 )
 from tests.ranks import run_on_ranks
 from tests.reference import copied
-from tests.sample import sampled
 
 BATCH = 8
 
@@ -53,7 +50,7 @@ def _fp16_run(stage, initial_scale_power):
             assert not step.objective.statistics["center"].pending().any()
         scales.append(step.engine.loss_scale)
         window += 1
-    losses = run_windows(step, window, 4, BATCH)
+    losses = run_windows(step, window, 2, BATCH)
     after = {name: tensor for name, tensor in _state(step).items() if name in before}  # without moments, as yet
     return skipped, scales, losses, step.applied_steps, max_difference(before, after)
 
@@ -63,7 +60,7 @@ def test_fp16_overflow_moves_nothing_then_training_goes_on(stage):
     for skipped, scales, losses, applied, moved in run_on_ranks(_fp16_run, stage, 12):
         assert skipped >= 2
         assert scales[0] == 2.0**12 and scales[-1] < scales[0]
-        assert applied == 5 and moved > 0
+        assert applied == 3 and moved > 0
         assert all(loss == loss for loss in losses)
 
 
@@ -77,17 +74,16 @@ def _fp16_equals_fp32(stage):
     return losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_fp16_trains_as_fp32_does(stage):
+def test_fp16_trains_as_fp32_does():
     """Ten bits of mantissa in weights and activations: losses within 0.5 %."""
-    for fp16, fp32 in run_on_ranks(_fp16_equals_fp32, stage):
+    for fp16, fp32 in run_on_ranks(_fp16_equals_fp32, 2):
         assert fp16 == pytest.approx(fp32, rel=5e-3)
 
 
 def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
     options = OPTIMIZERS[kind]
     step = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections), options=options)
-    run_windows(step, 0, 2, BATCH)
+    run_windows(step, 0, 1, BATCH)
     before, schedule = _state(step), step.schedule
     for m in range(2):
         views = crops(torch.arange(2) + 100 + 2 * distributed.rank())
@@ -95,36 +91,29 @@ def _nan_on_rank_one(stage, precision, kind="adamw", **sections):
             views["local"][0][0, 0, 0, 0] = float("nan")
         out = step.micro_batch(Inputs(views))
     skipped = out.progress is Progress.SKIPPED
-    unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 2
-    after = run_windows(step, 2, 3, BATCH)
+    unmoved = max_difference(before, _state(step)) == 0.0 and step.schedule == schedule and step.applied_steps == 1
+    after = run_windows(step, 1, 2, BATCH)
     # The same run without the bad window in between.
     clean = build_step(ds_config(stage, precision, BATCH, 2, gradient_clipping=1.0, **sections), options=options)
-    straight = run_windows(clean, 0, 5, BATCH)[2:]
+    straight = run_windows(clean, 0, 3, BATCH)[1:]
     return skipped, unmoved, after, straight
 
 
-NAN_CELLS = sampled([(0, "fp32"), *((s, p) for s in (1, 2, 3) for p in ("fp32", "bf16"))])
+# DeepSpeed's BF16_Optimizer has a way of its own to skip.
+BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
+NAN_CELLS = [
+    (0, "fp32", "sgd", {}),
+    (1, "bf16", "adamw", {}),
+    (1, "bf16", "adamw", BF16_OPTIMIZER),
+    (2, "bf16", "lars", {}),
+    (3, "fp32", "adamw", {}),
+]
 
 
-@pytest.mark.parametrize(("stage", "precision"), NAN_CELLS)
-def test_nan_on_one_rank_skips_on_all_and_leaves_no_trace(stage, precision):
-    """The run after the bad window equals a run that never met it, bit for bit."""
-    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, precision):
-        assert skipped and unmoved
-        assert after == straight
-
-
-@pytest.mark.parametrize(("stage", "kind"), sampled(itertools.product((0, 2, 3), ("sgd", "lars"))))
-def test_nan_leaves_the_momentum(stage, kind):
-    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, "bf16" if stage else "fp32", kind):
-        assert skipped and unmoved
-        assert after == straight
-
-
-def test_nan_with_fp32_accumulation_at_stage_1():
-    """DeepSpeed's BF16_Optimizer has a way of its own to skip."""
-    sections = {"data_types": {"grad_accum_dtype": "fp32"}}
-    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, 1, "bf16", **sections):
+@pytest.mark.parametrize(("stage", "precision", "kind", "sections"), NAN_CELLS)
+def test_nan_on_one_rank_skips_on_all_and_leaves_no_trace(stage, precision, kind, sections):
+    """The run after the bad window equals a run that never met it, bit for bit, momentum included."""
+    for skipped, unmoved, after, straight in run_on_ranks(_nan_on_rank_one, stage, precision, kind, **sections):
         assert skipped and unmoved
         assert after == straight
 
@@ -159,7 +148,7 @@ def _skip_and_forget(stage):
     return out.progress is Progress.SKIPPED, moved, step.engine.state().layout == before
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_skip_can_be_forgotten_whole(stage):
     """For a window that was spoilt to stop: counters and loss scale are saved as they were before it."""
     found = run_on_ranks(_skip_and_forget, stage)

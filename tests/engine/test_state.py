@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import math
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -187,74 +189,42 @@ def test_unchanged_settings_go_on_to_the_bit(setup):
     assert resumed_end.whole["loss_scale"] == ended.whole["loss_scale"]
 
 
-@pytest.mark.parametrize(("old", "new"), sampled(itertools.permutations(range(4), 2)))
-def test_another_stage(old, new):
-    saved, losses, _ = straight(Setup(old))
-    assert resume(Setup(new), saved)[1] == pytest.approx(losses, rel=1e-5)
-
-
-CHANGES = [
-    (Setup(2), Setup(3)),
-    (Setup(2), Setup(2, world=1)),
-    (Setup(2), Setup(2, accumulation=2)),
-    (Setup(2), Setup(2, zero=OFFLOAD)),
-    (Setup(2), Setup(3, world=1, accumulation=2, zero=SUB_GROUPS | OFFLOAD)),
-]
-
-
-@pytest.mark.parametrize(("old", "new"), sampled(CHANGES, lambda pair: (pair[1].stage,)), ids=str)
-def test_twenty_steps_after_a_change(old, new):
+def test_twenty_steps_after_a_change():
     """FP32 sums in another order; twenty steps of Adam later the losses still agree to 1e-5."""
-    saved, losses, _ = straight(old, more=20)
+    saved, losses, _ = straight(Setup(2), more=20)
+    new = Setup(3, world=1, accumulation=2, zero=SUB_GROUPS | OFFLOAD)
     assert resume(new, saved, more=20)[1] == pytest.approx(losses, rel=1e-5)
 
 
-def _pair(cell: tuple[Setup, Setup]) -> tuple[Any, ...]:
-    return *cell[0].features(), *cell[1].features()
-
-
 EXACT = [
-    (Setup(0, world=1), Setup(3)),
-    (Setup(0, world=1), Setup(2, world=2, accumulation=2)),
-    (Setup(3), Setup(0, world=1, accumulation=4)),
-    (Setup(3), Setup(3, world=4)),
-    (Setup(1), Setup(1, world=4)),
-    (Setup(3), Setup(3, zero=OFFLOAD)),
-    (Setup(1, zero=OFFLOAD), Setup(1)),
-    (Setup(3, zero=SUB_GROUPS), Setup(3)),
-    (Setup(3), Setup(3, zero=SUB_GROUPS)),
+    (Setup(0, world=1), Setup(3, zero=SUB_GROUPS)),
+    (Setup(0, world=1), Setup(2, accumulation=2)),
+    (Setup(3, zero=SUB_GROUPS), Setup(0, world=1, accumulation=4)),
+    (Setup(1, zero=OFFLOAD), Setup(3, zero=OFFLOAD)),
     (Setup(2, zero=ROUND_ROBIN), Setup(0, world=1)),
     (Setup(0, world=1), Setup(1, zero=ROUND_ROBIN | ALIGNED)),
-    (Setup(1, zero=ROUND_ROBIN | ALIGNED), Setup(3, world=1)),
-    (Setup(2, kind="lars"), Setup(0, world=1, kind="lars")),
-    (Setup(0, world=1, kind="lars"), Setup(3, zero=SUB_GROUPS, kind="lars")),
     (Setup(1, zero=ROUND_ROBIN | ALIGNED, kind="lars"), Setup(1, world=4, kind="lars")),
-    (Setup(3, kind="sgd"), Setup(2, world=1, kind="sgd")),
+    (Setup(3, world=1, kind="sgd"), Setup(2, kind="sgd")),
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), sampled(EXACT, _pair), ids=str)
-def test_other_ranks_batches_and_layouts(old, new):
+@pytest.mark.parametrize(("old", "new"), EXACT, ids=str)
+def test_other_stages_ranks_batches_and_layouts(old, new):
     saved, losses, _ = straight(old)
     assert resume(new, saved)[1] == pytest.approx(losses, rel=1e-5)
 
 
 PRECISIONS = [
     (Setup(2, "bf16"), Setup(2, "fp16")),
-    (Setup(2, "fp16"), Setup(2, "bf16")),
-    (Setup(2, "bf16"), Setup(2)),
-    (Setup(2), Setup(2, "bf16")),
-    (Setup(2, "fp16"), Setup(2)),
-    (Setup(2), Setup(2, "fp16")),
-    (Setup(0), Setup(3, "bf16")),
-    (Setup(3, "bf16"), BF16_OPTIMIZER),
+    (Setup(0), Setup(3, "bf16", world=1)),
+    (Setup(3, "bf16", world=1), BF16_OPTIMIZER),
     (BF16_OPTIMIZER, Setup(0, world=1)),
     (Setup(3, "fp16", zero=SUB_GROUPS | OFFLOAD), Setup(1, "bf16", world=1, accumulation=4)),
     (Setup(1, "bf16", world=1), Setup(3, "fp16", world=2, accumulation=2, zero=OFFLOAD_ALL)),
 ]
 
 
-@pytest.mark.parametrize(("old", "new"), sampled(PRECISIONS, _pair), ids=str)
+@pytest.mark.parametrize(("old", "new"), PRECISIONS, ids=str)
 def test_another_precision(old, new):
     """Masters and moments are exact (`resume` asserts it); the loss that follows to bf16's 8 bits, which
     the temperature of 0.1 multiplies by ten: 2 %."""
@@ -265,10 +235,10 @@ def test_another_precision(old, new):
     assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
 
 
-ACROSS = [(windows, *pair) for windows in (0, 1, RELEASED_AT) for pair in ((Setup(0), Setup(3)), (Setup(3), Setup(2)))]
+ACROSS = [(0, Setup(0), Setup(3, world=1)), (1, Setup(3, world=1), Setup(2)), (RELEASED_AT, Setup(0), Setup(2))]
 
 
-@pytest.mark.parametrize(("windows", "old", "new"), sampled(ACROSS), ids=str)
+@pytest.mark.parametrize(("windows", "old", "new"), ACROSS, ids=str)
 def test_from_before_the_first_step_and_across_the_release_of_the_prototypes(windows, old, new):
     """Their Adam state starts at the release, whether that lies before the save, after it, or just there."""
     saved, losses, ended = straight(old, 3, windows)
@@ -291,16 +261,37 @@ def _go_back(setup, saved, more):
     return loaded, run_windows(step, saved.layouts[0]["counters"]["global_steps"], more, BATCH), _take(step)
 
 
-USED = [(Setup(0), SAVED_AT), (Setup(2, "fp16"), SAVED_AT), (Setup(3), 0), (Setup(3, zero=SUB_GROUPS | HPZ), SAVED_AT)]
+USED = [
+    (Setup(0), SAVED_AT),
+    (Setup(2, "fp16"), SAVED_AT),
+    (Setup(3, world=1), 0),
+    (Setup(3, zero=SUB_GROUPS | HPZ), SAVED_AT),
+]
 
 
 @pytest.mark.parametrize(("setup", "windows"), USED, ids=str)
 def test_an_engine_in_use_goes_back_to_a_state(setup, windows):
     saved, losses, ended = straight(setup, 2, windows)
-    loaded, new_losses, new_end = zip(*run_on_ranks(_go_back, setup, saved, 2), strict=True)
+    loaded, new_losses, new_end = zip(*run_on_ranks(_go_back, setup, saved, 2, world=setup.world), strict=True)
     assert_same(saved, _gathered(loaded))
     assert new_losses[0] == losses
     assert_same(ended, _gathered(new_end))
+
+
+def _left_when_dropped(setup):
+    step = _build(setup)
+    run_windows(step, 0, 3, BATCH)  # ZeRO 3 traces the first ones
+    engine = step.engine._engine
+    things = [weakref.ref(thing) for thing in (engine, engine.module, engine.optimizer, *engine.module.parameters())]
+    del step, engine
+    gc.collect()
+    return sum(thing() is not None for thing in things)
+
+
+@pytest.mark.parametrize("setup", [Setup(0), Setup(2, "fp16"), Setup(3)], ids=str)
+def test_nothing_of_an_engine_is_left_when_it_is_dropped(setup):
+    """No weight, master or moment: between stages of training, and between trials of sizes."""
+    assert run_on_ranks(_left_when_dropped, setup) == [0, 0]
 
 
 def _state_of_torch():
@@ -351,11 +342,10 @@ def test_another_network_is_refused(stage):
         assert untouched
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_the_moments_of_another_optimizer_are_refused(stage):
+def test_the_moments_of_another_optimizer_are_refused():
     saved, _, _ = straight(Setup(2))
     message = "the checkpoint has the moments of adamw, optimizer.kind is lars"
-    for found, untouched in run_on_ranks(_refused, Setup(stage, kind="lars"), saved, tiny_network()):
+    for found, untouched in run_on_ranks(_refused, Setup(2, kind="lars"), saved, tiny_network()):
         assert found == message and untouched
 
 

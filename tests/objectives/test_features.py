@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_ds.objectives.features import FeatureTerm, resized_map
+from dino_ds.objectives.features import FeatureTerm
 from tests.engine.harness import tiny_schedules
 
 SCHEDULE = tiny_schedules().at(0)
@@ -33,9 +33,9 @@ def test_mean_of_one_less_the_cosine(shape):
 
 
 def test_a_map_of_another_grid_is_resized():
-    """To torch's bicubic numbers, rows and columns in their places; an equal grid stays as it is."""
-    maps = torch.randn(2, 5, 4, 4, generator=torch.Generator().manual_seed(0))
-    patches = maps.flatten(2).transpose(1, 2)
-    assert resized_map(patches, 16) is patches
-    wanted = F.interpolate(maps, (6, 6), mode="bicubic", align_corners=False)
-    torch.testing.assert_close(resized_map(patches, 36).transpose(1, 2).unflatten(2, (6, 6)), wanted)
+    """To torch's bicubic numbers, rows and columns in their places."""
+    student, teacher = torch.randn(2, 36, 5), torch.randn(2, 16, 5)
+    maps = teacher.transpose(1, 2).unflatten(2, (4, 4))
+    wanted = F.interpolate(maps, (6, 6), mode="bicubic", align_corners=False).flatten(2).transpose(1, 2)
+    found, expected = (_loss(student, one, "patches/global") for one in (teacher, wanted.contiguous()))
+    torch.testing.assert_close(found, expected)

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from dino_ds.health.collapse import WINDOWS, CollapseAlarm
-from dino_ds.training.constant_images import ConstantImages, constant_images
+from dino_ds.training.reports import ConstantImages, constant_images
 from tests.engine.test_levers import HostReads
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, read_metrics, train_tiny

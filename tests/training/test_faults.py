@@ -19,8 +19,8 @@ def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
     (root / "011.png").write_bytes(b"")
-    # Ten passes over the images: each is named and counted once, whichever rank meets it.
-    changes = {"length": "20 steps", "data.max_bad_fraction": "0.1"}
+    # Four passes over the images: each is named and counted once, whichever rank meets it.
+    changes = {"length": "8 steps", "data.max_bad_fraction": "0.1"}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
     named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
     assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
@@ -141,7 +141,7 @@ def _shards(root, images):
 def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
     images = sorted(image_folder(tmp_path / "images").iterdir())
     root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
-    changes = {"length": "12 steps", "data.max_bad_fraction": "0.1", "data.workers": "1"}
+    changes = {"length": "6 steps", "data.max_bad_fraction": "0.1", "data.workers": "1"}
     assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
     log = (run / "log.txt").read_text()
     assert f"note     {root}/1.tar: cut off in ../0" in log

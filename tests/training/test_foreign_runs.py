@@ -1,4 +1,4 @@
-"""Runs of backbones that dino_ds does not build: what they leave behind, and starting the next one from it."""
+"""Runs of backbones that dino_ds does not build: what they leave behind, what is refused, and starting the next one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ RESNET = MODEL | {
 }
 OWN = MODEL | {"model.backbone": "tests.weights.own:Own", "model.arguments": '{"width": 12}'}
 LOOKS = {"eval.every": "2 steps", "eval.evals": "statistics,knn", "eval.k": "3", "eval.pictures_every": "2 steps"}
+FAMILIES = "tests.models.test_families:"
 IMAGES = torch.randn(2, 3, 96, 64, generator=torch.Generator().manual_seed(1))
 
 
@@ -83,9 +84,6 @@ def test_the_next_run_keeps_the_statistics_that_it_starts_with(runs, tmp_path):
     for name, tensor in was.items():
         is_buffer = "running" in name or "num_batches" in name
         assert torch.equal(now[name], tensor) == is_buffer, name
-    new = {**changes, "model.init_from": "none"}
-    (message,) = run_on_ranks(train_tiny, runs / "images", tmp_path / "new", changes=new, world=1)
-    assert "give model.init_from, or take reference or ema" in message
 
 
 def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
@@ -102,3 +100,32 @@ def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
         find_start(resnet.model)
     again = dino_ds.load(tmp_path / "teacher.safetensors", backbone="tests.weights.own:Own")
     assert torch.equal(again.features(IMAGES), ours.features(IMAGES))
+
+
+def test_the_log_says_once_how_it_runs(runs, tmp_path):
+    given = {"changes": RESNET, "ds_changes": {"gradient_accumulation_steps": "2"}, "max_steps": 1}
+    assert run_on_ranks(train_tiny, runs / "images", tmp_path / "run", world=1, **given) == [None]
+    log = log_of(tmp_path / "run")
+    assert log.count("resnet18 runs by timm's own code, crops of each size in a pass of their own") == 1
+    assert log.count("warning  BatchNorm sees one micro-batch at a time: 2 micro-batches are not one batch") == 1
+
+
+REFUSED = [
+    ({"model.backbone": f"{FAMILIES}Raises"}, "gives no features of images: no weights here"),
+    ({"model.backbone": f"{FAMILIES}NoModule"}, "has no torch.nn.Module NoModule"),
+    ({"model.backbone": f"{FAMILIES}Sequences"}, "its features have shape [2, 12, 3136]"),
+    ({"model.backbone": f"{FAMILIES}Tied"}, "are one tensor"),
+    ({"model.backbone": "levit_128s", "model.drop_path": "0"}, "levit_128s can't take images of"),
+    ({"data.transform": f"{FAMILIES}missing"}, "has no function missing"),
+    ({"teacher.batch_norm": "frozen"}, "give model.init_from, or take reference or ema"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_a_refused_network_leaves_no_run_folder(changes, message, runs, tmp_path):
+    own = {**RESNET, **changes}
+    if "model.backbone" in changes:
+        own = {**own, "model.arguments": "{}", "model.drop_path": "0"}
+    (said,) = run_on_ranks(train_tiny, runs / "images", tmp_path / "run", world=1, changes=own)
+    assert said is not None and message in said and "\n" not in said
+    assert not (tmp_path / "run").exists()

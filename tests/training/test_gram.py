@@ -36,14 +36,13 @@ def trained(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("ds", [pytest.param("zero2_bf16.json", marks=pytest.mark.full), "zero3_fp32.json"])
-def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path, ds):
-    """Replaced after steps 1 (the snapshot), 4 and 7; stopped after 3, and exactly at 4."""
-    straight, parts = tmp_path / "straight", tmp_path / "parts"
-    for run, steps, resume in ((straight, 8, False), (parts, 3, False), (parts, 4, True), (parts, 8, True)):
+def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
+    """Replaced after steps 1 (the snapshot) and 4; stopped after 3, and exactly at 4."""
+    straight, parts, ds = tmp_path / "straight", tmp_path / "parts", "zero2_bf16.json"
+    for run, steps, resume in ((straight, 6, False), (parts, 3, False), (parts, 4, True), (parts, 6, True)):
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, SNAPSHOT) == [None, None]
-    assert_same_checkpoint(parts, straight, 8)
-    kept = {name for name in whole_tensors(straight, 8) if name.startswith("teachers.gram.backbone.")}
+    assert_same_checkpoint(parts, straight, 6)
+    kept = {name for name in whole_tensors(straight, 6) if name.startswith("teachers.gram.backbone.")}
     assert len(kept) == 30
     losses = [record["gram_loss"] for record in read_metrics(straight) if "gram_loss" in record]
     assert losses[0] == 0 < min(losses[1:])
@@ -60,15 +59,15 @@ def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
     In ZeRO 3's partitions it gives the same losses as whole.
     """
     changes, run = GRAM | {"gram.teacher": str(trained / name)}, tmp_path / "run"
-    for steps, resume in ((2, False), (4, True)):
+    for steps, resume in ((1, False), (3, True)):
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
     assert read_metrics(run)[-1]["gram_loss"] > 0
     assert f"gram     weight 2; teacher {trained / name}; it sees the global crops at 48 pixels" in log_of(run)
-    kept = {key: t for key, t in whole_tensors(run, 4).items() if key.startswith("teachers.gram.")}
+    kept = {key: t for key, t in whole_tensors(run, 3).items() if key.startswith("teachers.gram.")}
     assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
     if ds == "zero3_fp32.json":
         sharded = {"dino_ds.frozen_teacher": "sharded"}
-        args = trained / "images", tmp_path / "sharded", ds, 4, False, changes, sharded
+        args = trained / "images", tmp_path / "sharded", ds, 3, False, changes, sharded
         assert run_on_ranks(train_tiny, *args) == [None] * 2
         assert losses_of(tmp_path / "sharded") == losses_of(run)
 

@@ -18,7 +18,7 @@ def _start(recipe, run, overrides):
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
     learned = load_recipe(recipe, {"log_every": "1", "data.workers": "0", **overrides})
     train(
-        TrainOptions(run_dir=str(run), max_steps=4, resume=False),
+        TrainOptions(run_dir=str(run), max_steps=2, resume=False),
         recipe=learned,
         ds=load_ds_config(path, {}),
         ds_path=path,
@@ -27,8 +27,8 @@ def _start(recipe, run, overrides):
 
 def test_quickstart_trains_on_the_embedded_photographs(tmp_path):
     """Order of the verdict at the start: chance < raw pixels < untrained network."""
-    run_on_ranks(_start, "quickstart", tmp_path / "run", {"eval.every": "4 steps"})
-    assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2, 3, 4]
+    run_on_ranks(_start, "quickstart", tmp_path / "run", {"eval.every": "1000 steps"})
+    assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
     first = next(r for r in read_metrics(tmp_path / "run") if "knn_top1" in r)
     assert first["knn_chance"] + 10 < first["knn_raw_pixels"] < first["knn_top1"] - 10
 

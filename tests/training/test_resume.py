@@ -46,17 +46,17 @@ ACCUMULATE = {"gradient_accumulation_steps": "2"}
     ],
 )
 def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
-    """3 steps + resume + 6 = 9 steps: two steps an epoch, so the stop is inside the second one. Accumulation 2,
-    drop path 0.2, frozen prototypes released at step 2, 2 ranks."""
+    """3 steps + resume + 3 = 6 steps: two steps an epoch, so the stop is inside the second one. Accumulation 2,
+    drop path 0.2, frozen prototypes released at step 4, 2 ranks."""
     root = image_folder(tmp_path / "images")
     straight, parts = tmp_path / "straight", tmp_path / "parts"
     changes = {"objective.freeze_prototypes": "4 steps", **objective}
-    for run, steps, resume in ((straight, 9, False), (parts, 3, False), (parts, 9, True)):
+    for run, steps, resume in ((straight, 6, False), (parts, 3, False), (parts, 6, True)):
         outcome = run_on_ranks(train_tiny, root, run, ds, steps, resume, changes, ACCUMULATE)
         assert outcome == [None, None]
     assert losses_of(parts) == losses_of(straight)
-    assert [step for step, _ in losses_of(parts)] == list(range(1, 10))
-    assert_same_checkpoint(parts, straight, 9)
+    assert [step for step, _ in losses_of(parts)] == list(range(1, 7))
+    assert_same_checkpoint(parts, straight, 6)
 
 
 def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
@@ -144,10 +144,11 @@ FILES = ("whole_00000.safetensors", "rank_00000.safetensors", "manifest.json")
 
 
 class TestRefusals:
-    @pytest.fixture
-    def run(self, tmp_path):
-        run_on_ranks(train_tiny, image_folder(tmp_path / "images"), tmp_path / "run", max_steps=1, world=1)
-        return tmp_path / "run"
+    @pytest.fixture(scope="class")
+    def run(self, tmp_path_factory):
+        place = tmp_path_factory.mktemp("refusals")
+        run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
+        return place / "run"
 
     def test_a_folder_with_a_run_in_it(self, run):
         before = (run / "metrics.jsonl").read_bytes()
@@ -204,14 +205,15 @@ class TestRefusals:
         assert "model differs from the checkpoint in" in message and "\n" not in message
 
     @pytest.mark.parametrize(("name", "change"), sampled(itertools.product(FILES, ("truncated", "missing"))))
-    def test_the_only_checkpoint_is_damaged(self, run, name, change):
+    def test_the_only_checkpoint_is_damaged(self, run, tmp_path, name, change):
+        root, run = run.parent / "images", shutil.copytree(run, tmp_path / "run")
         path = run / "checkpoints/step_00000001" / name
         content = path.read_bytes()
         path.unlink()
         if change == "truncated":
             path.write_bytes(content[: len(content) // 2])
         for resume in (True, "auto"):
-            message = run_on_ranks(train_tiny, run.parent / "images", run, resume=resume, world=1)[0]
+            message = run_on_ranks(train_tiny, root, run, resume=resume, world=1)[0]
             assert "step" in message and "and no older checkpoint exists in" in message
 
     def test_a_run_folder_that_can_not_be_made(self, run):
@@ -220,27 +222,35 @@ class TestRefusals:
             assert "file/run can't be " in message and "--run_dir" in message
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Images; a run of 3 steps; and it resumed for 2 more with nothing changed."""
+    place = tmp_path_factory.mktemp("begun")
+    root = image_folder(place / "images")
+    run_on_ranks(train_tiny, root, place / "run", max_steps=3, world=1)
+    shutil.copytree(place / "run", place / "same")
+    assert run_on_ranks(train_tiny, root, place / "same", max_steps=5, resume=True, world=1) == [None]
+    return place
+
+
 @pytest.mark.parametrize(
     "key,value,field",
     [("optimizer.lr", "0.005", "lr"), ("teacher.momentum", "0.9", "teacher_momentum"), ("optimizer.beta1", "0.5", None),
      ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
 )  # fmt: skip
-def test_an_allowed_change_takes_effect(tmp_path, key, value, field):
+def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
     """In its own metric where it has one, else in the losses; what was learned before stays."""
-    root, run, same = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "same"
-    run_on_ranks(train_tiny, root, run, max_steps=3, world=1)
-    shutil.copytree(run, same)
+    root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
     ds = {key: value} if key == "gradient_clipping" else {}
     changes = {} if ds else {key: value}
-    args = {"max_steps": 6, "resume": True, "world": 1}
-    assert run_on_ranks(train_tiny, root, same, **args) == [None]
-    assert run_on_ranks(train_tiny, root, run, changes=changes, ds_changes=ds, allow_change=key, **args) == [None]
-    mine, other = read_metrics(run), read_metrics(same)
+    args = {"max_steps": 5, "resume": True, "world": 1, "changes": changes, "ds_changes": ds, "allow_change": key}
+    assert run_on_ranks(train_tiny, root, run, **args) == [None]
+    mine, other = read_metrics(run), read_metrics(begun / "same")
     assert mine[:3] == other[:3] and mine[-1]["loss"] != other[-1]["loss"]
     if field:
         assert mine[4][field] != other[4][field]
     assert f"changed since step 3, as allowed: {key} " in log_of(run)
-    assert run_on_ranks(train_tiny, root, run, changes=changes, ds_changes=ds, allow_change=key, **args) == [None]
+    assert run_on_ranks(train_tiny, root, run, **args) == [None]
 
 
 def test_evaluation_survives_a_resume(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import zlib
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from dino_ds.engine.engine import Progress
 from dino_ds.training.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, train_tiny, whole_tensors
-from tests.training.test_resume import DINOV2, assert_same_checkpoint
+from tests.training.test_resume import DINOV2
 
-SAVED_AT, MORE = 3, 6
+SAVED_AT, MORE = 3, 3
 CHANGES = {"length": "30 steps", "objective.freeze_prototypes": "2 steps", "optimizer.lr": "0.002"}
 # Without KoLeo, which sees a micro-batch at a time.
 SINKHORN = DINOV2 | {"objective.centering": "sinkhorn", "objective.koleo_weight": "0"}
@@ -93,21 +92,14 @@ PAIRS = {
     "precision": (Setup("zero1_fp16"), Setup("zero2_bf16")),
     "DINOv2": (Setup("zero1_fp32", objective="dinov2"), Setup("zero3_fp32", 1, 4, objective="dinov2")),
 }
-STAGES = {f"zero{stage}_fp32": Setup(f"zero{stage}_fp32") for stage in range(4)}
-FULL = {f"{a}-{b}": (STAGES[a], STAGES[b]) for a, b in itertools.permutations(STAGES, 2)}
-FULL |= {f"{s}-{n}ranks": (Setup(s, m), Setup(s, n)) for s in STAGES for m, n in ((2, 1), (1, 2), (2, 4))}
-FULL |= {
-    f"zero2 {a}-{b}": (Setup(f"zero2_{a}"), Setup(f"zero2_{b}"))
-    for a, b in (*itertools.permutations(("fp32", "bf16", "fp16"), 2), ("bf16", "bf16_offload"))
-}
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.full) for pair in FULL)])
+@pytest.mark.parametrize("pair", PAIRS)
 def test_resume_under_another_setup(tmp_path, pair):
     """Against the run that was not interrupted: the same images in each global batch, teacher and center exact at the
     start, and the loss of every step. FP32 sums in another order, bf16 and fp16 round at other places; a loss in bf16
     differs from that in fp16 by percents, as the logits are divided by a temperature of 0.04."""
-    before, after = (PAIRS | FULL)[pair]
+    before, after = PAIRS[pair]
     root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
     before.train(root, straight, SAVED_AT + MORE)
     before.train(root, parts, SAVED_AT)
@@ -126,22 +118,3 @@ def test_resume_under_another_setup(tmp_path, pair):
     for (step, mine), (other, theirs) in zip(losses_of(parts), losses_of(straight), strict=True):
         assert step == other and mine == pytest.approx(theirs, rel=tolerance)
     assert "note     resumed from ZeRO " in log_of(parts)
-
-
-STEPS = {"mid-epoch": 3, "edge": 4}
-CELLS = ["zero0_fp32", *(f"zero{s}_{p}" for s in (1, 2, 3) for p in ("fp32", "bf16", "fp16"))]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("where", STEPS)
-@pytest.mark.parametrize("ds", CELLS)
-def test_every_cell_is_bit_identical(tmp_path, ds, where):
-    """ZeRO x precision x place in the epoch: no bit differs in losses, student, optimizer, teacher, center, loss scale
-    or position. test_resume.py has the short form."""
-    root, straight, parts = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "parts"
-    setup, saved_at = Setup(ds, 2, 2), STEPS[where]
-    setup.train(root, straight, saved_at + MORE)
-    setup.train(root, parts, saved_at)
-    setup.train(root, parts, saved_at + MORE, resume=True)
-    assert losses_of(parts) == losses_of(straight) and len(losses_of(parts)) == saved_at + MORE
-    assert_same_checkpoint(parts, straight, saved_at + MORE)

@@ -137,7 +137,7 @@ def installed() -> Iterator[list[Any]]:
 
     def build_objective(recipe: Any, device: torch.device, frozen: Any = None) -> Objective:
         terms = objective_of(recipe, device, frozen).terms
-        return Objective({**terms, "toy": ToyTerm(recipe.model.spec().width, device)}, {"toy": 0.5})
+        return Objective({**terms, "toy": ToyTerm(recipe.model.spec().width, device)})
 
     def build_teachers(recipe: Any, config: Any, engine: Engine, objective: Objective, *others: Any) -> Teachers:
         ema = teachers_of(recipe, config, engine, objective)["ema"]
