@@ -8,17 +8,15 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError
 from dino_ds.measure.machine import find_gpus
 from dino_ds.measure.tables import print_result
 from dino_ds.options.data import AdviseOptions
@@ -67,12 +65,12 @@ def run(options: AdviseOptions) -> None:
             f"{len(source)} images are too few to learn from (LightlyTrain recommends several thousand): take released "
             f"features, dino-ds embed vit_small_patch16_224.dino {_named(options)} --out features.parquet"
         )
-    facts = _look(source, options)
+    facts = look_at(source, options.sample, 0, options.workers, load_recipe(None, {}).data.max_pixels)
+    found = summarise(facts, source)
     data = _decisive(source, facts)
     gpus = Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
     rows = advise(data, gpus)
     words = _train_words(options, recipe_for(data, gpus), rows)
-    found = summarise(facts, source)
     result: dict[str, Any] = {
         "decisive": vars(data),
         "found": found,
@@ -100,17 +98,6 @@ def _cluster(options: AdviseOptions) -> Cluster | None:
         return Cluster(card, options.gpus or len(here), options.nodes, card.network)
     card = named_gpu(options.gpu, options.memory_gib)
     return Cluster(card, options.gpus or 1, options.nodes, card.network)
-
-
-def _look(source: Source, options: AdviseOptions) -> list[Facts]:
-    count = min(options.sample, len(source))
-    chosen = np.sort(np.random.default_rng(0).choice(len(source), count, replace=False)).tolist()
-    with closing(look_at(source, chosen, options.workers, load_recipe(None, {}).data.max_pixels)) as facts:
-        found = list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
-    if all(fact.problem for fact in found):
-        name, why = source.name(found[0].index), found[0].problem
-        raise DataError(f"none of the {count} images looked at can be read; the first is {name} ({why})")
-    return found
 
 
 def _decisive(source: Source, facts: Sequence[Facts]) -> Data:

@@ -71,13 +71,13 @@ def run(options: AttentionVideoOptions) -> None:
     began = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with clip_writer(path, form, rate) as writer, tqdm(total=count, unit=" frames", disable=None) as bar:
+        with clip_writer(path, form, rate) as add_frame, tqdm(total=count, unit=" frames", disable=None) as bar:
             stream = frames.frames()
             while batch := list(itertools.islice(stream, MAPS_AT_ONCE)):
                 shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
                 images = [_cut(frame, height, width, backbone.normalisation) for frame in batch]
                 for picture in paint(torch.stack(images), shown):
-                    writer.add((255 * picture).round().astype(np.uint8))
+                    add_frame((255 * picture).round().astype(np.uint8))
                 bar.update(len(batch))
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror or error}; fix --out") from None

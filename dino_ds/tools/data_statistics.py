@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_image
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
+from dino_ds.errors import DataError
 
 MAX_DISTANCE = 3
 """Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
@@ -60,15 +62,20 @@ class Facts:
 
 
 def look_at(
-    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int, channels: int = 3
-) -> Generator[Facts, None, None]:
-    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`, `channels` as for
-    `open_image`."""
+    source: Source, count: int, seed: int, workers: int | None, max_pixels: int, channels: int = 3
+) -> list[Facts]:
+    """Facts of `count` images drawn at random (0: all), in the source's order, each decoded once; `workers` as for
+    `worker_options`, `channels` as for `open_image`."""
+    count = min(count or len(source), len(source))
+    chosen = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False)).tolist()
     facts, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
-    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=indices, collate_fn=list, **options)
-    with started(loader, source) as batches:
+    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
+    found: list[Facts] = []
+    with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
-            yield from batch
+            found += batch
+            bar.update(len(batch))
+    return found
 
 
 class _FactsOf(Dataset[Facts]):
@@ -148,8 +155,13 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
-    """What `dino-ds look-data --json` prints; sizes are of the readable images. At least one must be readable."""
+    """What `dino-ds look-data --json` prints; sizes are of the readable images. Raises DataError where none is."""
     good = [fact for fact in facts if fact.problem is None]
+    if not good:
+        raise DataError(
+            f"none of the {len(facts)} images looked at can be read; the first is {source.name(facts[0].index)} "
+            f"({facts[0].problem}): look at these files, or name others"
+        )
     widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
     shorter = np.minimum(widths, heights)
     sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]

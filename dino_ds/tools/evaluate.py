@@ -55,7 +55,7 @@ class Evaluated(NamedTuple):
 
 def run(options: EvalOptions) -> None:
     """Evaluate, and print the results."""
-    run_evals(options, _show_json if options.json else _show)
+    run_evals(options, lambda found: print(json.dumps(found.to_json())) if options.json else _show(found))
 
 
 def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
@@ -160,10 +160,6 @@ def _places(model: str, out: str | None) -> list[Path]:
 def _not_written(place: Path, reason: object) -> ConfigError:
     or_else = "evaluate its teacher.safetensors, with --out" if place.name == RESULTS else "name another with --out"
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
-
-
-def _show_json(found: Evaluated) -> None:
-    print(json.dumps(found.to_json()))
 
 
 def _show(found: Evaluated) -> None:

@@ -111,31 +111,28 @@ def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: P
 def _summarise(profiler: profile, parts: dict[str, float], steps: int, on_gpu: bool) -> dict[str, Any]:
     events = list(profiler.events() or [])
     seconds = sum(e.time_range.elapsed_us() for e in events if e.name.startswith("ProfilerStep")) / 1e6
-    calls = []
+    calls: list[Call] = []
     for event in events:
         if event.name in PARTS or event.name.startswith("ProfilerStep") or event.device_type.name != "CPU":
             continue  # kernels of a GPU are counted with the operator that launched them
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if own > 0:
-            calls.append(Call(event.name, own / 1e6))
-    bound = judge(seconds, parts.get("data", 0.0), calls, on_gpu)
+            calls.append((event.name, own / 1e6))
     return {
         "tool": "torch",
         "steps": steps,
         "step_seconds": seconds / steps,
         "parts": {part: parts[part] / steps for part in PARTS if part in parts},
         "operators": _by_operator(calls, steps),
-        "bound_by": bound.resource,
-        "reason": bound.reason,
-        "advice": bound.advice,
+        **judge(seconds, parts.get("data", 0.0), calls, on_gpu),
     }
 
 
 def _by_operator(calls: list[Call], steps: int) -> list[dict[str, Any]]:
     totals: dict[str, tuple[float, int]] = {}
-    for call in calls:
-        seconds, count = totals.get(call.name, (0.0, 0))
-        totals[call.name] = (seconds + call.seconds, count + 1)
+    for name, own_seconds in calls:
+        seconds, count = totals.get(name, (0.0, 0))
+        totals[name] = (seconds + own_seconds, count + 1)
     slowest = sorted(totals.items(), key=lambda item: -item[1][0])[:_OPERATORS]
     return [
         {"name": name, "kind": kind_of(name), "calls": count / steps, "seconds": seconds / steps}
@@ -189,9 +186,8 @@ def run_for_nsight(step: Callable[[], object], warmup: int, steps: int, folder: 
 
 @contextmanager
 def _annotate(name: str) -> Iterator[None]:
-    with record_function(name), contextlib.ExitStack() as stack:
-        if torch.cuda.is_available():
-            stack.enter_context(torch.cuda.nvtx.range(name))
+    on_gpu = torch.cuda.is_available()
+    with record_function(name), torch.cuda.nvtx.range(name) if on_gpu else contextlib.nullcontext():
         yield
 
 

@@ -39,9 +39,9 @@ def _frames(count, height=48, width=64):
 
 
 def _write(path, form, frames, fps=10.0):
-    with clip_writer(path, form, fps) as writer:
+    with clip_writer(path, form, fps) as add_frame:
         for frame in frames:
-            writer.add(frame)
+            add_frame(frame)
     return path
 
 

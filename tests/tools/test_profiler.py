@@ -11,7 +11,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import ProfileOptions
 from dino_ds.ranges import PARTS, named_range
-from dino_ds.tools.bottleneck import Call, judge, kind_of
+from dino_ds.tools.bottleneck import judge, kind_of
 from dino_ds.tools.profiler import profile_torch, run
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
@@ -32,7 +32,7 @@ def _slow_data():
 
 def _many_tiny_operators():
     a = torch.ones(4)
-    for _ in range(1000):
+    for _ in range(300):
         a = a + 1
 
 
@@ -61,18 +61,18 @@ def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
 @pytest.mark.parametrize(
     ("data", "calls", "on_gpu", "resource"),
     [
-        (0.11, [Call("aten::mm", 0.8)], False, "input"),
-        (0.09, [Call("aten::mm", 0.8)], False, "compute"),
-        (0.0, [Call("aten::mm", 0.69)], False, "host"),
-        (0.0, [Call("aten::mm", 0.00001)] * 90_000, False, "host"),
-        (0.0, [Call("aten::mm", 0.00001)] * 90_000, True, "compute"),
-        (0.0, [Call("aten::mm", 0.3), Call("aten::gelu", 0.25), Call("aten::copy_", 0.25)], True, "memory"),
-        (0.0, [Call("aten::mm", 0.3), Call("c10d::allreduce_", 0.5)], True, "communication"),
+        (0.11, [("aten::mm", 0.8)], False, "input"),
+        (0.09, [("aten::mm", 0.8)], False, "compute"),
+        (0.0, [("aten::mm", 0.69)], False, "host"),
+        (0.0, [("aten::mm", 0.00001)] * 90_000, False, "host"),
+        (0.0, [("aten::mm", 0.00001)] * 90_000, True, "compute"),
+        (0.0, [("aten::mm", 0.3), ("aten::gelu", 0.25), ("aten::copy_", 0.25)], True, "memory"),
+        (0.0, [("aten::mm", 0.3), ("c10d::allreduce_", 0.5)], True, "communication"),
     ],
 )
 def test_the_rule(data, calls, on_gpu, resource):
     bound = judge(1.0, data, calls, on_gpu)
-    assert bound.resource == resource and bound.reason and bound.advice
+    assert bound["bound_by"] == resource and bound["reason"] and bound["advice"]
 
 
 @pytest.mark.parametrize(
