@@ -86,19 +86,16 @@ class _FactsOf(Dataset[Facts]):
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         try:
             if read is None:
-                return self._of_pixels(index)
-            data = read(index)
-            image = EncodedImage(data, self._source.name(index), self._max_pixels, channels=self._channels)
+                size, image = None, open_image(self._source, index, self._max_pixels)
+            else:
+                data, name = read(index), self._source.name(index)
+                size, image = len(data), EncodedImage(data, name, self._max_pixels, channels=self._channels)
             found = _facts_of_values(image.values())
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
-        return Facts(index, image.width, image.height, image.mode, image.format or _NO_FORMAT, len(data), **found)
-
-    def _of_pixels(self, index: int) -> Facts:
-        array = open_image(self._source, index, self._max_pixels).values()
-        height, width, channels = array.shape
-        mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
-        return Facts(index, width, height, mode, _NO_FORMAT, **_facts_of_values(array))
+        mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
+        mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
+        return Facts(index, image.width, image.height, mode, form, size, **found)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -156,19 +153,21 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
     """What `dino-ds look-data --json` prints; sizes are of the readable images. Raises DataError where none is."""
-    good = [fact for fact in facts if fact.problem is None]
+    good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
     if not good:
-        raise DataError(
-            f"none of the {len(facts)} images looked at can be read; the first is {source.name(facts[0].index)} "
-            f"({facts[0].problem}): look at these files, or name others"
-        )
+        first = f"{source.name(bad[0].index)} ({bad[0].problem})"
+        raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
     widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
     shorter = np.minimum(widths, heights)
     sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
     return {
         "images": len(source),
         "looked_at": len(facts),
-        "unreadable": _unreadable([fact for fact in facts if fact.problem is not None], source),
+        "unreadable": {
+            "count": len(bad),
+            "reasons": _counts(fact.problem or "" for fact in bad),
+            "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
+        },
         "width": _spread(widths),
         "height": _spread(heights),
         "shorter_side": {**_spread(shorter), "histogram": _histogram(shorter, SHORTER_SIDES)},
@@ -184,21 +183,11 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
 
 def _values(good: Sequence[Facts]) -> dict[str, Any]:
     """By type of the values stored: images, and the extremes of types deeper than uint8."""
-    found: dict[str, Any] = {}
-    for name, images in _counts(fact.type for fact in good).items():
-        found[name] = {"images": images}
-        if name != "uint8":
-            some = [fact for fact in good if fact.type == name]
-            found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+    found: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
+    for name in found.keys() - {"uint8"}:
+        some = [fact for fact in good if fact.type == name]
+        found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
     return found
-
-
-def _unreadable(bad: Sequence[Facts], source: Source) -> dict[str, Any]:
-    return {
-        "count": len(bad),
-        "reasons": _counts(fact.problem or "" for fact in bad),
-        "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
-    }
 
 
 def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,10 +18,8 @@ from PIL import Image
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.commands import COMMANDS
+from dino_ds.errors import DataError
 from dino_ds.options.data import FindWorkersOptions
-from dino_ds.options.flags import parse_flags
 from dino_ds.tools import find_workers
 from dino_ds.tools.find_workers import _bottleneck, _counts, _ideal, _recommend
 
@@ -110,21 +107,6 @@ def test_fewer_images_than_a_batch_and_a_source_without_files(tmp_path):
     assert [*stages] == ["load", "crops", "device", "hand over"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--seconds 0 is not a number > 0",
-        "--seconds inf is not a number > 0",
-        "--max_workers 0 is not a whole number > 0",
-        "--step_images_per_second -3 is not a number > 0",
-    ],
-)
-def test_impossible_arguments(words):
-    option, value, *_ = words.split()
-    with pytest.raises(ConfigError, match=re.escape(words.replace(value, repr(value), 1))):
-        parse_flags(COMMANDS["find-workers"], [option, value])
-
-
 def test_data_that_cannot_be_loaded(tmp_path):
     before = loader_processes()
     recipe = load_recipe(None, {"data.root": str(tmp_path), **SMALL})
@@ -140,13 +122,7 @@ def test_data_that_cannot_be_loaded(tmp_path):
 
 
 def test_numbers_of_workers_double():
-    assert [_counts(most) for most in (1, 2, 3, 8, 12)] == [
-        [0, 1],
-        [0, 1, 2],
-        [0, 1, 2, 3],
-        [0, 1, 2, 4, 8],
-        [0, 1, 2, 4, 8, 12],
-    ]
+    assert [_counts(most) for most in (1, 3, 12)] == [[0, 1], [0, 1, 2, 3], [0, 1, 2, 4, 8, 12]]
 
 
 RATES = {0: 50.0, 1: 60.0, 2: 118.0, 4: 230.0, 8: 238.0, 16: 300.0}
@@ -160,7 +136,6 @@ RATES = {0: 50.0, 1: 60.0, 2: 118.0, 4: 230.0, 8: 238.0, 16: 300.0}
         (4, None, 2, None),
         (1, None, 0, None),
         (16, 100.0, 2, 0.0),
-        (16, 50.0, 1, 0.0),
         (16, 40.0, 0, 0.0),
         (16, 460.0, 4, 0.5),
     ],
