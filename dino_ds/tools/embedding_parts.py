@@ -137,12 +137,13 @@ def _label_of(source: Source, index: int) -> tuple[int, str]:
 
 def _write_npy(place: Path, parts: Parts, source: Source) -> None:
     """The array, and beside it a .csv with name, label and class of every row."""
-    with replacing(place.with_suffix(".csv")) as temporary, temporary.open("w", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(("name", "label", "class"))
-        lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
-    with replacing(place) as temporary:
-        _fill(temporary, parts)
+    # Both at the end: a .csv alone, after an interruption, would be taken for somebody else's.
+    with replacing(place.with_suffix(".csv")) as names, replacing(place) as array:
+        with names.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(("name", "label", "class"))
+            lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
+        _fill(array, parts)
 
 
 def _fill(path: Path, parts: Parts) -> None:
