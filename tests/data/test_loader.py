@@ -456,7 +456,8 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
                 source = build_source("photos", None, "train", False)
                 options = LoaderOptions(global_batch=8, micro_batch=8, workers=2)
                 loader = Loader(source, crops, options, Position())
-                next(loader)
+                for _ in range(options.workers):  # one of each: all have begun
+                    next(loader)
                 family = psutil.Process().children(recursive=True)
                 workers = [p for p in family if p.parent().pid != os.getpid()]
                 for worker in workers:
