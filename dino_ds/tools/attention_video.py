@@ -48,9 +48,7 @@ def run(options: AttentionVideoOptions) -> None:
         raise ConfigError(f"--head {options.head} is for --show attention; --show {options.show} has all heads")
     path, form = _destination(options.clip, options.out, options.format)
     if options.fps is not None and form == "png":
-        raise ConfigError(
-            f"--fps {options.fps:g} is for videos and animations; a folder of images has no rate: leave it out"
-        )
+        raise ConfigError(f"--fps {options.fps:g} is for videos and animations, images have no rate: leave it out")
     frames = open_clip(options.clip)
     rate = options.fps or frames.fps
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
@@ -61,12 +59,8 @@ def run(options: AttentionVideoOptions) -> None:
     short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.stride)
-    paint = _painter(
-        backbone,
-        torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample]),
-        options.show,
-        options.head,
-    )
+    frames_of_all = torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample])
+    paint = _painter(backbone, frames_of_all, options.show, options.head)
     zoom = max(1, -(-_SHORT // min(height, width)))
     began = time.monotonic()
     try:

@@ -57,10 +57,9 @@ def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any],
     images = recipe.data.global_batch // ranks
     largest = find_largest(lambda size: trials.take(size).fits, images)
     if largest == 0:
-        raise ConfigError(
-            f"not one image fits into {_memory_text(limit, bool(gpus))}: recompute activations "
-            "(activation_checkpointing), shard or offload more (zero_optimization), or take a smaller model"
-        )
+        what = "recompute activations (activation_checkpointing), shard or offload more (zero_optimization)"
+        room = _memory_text(limit, bool(gpus))
+        raise ConfigError(f"not one image fits into {room}: {what}, or take a smaller model")
     trials.take(largest_divisor(images, largest))
     best = fastest(trials.tried.values(), images)
     accumulation = images // best.micro_batch

@@ -129,14 +129,13 @@ def _summarise(profiler: profile, parts: dict[str, float], steps: int, on_gpu: b
 
 
 def _by_operator(calls: list[Call], steps: int) -> list[dict[str, Any]]:
-    totals: dict[str, tuple[float, int]] = {}
-    for name, own_seconds in calls:
-        seconds, count = totals.get(name, (0.0, 0))
-        totals[name] = (seconds + own_seconds, count + 1)
-    slowest = sorted(totals.items(), key=lambda item: -item[1][0])[:_OPERATORS]
+    by_name: dict[str, list[float]] = {}
+    for name, seconds in calls:
+        by_name.setdefault(name, []).append(seconds)
+    slowest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_OPERATORS]
     return [
-        {"name": name, "kind": kind_of(name), "calls": count / steps, "seconds": seconds / steps}
-        for name, (seconds, count) in slowest
+        {"name": name, "kind": kind_of(name), "calls": len(each) / steps, "seconds": sum(each) / steps}
+        for name, each in slowest
     ]
 
 

@@ -19,10 +19,12 @@ import dino_ds.tools.doctor_software as doctor_software
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.measure.machine import Gpu
+from dino_ds.measure.memory import ChildResult
 from dino_ds.options.machine import DoctorOptions
-from dino_ds.tools import doctor
+from dino_ds.tools import doctor, doctor_speed
 from dino_ds.tools.doctor_speed import measure_data
 from tests.launching.cluster import environment
+from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, image_folder
 
 QUICKSTART = load_recipe("quickstart", {})
@@ -33,9 +35,14 @@ def _resolved(name):
     return resolve_ds_config(load_ds_config(path, {}), path, 512, 1)
 
 
-@pytest.mark.slow
-def test_the_page_of_this_machine(tmp_path, capsys):
-    """Everything, with real processes that sum a tensor."""
+def _on_pool(function, ranks):
+    assert function == "dino_ds.tools.doctor_speed:sum_tensors"
+    return [ChildResult(value, 0, 0) for value in run_on_ranks(doctor_speed.sum_tensors, world=ranks)]
+
+
+def test_the_page_of_this_machine(tmp_path, capsys, monkeypatch):
+    """Everything, with real ranks that sum a tensor."""
+    monkeypatch.setattr(doctor_speed, "run_in_children", _on_pool)
     recipe = load_recipe(None, {"data.root": str(image_folder(tmp_path / "images")), "data.workers": "0"})
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
     options = DoctorOptions(run_dir=str(tmp_path / "runs"), json=True)
