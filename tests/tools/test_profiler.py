@@ -70,7 +70,7 @@ def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
         (0.0, [("aten::mm", 0.00001)] * 90_000, False, "host"),
         (0.0, [("aten::mm", 0.00001)] * 90_000, True, "compute"),
         (0.0, [("aten::mm", 0.3), ("aten::_fused_adamw_", 0.25), ("aten::native_layer_norm", 0.25)], True, "memory"),
-        (0.0, [("aten::convolution_backward", 0.3), ("aten::_flash_attention", 0.3), ("aten::gelu", 0.3)], True, "compute"),
+        (0.0, [("aten::convolution", 0.3), ("aten::_flash_attention", 0.3), ("aten::gelu", 0.3)], True, "compute"),
         (0.0, [("aten::mm", 0.3), ("c10d::allreduce_", 0.2), ("gloo:all_reduce", 0.3)], True, "communication"),
     ],
 )
