@@ -10,7 +10,7 @@ from dino_ds.config.ds_config import load_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.options.machine import FindBatchSizeOptions
 from dino_ds.plan.fit import with_batch
-from dino_ds.tools.find_batch_size import Tried, fastest, find_largest, largest_divisor, run, write_batch
+from dino_ds.tools.find_batch_size import Tried, fastest, find_largest, run, write_batch
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
 
@@ -38,7 +38,6 @@ def test_the_fastest_divides_the_global_batch():
     tried = [Tried(8, True, 50.0, 1.0), Tried(16, True, 90.0, 2.0), Tried(30, True, 99.0, 3.0), Tried(32, False)]
     assert fastest(tried, 480).micro_batch == 30
     assert fastest(tried, 64).micro_batch == 16
-    assert largest_divisor(480, 31) == 30 and largest_divisor(7, 6) == 1
 
 
 @pytest.mark.slow
