@@ -227,8 +227,7 @@ def _torch_as_it_was() -> Iterator[None]:
     from dino_ds.measure.trial import free_memory
 
     cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
-    joined, threads, random = dist.is_initialized(), torch.get_num_threads(), torch.get_rng_state()
-    on_gpus = torch.cuda.get_rng_state_all() if cuda else []
+    joined, threads = dist.is_initialized(), torch.get_num_threads()
     convolutions = cudnn.benchmark, cudnn.allow_tf32
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -237,6 +236,7 @@ def _torch_as_it_was() -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
     with (
         _as_it_was(),
+        torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
@@ -255,9 +255,6 @@ def _torch_as_it_was() -> Iterator[None]:
                 leave()
             free_memory()
             torch.set_num_threads(threads)
-            torch.set_rng_state(random)
-            if cuda:
-                torch.cuda.set_rng_state_all(on_gpus)
             cudnn.benchmark, cudnn.allow_tf32 = convolutions
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

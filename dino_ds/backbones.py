@@ -42,14 +42,9 @@ class BackboneSpec(Protocol):
 class BackboneOptions:
     """What a recipe and a ds config ask of a backbone; `attention` to `cls_only_last_block` change speed, not results.
 
-    `drop_path` rate of the last block, `drop_path_growth` "linear" (from 0 at the first) or "uniform"; `mask_token`: it
-    has one, in the place of hidden patches; `stochastic_depth` "per_image", or "batched": see
-    `dino_ds.models.drop_path.kept_sequences`; `pos_embed_interpolation` "dino" or "antialias", for other sizes than the
-    native; `sync_batch_norm`: BatchNorm's statistics are those of all ranks; `rope_*`: how far RoPE's coordinates are
-    changed in training, None: not at all. `attention` and `attention_backend` as in `dino_ds.models.attention`;
-    `packed` False runs one pass a size; `cls_only_last_block` False computes the last block for all tokens;
-    `channels_last`: convolutions have the channels innermost in memory, None: on a GPU, where tensor cores want them
-    so; a CPU is no faster with it.
+    Most are as in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: it has one, in the place of
+    hidden patches; `packed` False runs one pass a size; `cls_only_last_block` False computes the last block for all
+    tokens; `channels_last` None: on a GPU, where tensor cores want them so; a CPU is no faster with it.
     """
 
     drop_path: float = 0.0

@@ -38,7 +38,7 @@ from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
-from dino_ds.options.elsewhere import command_elsewhere
+from dino_ds.options.elsewhere import COMMANDS_ELSEWHERE
 from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
@@ -64,32 +64,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             _dispatch(words)
         sys.stdout.flush()
-    except UserError as error:
-        if debug:
-            traceback.print_exc()
-        _say_error(str(error), error.said_by_me, debug=debug)
-        _exit(error.exit_code)
-    except KeyboardInterrupt:
-        if debug:
-            traceback.print_exc()
-        _say_error("interrupted", pause=False)
-        _exit(INTERRUPTED)
     except SystemExit as stop:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
             os.kill(os.getpid(), signal.SIGPIPE)
-        if is_out_of_memory(error):
-            if debug:
-                traceback.print_exc()
-            _say_error(_memory_text(error), said_by_me=True)
-            _exit(OutOfMemory.exit_code)
-        _say_bug(error, words, debug)
-        _exit(1)
+        if debug:
+            traceback.print_exc()
+        _exit(_say(error, words, debug))
 
 
-def _memory_text(error: Exception) -> str:
+def _say(error: BaseException, words: list[str], debug: bool) -> int:
+    """Tell people of an error; returns the exit code."""
+    if isinstance(error, UserError):
+        _say_error(str(error), error.said_by_me, debug=debug)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        _say_error("interrupted", pause=False)
+        return INTERRUPTED
+    if is_out_of_memory(error):
+        _say_error(_memory_text(error), said_by_me=True)
+        return OutOfMemory.exit_code
+    _say_bug(error, words, debug)
+    return 1
+
+
+def _memory_text(error: BaseException) -> str:
     """Of a command that has no better explanation than the allocator's."""
     from dino_ds.engine.device import free_memory
 
@@ -163,10 +164,8 @@ def _no_command(words: list[str]) -> str:
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
-        moved = command_elsewhere(given)
-        there_is = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
-        return f"{given!r} is not a command: {moved or there_is}"
-    answer = command_elsewhere(words[0])
+        return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
+    answer = COMMANDS_ELSEWHERE.get(words[0])
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 
@@ -208,16 +207,12 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
         time.sleep(_SECONDS_FOR_RANK_0)
 
 
-def _say_bug(error: Exception, words: list[str], debug: bool) -> None:
+def _say_bug(error: BaseException, words: list[str], debug: bool) -> None:
     """What no part of the program has foreseen: one line, and where the traceback is."""
     rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
-    where = "--debug shows the traceback"
-    run_dir = _run_dir_of(words)
-    if debug:
-        traceback.print_exc()
-        where = "the traceback is above"
-    elif run_dir is not None:
+    where = "the traceback is above" if debug else "--debug shows the traceback"
+    if not debug and (run_dir := _run_dir_of(words)) is not None:
         path = run_dir / f"error-{rank}.txt"
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())

@@ -30,10 +30,10 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, holds_run, stage_folder
 from dino_ds.costs.memory import Memory
 from dino_ds.data.base import Source
+from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
-from dino_ds.data.transform_check import check_transform
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures

@@ -128,14 +128,6 @@ def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
     assert again.keys() == state.keys() and all(torch.equal(again[name], t) for name, t in state.items())
 
 
-def test_head_alone():
-    recorded = golden("model")
-    network = golden_network(META, recorded, "weights.").eval()
-    torch.testing.assert_close(
-        product(network.head(recorded["global.cls"])), recorded["global.logits"], rtol=1e-4, atol=1e-6
-    )
-
-
 def test_fresh_weights_are_distributed_as_the_reference_s():
     """Standard deviation of every weight matrix, of the prototypes' range too: a few per cent for their few numbers."""
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures
+from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
 
 CLOSURE_OF_THE_LOOP = (80, 10_000)
 """Files and lines that importing training/loop.py may bring in."""
@@ -14,23 +14,8 @@ LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("s
 LONG_SIGNATURES["api.py:train"] = "the options that most calls give, by name"
 """Functions of more than six parameters, and why."""
 LAYERS = [
-    {
-        "__init__",
-        "errors",
-        "names",
-        "backbones",
-        "foreign_backbones",
-        "foreign_checks",
-        "hubs",
-        "own_code",
-        "ranges",
-        "text_file",
-        "durable",
-        "ports",
-        "intervals",
-        "goodput",
-        "hashing",
-    },
+    {"__init__", "errors", "names", "backbones", "foreign_backbones", "foreign_checks", "hubs", "own_code", "ranges"}
+    | {"text_file", "durable", "ports", "intervals", "goodput", "hashing"},
     {"config", "distributed", "health"},
     {"data", "models", "schedules", "checkpoint", "options"},
     {"weights", "engine", "pictures", "objectives", "costs"},
@@ -56,7 +41,7 @@ def _room(path: Path) -> str:
 
 def _imports(path: Path) -> set[str]:
     """Rooms of dino_ds that a file imports anywhere, but for what it does only when run as a script."""
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     body = [node for node in tree.body if not (isinstance(node, ast.If) and "__main__" in ast.unparse(node.test))]
     found = set()
     for node in (n for top in body for n in ast.walk(top)):

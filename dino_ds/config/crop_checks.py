@@ -1,13 +1,13 @@
-"""Which crops a recipe can't have: their sizes, and colours of images without; in one line each. No torch here."""
+"""Which crops and Gram anchoring a recipe can't have, or to no effect; in one line each. No torch here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crops import Resolution, parse_resolutions
+from dino_ds.config.crops import EMA, Resolution, parse_resolutions
 from dino_ds.config.model import ModelSection
-from dino_ds.config.sections import CropsSection
+from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection, TeacherSection
 
 
 def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_size: int | None) -> list[str]:
@@ -48,15 +48,55 @@ def _gram_problems(several: Iterable[Resolution], gram_size: int | None) -> list
     for one in several:
         name, size = f"crops.resolutions {one}", one.gram_size
         if size and not gram_size:
-            return [
-                f"{name} has a Gram size, and Gram anchoring has no crops of its own here: set gram.weight and "
-                "gram.crop_size, or leave out the third number"
-            ]
+            why = "has a Gram size, and Gram anchoring has no crops of its own here"
+            return [f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number"]
         if gram_size and not size:
-            return [
-                f"{name} has no Gram size, and gram.crop_size is {gram_size}: write GLOBAL/LOCAL/GRAM:SHARE, or set "
-                "gram.crop_size none"
-            ]
+            why = f"has no Gram size, and gram.crop_size is {gram_size}"
+            return [f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"]
         if size and not one.global_size <= size <= 2 * one.global_size:
             return [f"{name}: Gram size {size} must be 1 to 2 times the global size {one.global_size}"]
+    return []
+
+
+def gram_problems(gram: GramSection, crops: CropsSection, teacher: TeacherSection, patch: int) -> list[str]:
+    """`patch`: what the sides of the student's crops are multiples of."""
+    defaults = GramSection()
+    if not gram.weight:
+        return [
+            f"gram.{name} {getattr(gram, name)} has no effect without gram.weight: leave it out, or give that"
+            for name in GramSection.model_fields
+            if name != "weight" and getattr(gram, name) != getattr(defaults, name)
+        ]
+    problems = _of_ema(gram, teacher) if gram.teacher == EMA else _own_crop_problems(gram, crops, patch)
+    if gram.refreshes != defaults.refreshes and not gram.refresh_every.value:
+        problems.append(f"gram.refreshes {gram.refreshes} has no effect without gram.refresh_every: give both or none")
+    return problems
+
+
+def _of_ema(gram: GramSection, teacher: TeacherSection) -> list[str]:
+    problems = []
+    if gram.crop_size is not None:
+        problems.append(
+            f"gram.crop_size {gram.crop_size} with gram.teacher ema, which sees the global crops: leave one of them out"
+        )
+    if gram.refresh_every.value:
+        problems.append(
+            f"gram.refresh_every {gram.refresh_every} with gram.teacher ema, which moves with every step: leave it out"
+        )
+    if teacher.source is not None:
+        problems.append(
+            "gram.teacher ema with teacher.source: the EMA teacher sees no crops then; take snapshot, a run or weights"
+        )
+    return problems
+
+
+def _own_crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
+    size, own = gram.crop_size, crops.global_size
+    if size is None:
+        return []
+    if not own <= size <= 2 * own:
+        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {own}: {own} to {2 * own}, or none"]
+    if size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
+        fitting = " or ".join(str(s) for s in (size // patch * patch, size // patch * patch + patch))
+        return [f"gram.crop_size {size} is not a multiple of the patch size {patch}: use {fitting}"]
     return []

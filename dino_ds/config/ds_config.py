@@ -138,7 +138,8 @@ def resolve_ds_config(
     """
     precision = next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled")), "fp32")
     if precision == "fp16" and not fp16_supported:
-        raise ConfigError(f"this device has no fp16: use {_without_fp16(path)} instead of {path}")
+        cure = "take one in bf16 or fp32, such as ds_configs/zero2_bf16.json"
+        raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     raw = copy.deepcopy(config)
     micro, accumulation = _batches(config, path, global_batch, world_size)
     if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
@@ -246,14 +247,6 @@ def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
     if section.get("number_checkpoints") == "auto":
         del section["number_checkpoints"]
     return section.get("number_checkpoints", "all"), bool(section.get("cpu_checkpointing", False))
-
-
-def _without_fp16(path: str) -> str:
-    """The files beside `path` that differ in the precision, or the shipped ones."""
-    given = Path(path)
-    siblings = [given.with_name(given.name.replace("fp16", other)) for other in ("bf16", "fp32")]
-    found = [str(p) for p in siblings if p != given and (p.is_file() or (_SHIPPED / p).is_file())]
-    return " or ".join(found or ["ds_configs/zero2_bf16.json", "ds_configs/zero2_fp32.json"])
 
 
 def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:

@@ -43,12 +43,8 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 TOP: dict[str, Key] = {
     "train_batch_size": Key("int", "must equal the recipe's data.global_batch if given", low=1, auto=True),
-    "train_micro_batch_size_per_gpu": Key(
-        "int", "images per rank and micro-batch; auto = from data.global_batch", low=1, auto=True
-    ),
-    "gradient_accumulation_steps": Key(
-        "int", "micro-batches per optimizer step; auto = from the others", low=1, auto=True
-    ),
+    "train_micro_batch_size_per_gpu": Key("int", "images per rank; auto = from data.global_batch", low=1, auto=True),
+    "gradient_accumulation_steps": Key("int", "micro-batches of a step; auto = from the others", low=1, auto=True),
     "gradient_clipping": Key("number", "largest global norm of the gradient; 0 = no clipping", low=0, required=True),
     "prescale_gradients": Key("bool", "divide gradients before the all-reduce"),
     "gradient_predivide_factor": Key("number", "divisor before the all-reduce, with prescale_gradients", above=0),
@@ -57,9 +53,7 @@ TOP: dict[str, Key] = {
     "bf16": Key("section", "bf16 with FP32 masters"),
     "zero_optimization": Key("section", "ZeRO: what is sharded over the ranks"),
     "data_types": Key("section", "dtype of accumulated gradients"),
-    "activation_checkpointing": Key(
-        "section", "recompute blocks in the backward pass; done by dino_ds from this section"
-    ),
+    "activation_checkpointing": Key("section", "recompute blocks in the backward pass (by dino_ds)"),
     "comms_logger": Key("section", "log collectives"),
     "flops_profiler": Key("section", "DeepSpeed's profile of one step"),
     "wandb": Key("section", "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)"),
@@ -91,17 +85,15 @@ _OFFLOAD = {
     "pin_memory": Key("bool", "page-locked host memory"),
 }
 _ZERO = {
-    "stage": Key(
-        "int", "0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters are sharded", low=0, required=True
-    ),
+    "stage": Key("int", "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters", low=0, required=True),
     "contiguous_gradients": Key("bool", "copy gradients into one buffer", stages=_SHARDED),
     "reduce_scatter": Key("bool", "reduce-scatter instead of all-reduce", stages=_SHARDED),
     "reduce_bucket_size": Key(
-        "int", "elements reduced at a time; auto = all, at most 5e7", above=0, auto=True, stages=_SHARDED
+        "int", "elements reduced at once; auto = all, up to 5e7", above=0, auto=True, stages=_SHARDED
     ),
     "allgather_partitions": Key("bool", "all-gather instead of broadcasts", stages=_12),
     "allgather_bucket_size": Key(
-        "int", "elements gathered at a time; auto = all, at most 5e7", above=0, auto=True, stages=_12
+        "int", "elements gathered at once; auto = all, up to 5e7", above=0, auto=True, stages=_12
     ),
     "use_multi_rank_bucket_allreduce": Key("bool", "one all-reduce for the buckets of all ranks", stages=_12),
     "overlap_comm": Key("bool", "reduce gradients during the backward pass; off on one process", stages=_SHARDED),
@@ -111,18 +103,12 @@ _ZERO = {
     "offload_optimizer": Key("section", "optimizer state and step on the host", stages=_SHARDED),
     "offload_param": Key("section", "parameters on the host", stages=_3),
     "sub_group_size": Key("int", "elements the optimizer treats at a time", above=0, stages=_3),
-    "stage3_prefetch_bucket_size": Key(
-        "int", "elements fetched ahead; auto = DeepSpeed's", low=0, auto=True, stages=_3
-    ),
-    "stage3_param_persistence_threshold": Key(
-        "int", "smaller parameters stay whole; auto = DeepSpeed's", low=0, auto=True, stages=_3
-    ),
+    "stage3_prefetch_bucket_size": Key("int", "elements fetched ahead", low=0, auto=True, stages=_3),
+    "stage3_param_persistence_threshold": Key("int", "smaller ones stay whole", low=0, auto=True, stages=_3),
     "stage3_model_persistence_threshold": Key("int", "most elements that stay whole", low=0, stages=_3),
     "stage3_max_live_parameters": Key("int", "elements gathered at once, at most", low=0, stages=_3),
-    "stage3_max_reuse_distance": Key(
-        "int", "keep a parameter that is used again within this many elements", low=0, stages=_3
-    ),
-    "stage3_module_granularity_threshold": Key("int", "gather whole modules with smaller parameters", low=0, stages=_3),
+    "stage3_max_reuse_distance": Key("int", "keep what is used again within so many elements", low=0, stages=_3),
+    "stage3_module_granularity_threshold": Key("int", "gather smaller modules whole", low=0, stages=_3),
     "stage3_use_all_reduce_for_fetch_params": Key("bool", "fetch with all-reduce", stages=_3),
     "stage3_allgather_sequential": Key("bool", "gather parameters one by one", stages=_3),
     "zero_hpz_partition_size": Key("int", "ZeRO++: ranks that share a second copy of the shards", low=1, stages=_3),
@@ -134,31 +120,24 @@ _ZERO = {
 }
 
 _DINO_DS = {
-    "attention": Key(
-        "text", "sdpa, the plain formula, or one kernel for all sizes (CUDA)", choices=("sdpa", "naive", "varlen")
-    ),
+    "attention": Key("text", "varlen: one kernel for all sizes (CUDA)", choices=("sdpa", "naive", "varlen")),
     "attention_backend": Key(
-        "text",
-        "kernel that sdpa takes; auto = torch's choice",
-        choices=("cudnn", "flash", "efficient", "math"),
-        auto=True,
+        "text", "kernel of sdpa; auto = torch's choice", choices=("cudnn", "flash", "efficient", "math"), auto=True
     ),
     "packed": Key("bool", "crops of all sizes in one pass (default true); exact"),
     "channels_last": Key("bool", "convolutions with the channels innermost in memory (default: on a GPU); exact"),
     "cls_only_last_block": Key("bool", "the last block for the CLS token alone (default true); exact"),
     "compile": Key(
         "text",
-        "torch.compile each block; same results up to rounding. max-autotune tries out kernels at the start, "
-        "reduce-overhead records CUDA graphs; true = default, false = off",
+        "torch.compile each block; same up to rounding. reduce-overhead: CUDA graphs; true = default, false = off",
         choices=("off", "default", "max-autotune", "reduce-overhead"),
         stages=(0, 1, 2),
     ),
     "teacher_copy": Key(
-        "bool",
-        "keep the teacher's matrices in bf16 or fp16 too, cast once a step; exact. Else on a GPU up to 2e8 weights",
+        "bool", "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 2e8 weights)"
     ),
     "frozen_teacher": Key("text", "sharded, offloaded: cut by ZeRO 3", choices=("whole", "sharded", "offloaded")),
-    "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower; not on a CPU)"),
+    "deterministic": Key("bool", "kernels that add up in the same order in every run (GPU; slower)"),
 }
 
 # Dotted name of a section -> its keys; "" is the top level.
@@ -216,77 +195,53 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
     },
 }
 
-_REMOVED = "DeepSpeed 0.19 has removed it"
-_MASTERS = "it removes the FP32 masters, which the teacher follows"
-_METRICS = "dino_ds writes metrics.jsonl and TensorBoard itself, into the run folder"
-_AUTOCAST = 'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3'
-_CHECKPOINTS = "dino_ds writes checkpoints itself (recipe: save_every, keep_checkpoints)"
-_OWN_OPTIMIZER = "it needs DeepSpeed's own optimizer, and dino_ds gives torch's"
-_NVME = 'it is for offload to NVMe, which is not offered: the teacher reads the masters in memory; use "device": "cpu"'
-_NVME_KEYS = {
-    "offload_optimizer": ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init"),
-    "offload_param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
-}
-_RECOMPUTE = "it cannot act: dino_ds recomputes with torch's non-reentrant checkpointing, one block at a time"
-_NO_BUFFERS = "the network has no buffers to cast"
-_NO_INIT = "it cannot act: dino_ds builds the model module by module and gives each to DeepSpeed"
-
 # Dotted name -> why this key, which DeepSpeed knows, is refused.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        ("elasticity", "amp", "nebula", "eigenvalue", "compression_training", "quantize_training", "sparse_gradients",
-         "sparse_attention", "graph_harvesting", "curriculum_learning", "progressive_layer_drop",
-         "zero_optimization.mics_shard_size", "zero_optimization.mics_hierarchical_params_gather",
-         "zero_optimization.zeropp_loco_param", "zero_optimization.legacy_stage1"),
-        _REMOVED,
-    ),
-    **dict.fromkeys(("tensorboard", "csv_monitor"), _METRICS),
-    "comet.api_key": "a file is no place for a secret: set COMET_API_KEY",
-    "aio": _NVME,
-    **{f"zero_optimization.{section}.{key}": _NVME for section, keys in _NVME_KEYS.items() for key in keys},
-    "torch_autocast": _AUTOCAST,
-    "checkpoint": _CHECKPOINTS,
-    "compile": "DeepCompile is not supported; dino_ds.compile compiles block by block",
-    "autotuning": "it is not supported: it starts many full jobs",
-    "hybrid_engine": "it cannot act here: it is for generating text",
-    "data_efficiency": "it cannot act: dino_ds loads its data itself",
-    "pipeline": "it cannot act: there is no pipeline parallelism here",
-    "tensor_parallel": "it cannot act: there is no tensor parallelism here",
-    "sequence_parallel_size": "it cannot act: there is no sequence parallelism here",
-    "seq_parallel_communication_data_type": "it cannot act: there is no sequence parallelism here",
-    "gradient_allreduce_op": "summing would multiply the gradient by the number of ranks: gradients are averaged",
-    "managed_gradient_accumulation": "dino_ds relies on DeepSpeed's own accumulation window",
-    "fp16.fp16_master_weights_and_grads": _MASTERS,
-    "fp16.auto_cast": "it is not needed: dino_ds casts the images itself",
-    "bf16.bf16_master_weights_and_grads": _MASTERS,
-    "bf16.bf16_optimizer_states": _MASTERS,
-    "bf16.immediate_grad_update": "it cannot act outside DeepSpeed's BF16_Optimizer",
-    "bf16.check_overflow": "its name is check_grad_overflow now",
-    "data_types.param_dtype": "the fp16 and bf16 sections say it",
-    **dict.fromkeys(("data_types.buffer_dtype", "data_types.keep_in_fp32_modules"), _NO_BUFFERS),
-    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
-    "zero_optimization.cpu_offload_use_pin_memory": "write pin_memory inside offload_optimizer or offload_param",
-    "zero_optimization.compute_grad_norm": "the norm is one of the metrics, and clipping needs it",
-    "zero_optimization.elastic_checkpoint": "it no longer acts in DeepSpeed 0.19",
-    "zero_optimization.load_from_fp32_weights": _CHECKPOINTS,
-    "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINTS,
-    **dict.fromkeys((f"zero_optimization.stage3_gather_{t}_weights_on_model_save" for t in ("16bit", "fp16")),
-                    "it cannot act: each save writes the teacher as teacher.safetensors at every stage"),
-    "zero_optimization.zenflow": _OWN_OPTIMIZER,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _OWN_OPTIMIZER,
-    "zero_optimization.offload_optimizer.ratio": _OWN_OPTIMIZER,
-    "zero_optimization.offload_optimizer.super_offload": _OWN_OPTIMIZER,
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _OWN_OPTIMIZER,
-    "zero_optimization.zero_quantized_nontrainable_weights": "it cannot act: every weight is trained",
-    "zero_optimization.memory_efficient_linear": _NO_INIT,
-    "zero_optimization.override_module_apply": _NO_INIT,
-    "activation_checkpointing.partition_activations":
-        "it cannot act: it splits over a model-parallel group, and there is none",
-    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
-    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
-    "activation_checkpointing.profile": _RECOMPUTE,
-}  # fmt: skip
+    key: why
+    for why, keys in {
+        "DeepSpeed 0.19 has removed it": "elasticity amp nebula eigenvalue compression_training quantize_training "
+        "sparse_gradients sparse_attention graph_harvesting curriculum_learning progressive_layer_drop "
+        "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather "
+        "zero_optimization.zeropp_loco_param zero_optimization.legacy_stage1",
+        "dino_ds writes metrics.jsonl and TensorBoard itself, into the run folder": "tensorboard csv_monitor",
+        "a file is no place for a secret: set COMET_API_KEY": "comet.api_key",
+        "offload to NVMe is not offered: the teacher reads the masters in memory; "
+        'use "device": "cpu"': "aio zero_optimization.offload_optimizer.nvme_path "
+        "zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.pipeline_read "
+        "zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_optimizer.fast_init "
+        "zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count "
+        "zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu",
+        'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3': ""
+        "torch_autocast",
+        "dino_ds writes checkpoints itself, and the teacher whole (recipe: save_every, keep_checkpoints)": "checkpoint "
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save "
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save "
+        "zero_optimization.load_from_fp32_weights zero_optimization.pipeline_loading_checkpoint",
+        "DeepCompile is not supported; dino_ds.compile compiles block by block": "compile",
+        "it has no effect here: dino_ds trains, loads and recomputes in its own way, without model parallelism": ""
+        "autotuning hybrid_engine data_efficiency pipeline tensor_parallel sequence_parallel_size "
+        "seq_parallel_communication_data_type fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype "
+        "data_types.keep_in_fp32_modules zero_optimization.elastic_checkpoint "
+        "zero_optimization.zero_quantized_nontrainable_weights zero_optimization.memory_efficient_linear "
+        "zero_optimization.override_module_apply activation_checkpointing.partition_activations "
+        "activation_checkpointing.contiguous_memory_optimization "
+        "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
+        "summing would multiply the gradient by the number of ranks: gradients are averaged": "gradient_allreduce_op",
+        "dino_ds relies on DeepSpeed's own accumulation window": "managed_gradient_accumulation",
+        "it removes the FP32 masters, which the teacher follows": "fp16.fp16_master_weights_and_grads "
+        "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
+        "its name is check_grad_overflow now": "bf16.check_overflow",
+        "the fp16 and bf16 sections say it": "data_types.param_dtype",
+        'write "offload_optimizer": {"device": "cpu"}': "zero_optimization.cpu_offload",
+        'write "offload_param": {"device": "cpu"}': "zero_optimization.cpu_offload_param",
+        "write pin_memory inside offload_optimizer or offload_param": "zero_optimization.cpu_offload_use_pin_memory",
+        "the norm is one of the metrics, and clipping needs it": "zero_optimization.compute_grad_norm",
+        "it needs DeepSpeed's own optimizer, and dino_ds gives torch's": "zero_optimization.zenflow "
+        "zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.offload_optimizer.ratio "
+        "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc",
+    }.items()
+    for key in keys.split()
+}
 
 LOGGERS = ("wandb", "comet", "mlflow")  # where else metrics go; DeepSpeed would wait for the device in each step
 # Sections whose unknown keys make DeepSpeed stop; in all others it ignores them.

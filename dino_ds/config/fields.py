@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
-from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean
 from dino_ds.text_file import unusable_text
 
@@ -47,7 +46,7 @@ class Length:
     def parse(text: object) -> Length:
         """From "30 epochs", "30epochs", "1e6 images", "30 steps from step 100"; a bare number is steps.
 
-        Raises ConfigError.
+        Raises ValueError.
         """
         if isinstance(text, Length):
             return text
@@ -60,7 +59,7 @@ class Length:
             value = math.nan
         unit = units.get(match[2].lower()) if match else None
         if unit is None or not math.isfinite(value):
-            raise ConfigError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
+            raise ValueError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
         assert match is not None
         return Length(value, unit, assumed=not match[2], begin=int(match[3] or 0))
 
@@ -113,10 +112,7 @@ def _parse_length(value: object) -> Length:
 
 
 def _parse_stage_length(value: object) -> Length:
-    try:
-        length = Length.parse(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None  # pydantic collects ValueErrors only
+    length = Length.parse(value)
     if length.value > _MOST_COUNT:
         raise ValueError(f"{str(value)[:40]!r} is longer than can be counted here: at most {_MOST_COUNT:.0e}")
     return length

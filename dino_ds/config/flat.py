@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from dino_ds.config.fields import Length, Section
@@ -24,12 +25,15 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def lengths_without_unit(section: Section, prefix: str = "") -> list[str]:
-    """The dotted names of lengths that were given as bare numbers."""
-    names: list[str] = []
+def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value as the schema has it)."""
     for key, value in section:
         if isinstance(value, Section):
-            names += lengths_without_unit(value, f"{prefix}{key}.")
-        elif isinstance(value, Length) and value.assumed:
-            names.append(prefix + key)
-    return names
+            yield from named_values(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def lengths_without_unit(recipe: Recipe) -> list[str]:
+    """The dotted names of lengths that were given as bare numbers."""
+    return [name for name, value in named_values(recipe) if isinstance(value, Length) and value.assumed]

@@ -28,12 +28,8 @@ from dino_ds.errors import ConfigError
 
 
 class ModelSection(Section):
-    backbone: str = option(
-        "vit_small_patch16_224", "timm's name, or module:Class of yours; from_source = that of init_from's weights"
-    )
-    arguments: ArgumentsField = option(
-        "{}", 'of timm\'s or your own class: keywords as JSON, such as {"layers": [1, 1, 1, 1]}'
-    )
+    backbone: str = option("vit_small_patch16_224", "timm's name, module:Class, or from_source: that of init_from")
+    arguments: ArgumentsField = option("{}", 'keywords of its class as JSON, such as {"layers": [1, 1, 1, 1]}')
     patch_size: Side | None = option(None, "pixels; none = the backbone's")
     width: Width | None = option(None, "embedding dimension; none = the backbone's")
     depth: Depth | None = option(None, "blocks; none = the backbone's")
@@ -44,25 +40,23 @@ class ModelSection(Section):
     sync_batch_norm: bool = option(True, "BatchNorm's statistics are those of all ranks' images, not of a rank's own")
     drop_path: BelowOne = option(0.1, "stochastic depth of the last block, growing linearly from 0")
     drop_path_growth: Literal["linear", "uniform"] = option(
-        "linear", "drop_path of the blocks before the last: growing from 0, or all the same (DINOv2)"
+        "linear", "drop_path of earlier blocks: from 0, or the same (DINOv2)"
     )
-    local_cls_norm: bool | None = option(None, "a norm of its own for CLS tokens of local crops; none = the backbone's")
+    local_cls_norm: bool | None = option(None, "CLS tokens of local crops have their own norm; none = the backbone's")
     rope_shift: Positive | None = option(
-        None, "RoPE in training: coordinates (-1 to 1) are moved by up to so much, drawn for each block and step"
+        None, "RoPE in training: coordinates (-1 to 1) move up to so far, in each block and step"
     )
-    rope_jitter: AboveOne | None = option(
-        None, "RoPE in training: each axis is stretched or shrunk up to so many times"
-    )
-    rope_rescale: AboveOne | None = option(None, "RoPE in training: both axes are, by the same factor (DINOv3: 2)")
+    rope_jitter: AboveOne | None = option(None, "RoPE in training: each axis is scaled up to so many times")
+    rope_rescale: AboveOne | None = option(None, "RoPE in training: both axes are, alike (DINOv3: 2)")
     stochastic_depth: Literal["per_image", "batched"] = option(
-        "per_image", "batched computes only an exact part of the crops (faster, inexact: depends on the micro-batch)"
+        "per_image", "batched skips an exact part of the crops (faster; depends on the micro-batch)"
     )
     init_from: PathText | None = option(
-        None, "start from weights: a file or folder (ours, DINO's, DINOv2's, timm's, Hugging Face's), or a timm name"
+        None, "start from weights: a file or folder (ours, DINO's, timm's, Hugging Face's ...) or timm name"
     )
     freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
-        "dino", "how local crops and init_from resize positions; dino is needed for DINO's released weights"
+        "dino", "how positions are resized; DINO's released weights need dino"
     )
 
     @field_validator("backbone")
@@ -90,10 +84,8 @@ class ModelSection(Section):
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
         for key, only in _OF_ANY_BACKBONE.items():
             if getattr(self, key) != only and not isinstance(spec, ViTSpec):
-                raise ValueError(
-                    f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds: {self.backbone} knows {only} "
-                    "alone; leave it out"
-                )
+                what = f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds"
+                raise ValueError(f"{what}: {self.backbone} knows {only} alone; leave it out")
         self._check_vit(self.spec())
         return self
 
@@ -104,20 +96,17 @@ class ModelSection(Section):
             given = [key for key in _OF_ROPE if getattr(self, key) is not None]
             if given:
                 raise ValueError(
-                    f"model.{given[0]} is for ViTs with rotary positions, such as vit_small_patch16_dinov3, and "
-                    f"{self.backbone} has none: leave it out"
+                    f"model.{given[0]} is for ViTs with rotary positions, and {self.backbone} has none: leave it out"
                 )
             return
         if self.pos_embed_interpolation != "dino":
+            resized = f"model.pos_embed_interpolation {self.pos_embed_interpolation}"
             raise ValueError(
-                f"model.pos_embed_interpolation {self.pos_embed_interpolation} is for learned positions, and those of "
-                f"{self.backbone} are rotary: leave it out"
+                f"{resized} is for learned positions, and those of {self.backbone} are rotary: leave it out"
             )
         if arch.width // arch.heads % 4:
-            raise ValueError(
-                f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each, and rotary positions "
-                "need a multiple of 4: change model.width or model.heads"
-            )
+            each = f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each"
+            raise ValueError(f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads")
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
-from dino_ds.config.crop_checks import crop_problems
+from dino_ds.config.crop_checks import crop_problems, gram_problems
 from dino_ds.config.crops import (
     EMA,
     FROZEN,
@@ -40,7 +40,6 @@ from dino_ds.config.fields import (
     option,
     positive,
 )
-from dino_ds.config.gram_checks import gram_problems
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
@@ -64,20 +63,15 @@ class Recipe(Section):
     seed: Seed = option(0, "seed of weights, data order and augmentation")
     stage_start: Literal["continue", "restart"] | None = option(
         None,
-        "for --from RUN, what of RUN it begins with: continue = all of its training state, and steps count on; restart "
-        "= its EMA teacher's weights, from step 0",
+        "with --from RUN: continue = its whole state, steps count on; restart = its teacher's weights, from step 0",
     )
     length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics")
     save_every: SaveEvery = option("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
-    expected_hours_between_failures: Positive = option(
-        24.0, "of the whole job; save_every auto weighs saves against it"
-    )
+    expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto")
     keep_checkpoints: Count = option(3, "newest checkpoints that are kept")
     keep_every: LengthField = option(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")
-    save_in_background: bool = option(
-        True, "write checkpoints while training goes on; false needs no second copy of their tensors in host memory"
-    )
+    save_in_background: bool = option(True, "write checkpoints while training goes on; false takes less host memory")
     max_bad_steps: Count = option(3, "non-finite losses in a row that stop the run")
     hang_seconds: Seconds = option(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
     data: DataSection = DataSection()
@@ -179,8 +173,7 @@ class Recipe(Section):
             return
         if self.objective.centering == "sinkhorn":
             raise ConfigError(
-                "objective.centering sinkhorn with data.global_batch 1 balances the crops of one image, whose targets "
-                "are then all but uniform: raise data.global_batch, or take centering softmax"
+                "objective.centering sinkhorn with data.global_batch 1 balances the crops of one image: raise the batch"
             )
         if self.objective.koleo_weight:
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
@@ -188,10 +181,8 @@ class Recipe(Section):
     def check_teacher(self) -> None:
         """For a run that is to be trained, as above. Raises ConfigError where a distillation has no teacher."""
         if self.teacher.distill is not None and self.teacher.source is None:
-            raise ConfigError(
-                f"teacher.distill {self.teacher.distill} needs a trained teacher: name one (--teacher.from RUN), or "
-                "set teacher.distill none for a run that is taught by its own EMA"
-            )
+            distill = f"teacher.distill {self.teacher.distill}"
+            raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")
 
     @property
     def _patch(self) -> int:
@@ -224,35 +215,26 @@ class Recipe(Section):
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
         if self.crops.mask != "none" and not objective.ibot_weight:
             problems.append(
-                f"crops.mask {self.crops.mask} hides patches that no loss predicts: set it none, or "
-                "objective.ibot_weight above 0"
+                f"crops.mask {self.crops.mask} hides patches that no loss predicts: set objective.ibot_weight"
             )
         if not self.crops.mask_hides and self.crops.mask == "none":
             problems.append("crops.mask_hides false has no effect with crops.mask none: leave it out")
-        if objective.dino_local_weight != Ramp(1.0) and not (objective.dino_weight and self.crops.num_local):
-            problems.append(
-                f"objective.dino_local_weight {objective.dino_local_weight} has no effect without local crops and "
-                "objective.dino_weight: leave it out"
-            )
+        local = objective.dino_local_weight
+        if local != Ramp(1.0) and not (objective.dino_weight and self.crops.num_local):
+            why = "has no effect without local crops and objective.dino_weight: leave it out"
+            problems.append(f"objective.dino_local_weight {local} {why}")
         if objective.centering == "sinkhorn" and objective.center_momentum != ObjectiveSection().center_momentum:
-            problems.append(
-                f"objective.center_momentum {objective.center_momentum:g} has no effect with objective.centering "
-                "sinkhorn, which has no running mean: leave it out"
-            )
+            why = "has no effect with objective.centering sinkhorn: leave it out"
+            problems.append(f"objective.center_momentum {objective.center_momentum:g} {why}")
         masks = (objective.ibot_weight and not regressed) or self.crops.mask != "none"
         if masks and self.model.backbone != FROM_SOURCE and not getattr(self.model.spec(), "hides_patches", False):
-            problems.append(
-                f"objective.ibot_weight and crops.mask need a backbone that hides patches, and {self.model.backbone} "
-                "can't: take a ViT, or set them 0 and none"
-            )
+            cure = f"and {self.model.backbone} can't: take a ViT, or leave both out"
+            problems.append(f"objective.ibot_weight and crops.mask need a backbone that hides patches, {cure}")
         if self.ibot_head != HeadSection() and not (objective.ibot_weight and objective.ibot_head == "own"):
             problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
         head = "ibot_head" if objective.ibot_head == "own" else "head"
         if objective.ibot_weight and getattr(self, head).batch_norm:
-            problems.append(
-                f"{head}.batch_norm true: the masked patches that this head sees are of another number on every rank, "
-                "even none, and no statistics can be taken of them; leave it out"
-            )
+            problems.append(f"{head}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
         return problems
 
     def _teacher_problems(self) -> list[str]:

@@ -46,30 +46,27 @@ from dino_ds.config.fields import (
 
 class DataSection(Section):
     source: SourceName = option(
-        "folder", f"folder (your files, whatever form data.root has), {', '.join(SOURCES[1:])}, or module:Class"
+        "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
     )
     root: PathText | None = option(
-        None, "a folder of images, .txt list, .tar or .parquet files (patterns too), or torchvision's data folder"
+        None, "a folder of images, .txt list, .tar, .parquet (patterns too), or torchvision's data"
     )
     download: bool = option(False, "let torchvision download its data set into data.root")
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
     workers: Few | None = option(None, "data loading processes per rank; none = by the cores")
     augment: Literal["device", "worker"] = option(
-        "device", "where colours, blur and normalisation are done: batched on the device, or by Pillow in the workers"
+        "device", "where colours and blur are done: batched on the device, or by the workers"
     )
     transform: FunctionName | None = option(
-        None, "module:function of yours that changes crops in training, before colours: f(crop, rng) -> crop"
+        None, "module:function that changes crops before colours: f(crop, rng) -> crop"
     )
-    max_pixels: Count = option(50_000_000, "pixels of an image beyond which it is skipped as a decompression bomb")
+    max_pixels: Count = option(50_000_000, "pixels beyond which an image is skipped as a bomb")
     value_range: ValueRangeField = option(
-        "auto",
-        "black and white of images deeper than 8 bits, such as 0,4095; auto = the bits that a sample of them uses",
+        "auto", "black and white of images deeper than 8 bits, such as 0,4095; auto = as a sample of them says"
     )
     mean: ChannelsField | None = option(None, "of each channel, black 0 and white 1; none = ImageNet's")
     std: ChannelsField | None = option(None, "standard deviation of each channel; none = ImageNet's")
-    max_bad_fraction: Fraction01 = option(
-        0.01, "unreadable images, as a part of those drawn so far, beyond which the run stops; 0 = none"
-    )
+    max_bad_fraction: Fraction01 = option(0.01, "part of unreadable images beyond which the run stops; 0 = none")
 
     @property
     def known_range(self) -> tuple[float, float] | None:
@@ -100,35 +97,27 @@ class CropsSection(Section):
     local_scale: ScaleRange = option((0.05, 0.4), "area of a local crop, as parts of the image")
     num_local: Few = option(8, "local crops per image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
-        "dino", "photometric augmentation; low_res (no blur) is for images of 32 to 64 pixels"
+        "dino", "what the next five are if they are none; low_res (no blur): for 32 to 64 pixels"
     )
     jitter: Numbers | None = option(
-        None,
-        "factor on the strengths of crops.augment (0 = no jitter), or those of brightness, contrast, saturation, hue, "
-        "such as 0.4,0.4,0.2,0.1; none = crops.augment's",
+        None, "factor on crops.augment's (0 = none), or brightness, contrast, saturation, hue, such as 0.4,0.4,0.2,0.1"
     )
     blur: Numbers | None = option(
-        None,
-        "chance of a crop to be blurred, or three of the first global crop, the second and the local ones; none = "
-        "crops.augment's",
+        None, "chance of a crop to be blurred, or three: of the first global crop, the second and the local ones"
     )
-    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colours; none = crops.augment's")
-    flip: Fraction01 | None = option(None, "chance of a crop to be mirrored left to right; none = crops.augment's")
+    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colours")
+    flip: Fraction01 | None = option(None, "chance of a crop to be mirrored left to right")
     solarize: Numbers | None = option(None, "as crops.blur, the chance that bright pixels are inverted")
     vertical_flip: Fraction01 = option(0.0, "chance of a crop to be mirrored top to bottom")
-    rotation: float = option(
-        0.0, "chance of a crop to be turned by 90, 180 or 270 degrees; 0.75 makes all four directions equally likely"
-    )
+    rotation: float = option(0.0, "chance of a turn by 90, 180 or 270 degrees; at 0.75 all four are equally likely")
     mask: Literal["none", "dinov2", "dinov3"] = option(
-        "none", "blocks of patches hidden from the student in global crops; dinov3 hides an exact number of them"
+        "none", "blocks of patches hidden in global crops; dinov3: an exact number"
     )
     mask_share: Fraction01 = option(0.5, "chance that a global crop is masked")
     mask_ratio: ScaleRange = option((0.1, 0.5), "patches hidden of a masked crop, drawn evenly between the two")
     mask_hides: bool = option(True, "false: the student sees masked patches, and still predicts them (distillation)")
     resolutions: Resolutions = option(
-        (),
-        "sizes that each step draws from, in the place of the sizes of crops: GLOBAL/LOCAL:SHARE of the steps, or "
-        "GLOBAL/LOCAL/GRAM:SHARE",
+        (), "sizes that each step draws from, for those of crops: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE"
     )
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
@@ -178,10 +167,7 @@ class HeadSection(Section):
     @model_validator(mode="after")
     def _check(self) -> HeadSection:
         if self.learned_lengths and self.free_prototypes:
-            raise ValueError(
-                "learned_lengths true and free_prototypes true: free prototypes have their lengths in themselves; "
-                "leave one of them out"
-            )
+            raise ValueError("learned_lengths true and free_prototypes true: free ones have lengths; leave one out")
         return self
 
 
@@ -189,14 +175,12 @@ class ObjectiveSection(Section):
     student_temp: Temperature = option(0.1, "softmax temperature of the student")
     teacher_temp: Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
     warmup_teacher_temp: Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
-    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of the teacher temperature's warm-up")
-    centering: Literal["softmax", "sinkhorn"] = option(
-        "softmax", "teacher's targets: less a running mean, or by Sinkhorn-Knopp over all images of a step"
-    )
-    center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean of teacher's logits")
+    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of its warm-up")
+    centering: Literal["softmax", "sinkhorn"] = option("softmax", "targets: less a running mean, or by Sinkhorn-Knopp")
+    center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean")
     freeze_prototypes: LengthField = option(Length(1, "epochs"), "how long the prototypes stay as initialised")
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
-        "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam's moments see their gradient (DINOv2)"
+        "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam see their gradient (DINOv2)"
     )
     dino_weight: WeightField = option(Ramp(1.0), "weight of the CLS loss; or such as '0..1 over 1000 steps'")
     dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within the CLS loss (DINOv3)")
@@ -210,14 +194,12 @@ class OptimizerSection(Section):
     kind: Literal["adamw", "sgd", "lars"] = option("adamw", "sgd and lars (with momentum) are for ResNets")
     lr: Positive = option(0.0005, "peak learning rate for as many images as lr_scaling says")
     lr_scaling: Literal["linear", "sqrt"] = option(
-        "linear", "with data.global_batch: linear from 256 images (DINO), or with its root from 1024 (DINOv2)"
+        "linear", "with data.global_batch: linear from 256 (DINO), or its root from 1024 (DINOv2)"
     )
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "learning rate of a block as a part of the next one's"
-    )
-    patch_embed_lr: Annotated[float, Field(gt=0, le=1)] = option(1.0, "factor of the patch embedding's learning rate")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = option(1.0, "lr of a block as a part of the next one's")
+    patch_embed_lr: Annotated[float, Field(gt=0, le=1)] = option(1.0, "factor of its learning rate")
     clip_by: Literal["network", "part"] = option(
-        "network", "gradient_clipping of the ds config bounds the norm of all, or of backbone and each head (DINOv2)"
+        "network", "gradient_clipping bounds the norm of all, or of backbone and each head (DINOv2)"
     )
     schedule: Literal["cosine", "constant"] = option("cosine", "of the learning rate after its warm-up")
     min_lr: NotNegative = option(1e-6, "learning rate at the end; not scaled")
@@ -229,9 +211,7 @@ class OptimizerSection(Section):
     beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
     momentum: BelowOne = option(0.9, "of sgd and lars")
-    trust: Annotated[float, Field(gt=0, le=1)] = option(
-        0.001, "of lars: length of a layer's step as a part of its weights', at learning rate 1"
-    )
+    trust: Annotated[float, Field(gt=0, le=1)] = option(0.001, "of lars: a layer's step / its weights, at lr 1")
 
 
 SNAPSHOT = "snapshot"
@@ -239,18 +219,18 @@ SNAPSHOT = "snapshot"
 
 class GramSection(Section):
     weight: WeightField = option(
-        Ramp(0.0), "weight of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
+        Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
     )
     teacher: PathText = option(
-        SNAPSHOT, "snapshot = the EMA teacher as it was at gram.start, ema = as it is, or a run folder or checkpoint"
+        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint"
     )
     start: StageLengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
     refresh_every: LengthField = option(
-        Length(0, "steps"), "how long after gram.start, and after that, the EMA teacher replaces it; 0 = never"
+        Length(0, "steps"), "from gram.start on, how often the EMA teacher replaces it; 0 = never"
     )
     refreshes: Count = option(3, "replacements, at most")
     crop_size: Side | None = option(
-        None, "side of crops of its own: the global ones without colors, 1 to 2 times as large; none = it sees those"
+        None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
     )
     whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
     drop_negative: bool = option(False, "similarities below 0 count as 0")
@@ -263,30 +243,25 @@ class GramSection(Section):
 
 class TeacherSection(Section):
     source: PathText | None = option(
-        None,
-        "distillation (or --teacher.from): the frozen teacher, a run folder, weights or a timm name; none = the EMA",
+        None, "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA"
     )
     distill: Literal["heads", "features"] | None = option(
-        None, "of teacher.source: its heads' outputs are the targets (none too), or its features through a linear layer"
+        None, "of teacher.source the targets: its heads' outputs (none too), or its features"
     )
     momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
     momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
     batch_norm: Literal["reference", "ema", "frozen"] = option(
-        "reference", "teacher's BatchNorm: by its own batch (DINO), the student's averages, or those of init_from"
+        "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
     )
 
 
 class EvalSection(Section):
     every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
     evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
-    root: PathText | None = option(
-        None, "labelled test images in a form that data.root may have, with the same classes"
-    )
+    root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
     k: Count = option(20, "neighbours")
     temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
     bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
     test_images: Count = option(2000, "test images, at most")
     benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
-    pictures_every: LengthField = option(
-        Length(5, "epochs"), "how often attention and PCA of a few training images are drawn; 0 steps = never"
-    )
+    pictures_every: LengthField = option(Length(5, "epochs"), "how often attention and PCA are drawn; 0 steps = never")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from dino_ds.config.fields import Length, Ramp, Section
+from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
@@ -74,9 +74,8 @@ class Given:
                 f"--from {origin} is the run folder itself: --resume continues it, --run_dir names another"
             )
         if origin and recipe.model.init_from is not None:
-            raise ConfigError(
-                f"--from {origin} and model.init_from {recipe.model.init_from}: a run begins with one of them"
-            )
+            both = f"--from {origin} and model.init_from {recipe.model.init_from}"
+            raise ConfigError(f"{both}: a run begins with one of them")
         return recipe
 
     def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
@@ -90,8 +89,8 @@ class Given:
         restarts = recipe.stage_start == "restart"
         moved = {
             key: show_value(_counted_from(value, 0 if restarts else step))
-            for key, value in _that_count(recipe)
-            if restarts or _is_set(key, written)
+            for key, value in named_values(recipe)
+            if _counts(key, value) and (restarts or _is_set(key, written))
         }
         return change_recipe(recipe, moved) if moved else recipe
 
@@ -137,23 +136,16 @@ def recipe_of(run_dir: Path) -> Recipe:
 def _one_without_the_other(recipe: Recipe) -> str:
     if recipe.stage_start is None:
         return (
-            "no stage_start says what is taken over from the run before: set it, or add --stage_start continue (its "
-            "whole training state, steps count on) or --stage_start restart (its teacher's weights, from step 0)"
+            "no stage_start says what is taken over from the run before: add --stage_start continue (its whole state, "
+            "steps count on) or restart (its teacher's weights, from step 0)"
         )
-    return (
-        f"stage_start {recipe.stage_start}: the recipe is a stage, which begins with another run: add --from RUN, or "
-        "give several recipes with --stages"
-    )
+    why = "the recipe is a stage, which begins with another run"
+    return f"stage_start {recipe.stage_start}: {why}: add --from RUN, or give several recipes with --stages"
 
 
-def _that_count(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values, by dotted name, that count from the step at which a stage began."""
-    for key, value in section:
-        name = f"{prefix}{key}"
-        if isinstance(value, Section):
-            yield from _that_count(value, f"{name}.")
-        elif name in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None):
-            yield name, value
+def _counts(key: str, value: object) -> bool:
+    """Whether it counts from the step at which a stage began."""
+    return key in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None)
 
 
 def _is_set(key: str, written: Collection[str]) -> bool:

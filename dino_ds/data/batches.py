@@ -23,7 +23,7 @@ from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.data.transform import FailedTransform
-from dino_ds.errors import DataError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
-        """One batch. An error comes as a value: torch would make its message a traceback."""
+        """An error comes as a value: torch would make its message a traceback."""
         try:
             return self._build(keys)
         except DataError as error:
@@ -176,11 +176,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
     def _sample(
         self, multicrop: MultiCrop, epoch: int, index: int
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
-        """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it.
-
-        An unreadable image is replaced by a readable one sampled for (seed, epoch, index). Raises DataError after 100
-        unreadable ones in a row.
-        """
+        """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it:
+        others sampled for (seed, epoch, index) replace them. Raises DataError after 100 in a row."""
         seed, bad = self._options.seed, list[str]()
         for attempt in range(_MAX_TRIES):
             # Not the neighbour: files that are broken together lie together.
@@ -222,7 +219,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
     ) -> dict[str, list[AugmentationParams]]:
-        """For each group the params of its crops: the first of all images, the second, ..."""
+        """For each group: the first crops of all images, the second, ..."""
         params, first = {}, 0
         for name, group in crops.items():
             ordered = [of_image[place] for place in range(first, first + len(group)) for of_image in sampled]
@@ -244,3 +241,17 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
 def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
+
+
+def check_transform(recipe: Recipe, source: Source) -> None:
+    """Raises ConfigError where a recipe's data.transform is not there, or draws random numbers of its own, and
+    DataError where it fails on the first readable image."""
+    if recipe.data.transform is None:
+        return
+    dataset = MultiCropDataset(source, MultiCrop.of(recipe), LoaderOptions.of(recipe))
+    first, again = (dataset._build([(0, 0)]).crops for _ in range(2))
+    if not all(torch.equal(crops, again[name]) for name, crops in first.items()):
+        raise ConfigError(
+            f"data.transform {recipe.data.transform} made something else of the same crop when called again: draw all "
+            "random numbers from rng, its second argument, so that runs can be repeated and resumed"
+        )

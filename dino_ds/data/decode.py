@@ -1,11 +1,9 @@
 """An image file's bytes -> upright pixels by the fastest decoder at hand, within a limit of pixels.
 
-RGB, or as many channels as are wanted, where the file has them. 8 bits a channel give uint8. Deeper files keep their
-values: float32 in [0, 1] by the run's value range.
+8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
 
 JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. NumPy arrays,
-DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs that simplejpeg finds fault with or
-that are neither RGB nor grey: Pillow.
+DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs with a fault: Pillow.
 """
 
 from __future__ import annotations
@@ -58,13 +56,6 @@ def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
     return image.decode()
 
 
-def pixels(
-    source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
-) -> np.ndarray:
-    """Image `index` as `decode` gives it: read and decoded where the source has files, loaded else."""
-    return open_image(source, index, max_pixels, value_range, channels).decode()
-
-
 def load_image(
     source: Source, index: int, value_range: ValueRange | None, channels: int = 3
 ) -> Image.Image | np.ndarray:
@@ -103,10 +94,7 @@ def open_image(
 
 
 def open_raster(data: bytes, channels: int) -> Raster | None:
-    """A file that Pillow can't read, or not whole, where so many channels are wanted; None: Pillow's.
-
-    Raises ValueError, and any Exception for broken files.
-    """
+    """A file that Pillow can't read, or not whole; None: Pillow's. Raises any Exception for broken files."""
     if data.startswith(NPY):
         return open_npy(data)
     if data.startswith(TIFFS):
@@ -174,8 +162,8 @@ class EncodedImage:
     def decode(self, shrink: int = 1) -> np.ndarray:
         """(h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
 
-        `shrink` 2, 4 or 8: a JPEG's sides that many times smaller, at a part of the cost; other formats come in full
-        size. Raises UnreadableImage, also for a deep file without a range and for values beyond it.
+        `shrink`: how many times smaller a JPEG comes, 1, 2, 4 or 8. Raises UnreadableImage, also for a deep file
+        without a range and for values beyond it.
         """
         return self.expanded(_as_trained(self.values(shrink), self._range, self._name))
 

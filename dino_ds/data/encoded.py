@@ -53,6 +53,8 @@ class ListedImages(EncodedImages):
 
     labels: Labels | None
     classes: list[str] | None
+    _opened: tuple[str, ...] = ("_names", "labels", "classes")
+    """What `_open` makes of the listing."""
 
     def __init__(self, listing: Listing) -> None:
         self._open(listing)
@@ -68,7 +70,7 @@ class ListedImages(EncodedImages):
         return self._names[index]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_names", "labels", "classes")}
+        return {name: value for name, value in vars(self).items() if name not in self._opened}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -22,10 +22,7 @@ _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
 
 @dataclass
 class Sample:
-    """Of the images that could be read: how many, their channels; of the deep ones how many, types, extreme values.
-
-    `problem`: the first that could not be read, and why.
-    """
+    """Of the images that could be read. `problem`: the first that could not, and why."""
 
     images: int = 0
     channels: Counter[int] = field(default_factory=Counter)

@@ -1,11 +1,11 @@
-"""Any tree of image files, with or without class folders."""
+"""Image files of the user's: any tree of folders, or a text file of paths."""
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import time
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,12 +15,22 @@ import numpy as np
 from tqdm import tqdm
 
 from dino_ds.data.encoded import EXTENSIONS, ListedFiles
-from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, Texts, find_listing, printable
+from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.listing import (
+    Contents,
+    FolderLabels,
+    Listing,
+    Packer,
+    Texts,
+    find_listing,
+    label_arrays,
+    printable,
+)
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
-_SUGGESTION_ENTRIES = 2000
-"""Files that are looked at to find a better folder to suggest."""
+_LOOKED_AT = 20
+"""Lines of a list."""
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
@@ -43,6 +53,32 @@ class ImageFolder(ListedFiles):
         real = os.path.realpath(folder)
         key = f"{real}\n{EXTENSIONS}"
         super().__init__(find_listing("folder", key, lambda known: _is_current(real, known), lambda: _build(folder)))
+
+
+class ListFile(ListedFiles):
+    """Images in the order of the lines, `path` or `path<TAB>class`; paths are relative to the list's own folder.
+
+    Empty lines and those that begin with # are left out. The parsed list comes from the cache while the file has the
+    same size and time. Raises DataError if nothing is listed, or if none of 20 lines looked at is a file.
+    """
+
+    def __init__(self, path: str) -> None:
+        listed = Path(path).expanduser().absolute()
+        self._folder = str(listed.parent)
+        try:
+            now = listed.stat()
+            key = f"{listed}\n{now.st_size}\n{now.st_mtime_ns}"
+            super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed)))
+        except OSError as error:
+            raise DataError(f"{printable(str(listed))} cannot be read: {error.strerror or error}") from None
+        if not len(self):
+            raise DataError(f"{printable(str(listed))} lists no images: it must have one path a line")
+        some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
+        if not any(os.path.lexists(path) for path in some):
+            raise DataError(
+                f"none of {len(some)} lines looked at in {printable(str(listed))} is a file, such as "
+                f"{printable(some[0])}; paths must be absolute or relative to the list's folder"
+            )
 
 
 @dataclass(frozen=True)
@@ -97,11 +133,8 @@ def _time(root: str, folders: Texts, index: int) -> int | None:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path.
-
-    One that several links lead to is read once, under its own path where that is inside the tree. Raises DataError
-    where one can't be read.
-    """
+    """Folders of the tree by relative path; one that several links lead to is read once, under its own path where that
+    is inside the tree. Raises DataError where one can't be read."""
     found: dict[bytes, _Folder] = {}
     seen: set[tuple[int, int]] = set()
     level, linked = [b""], list[bytes]()
@@ -172,6 +205,28 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
             yield path
 
 
+def _parse(path: Path) -> Contents:
+    names, labels, numbers = Packer(), array("i"), dict[bytes, int]()
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines):
+            if number == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            name, _, label = line.rstrip(b"\r\n").partition(b"\t")
+            label = label.strip()
+            if not name.strip() or name.startswith(b"#"):
+                continue
+            names.add(name)
+            labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
+    classes = sorted(numbers, key=_natural)
+    arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
+    return Contents({**names.arrays("names"), **arrays})
+
+
+def _natural(name: bytes) -> tuple[bool, int, bytes]:
+    """Numbers by their value, before texts."""
+    return (False, int(name), name) if name.isdigit() else (True, 0, name)
+
+
 def describe_missing(root: Path) -> str:
     """What to say about a folder of images that is not there: the nearest beside it."""
     if os.path.exists(root):
@@ -186,18 +241,6 @@ def describe_missing(root: Path) -> str:
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
-    """Suggests the folder beside `root` that holds images: train first, then names like its own."""
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    own = root.resolve()
-    siblings = [entry.name for entry in os.scandir(own.parent) if entry.is_dir() and not entry.name.startswith(".")]
-    alike = dict.fromkeys((["train"] if "train" in siblings else []) + difflib.get_close_matches(root.name, siblings))
-    near = next((name for name in alike if name != own.name and _holds_images(own.parent / name)), None)
-    advice = f"Did you mean {root.parent / near}?" if near else "Give the folder that holds the images"
-    return f"no images under {root} ({looked}). {advice}"
-
-
-def _holds_images(folder: Path) -> bool:
-    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
-    looked_at = itertools.islice(names, _SUGGESTION_ENTRIES)
-    return any(name.lower().endswith(EXTENSIONS) and not name.startswith(".") for name in looked_at)
+    return f"no images under {root} ({looked}). Give the folder that holds the images"

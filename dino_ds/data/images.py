@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
@@ -128,10 +129,7 @@ def extremes(values: np.ndarray, name: str) -> ValueRange:
 
 
 def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, name: str) -> Image.Image | np.ndarray:
-    """What evaluations take of what a source loads: 8 bits as they are, (h, w, c) in [0, 1] of deeper values.
-
-    Raises UnreadableImage as `to_unit`.
-    """
+    """What evaluations take of a loaded image: 8 bits as they are, (h, w, c) of deeper ones as `to_unit` gives them."""
     if isinstance(image, Image.Image):
         check_keeps_bits(image, name)
         if image.mode[0] not in "IF":
@@ -141,7 +139,7 @@ def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, na
     return image if image.dtype == np.uint8 else to_unit(image, value_range, name)
 
 
-def range_text(value_range: ValueRange) -> str:
+def range_text(value_range: Sequence[float]) -> str:
     """As one gives it on the command line."""
     return ",".join(f"{value:.10g}" for value in value_range)
 
@@ -156,10 +154,8 @@ def _mend_byte_order(image: Image.Image) -> None:
 
 
 def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """uint16 (h, w, 3 or 4); None where Pillow has no such mode.
-
-    Pillow keeps the high byte of two; told of the other byte order, it keeps the low one.
-    """
+    """uint16 (h, w, 3 or 4); None where Pillow has no such mode. It keeps the high byte of two, and told of the other
+    byte order the low one."""
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
         modes = _raw_modes(other)
         if not all(map(_BOTH_BYTES.fullmatch, modes)):

@@ -17,8 +17,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -43,18 +44,10 @@ class Texts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def raw(self, index: int) -> bytes:
-        begin = int(self._ends[index - 1]) if index else 0
-        return self._data[begin : int(self._ends[index])].tobytes()
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return os.fsdecode(self.raw(range(len(self))[index]))
+    def __getitem__(self, index: Any) -> Any:
+        place = range(len(self))[index]
+        begin = int(self._ends[place - 1]) if place else 0
+        return os.fsdecode(self._data[begin : int(self._ends[place])].tobytes())
 
 
 class Labels(Sequence[int]):
@@ -66,11 +59,7 @@ class Labels(Sequence[int]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self._numbers[index].tolist()
 
     def __iter__(self) -> Iterator[int]:
@@ -104,10 +93,8 @@ class Packer:
 
 
 class FolderLabels:
-    """The class of an image is the first folder of its path, if every path has one and there are at least two.
-
-    Folders named train, val or test are not classes.
-    """
+    """The class of an image is the first folder of its path, if every path has one and there are at least two, not
+    all called train, val or test."""
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
@@ -200,10 +187,9 @@ def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], bui
         if found is not None:
             return found
         contents = build()
-        for place in (folder, Path(tempfile.gettempdir())):
+        for find_place in (lambda: folder, _temporary_folder):
             try:
-                if place != folder:
-                    place = _temporary_folder()
+                place = find_place()
                 listing = save_listing(place / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
                 _prune(place, stem)
                 return listing
@@ -285,12 +271,11 @@ def _one_process_at_a_time(folder: Path, stem: str) -> Iterator[None]:
         yield
 
 
-_temporary: tempfile.TemporaryDirectory[str] | None = None
-
-
 def _temporary_folder() -> Path:
+    return Path(_temporary().name)
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
     """Removed when this process ends."""
-    global _temporary
-    if _temporary is None:
-        _temporary = tempfile.TemporaryDirectory(prefix="dino_ds-")
-    return Path(_temporary.name)
+    return tempfile.TemporaryDirectory(prefix="dino_ds-")

@@ -134,11 +134,7 @@ class Loader:
         return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
-        """The next batch; `give_up` is asked every few seconds without one.
-
-        Raises DataTimeout if it returns true; DataError if too many images in a row are unreadable, or if a loader
-        process has died or hung again after a restart.
-        """
+        """As `Feed.next_unless`; what loads them is restarted once before it counts as gone."""
         self._waits_since = time.monotonic()
         while (batch := self._poll(_LOOK_SECONDS)) is None:
             waited = time.monotonic() - self._waits_since
@@ -150,7 +146,7 @@ class Loader:
         return batch
 
     def next_if_ready(self) -> LoaderBatch | None:
-        """The next batch where a loader process has made it already. Raises as `next_unless`."""
+        """The next batch where a loader process has made it already."""
         return self._poll(_POLL_SECONDS) if self._options["num_workers"] else None
 
     def _poll(self, seconds: float) -> LoaderBatch | None:

@@ -1,12 +1,10 @@
 """Which patches of a crop are hidden from the student: blocks of random shape, from one seed a crop.
 
-Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. How ours relates to it:
-there exactly half of a batch's crops are masked, and their ratios are dealt to equal bins between the smallest and the
-largest. Here each crop is masked with a probability, and draws its ratio from the whole range: its mask follows from
-(seed, epoch, index of the image, number of the crop) and depends on no rank, loader process, micro-batch or
-accumulation. The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins,
-which a large batch makes narrow); what varies from batch to batch is how many crops are masked (by sqrt(crops) / 2 at
-a probability of a half), and none may be.
+Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
+batch's crops are masked, with ratios dealt to equal bins. Here each crop is masked with a probability and draws its
+ratio from the whole range, so that its mask follows from (seed, epoch, index of the image, number of the crop) alone.
+The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins); how many
+crops are masked varies from batch to batch.
 """
 
 from __future__ import annotations
@@ -65,11 +63,6 @@ class MaskOptions:
         }
 
 
-def mask_seed(seed: int, number: int) -> int:
-    """The seed of the mask of a crop: `seed` is that of its image's crops, `number` its place among all of them."""
-    return crop_seed(seed, -1, number)  # -1: the crops' own stream is that of `seed` itself
-
-
 def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
     """Which patches of a crop are hidden: (rows * columns,) bool, row by row. The seed alone decides."""
     rng = random.Random(seed)
@@ -120,8 +113,8 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
     drawn, first = {}, 0
     for group in groups:
         if options := masks.get(group.name):
-            numbers = range(first, first + group.count)
-            flat = [draw_mask(options, mask_seed(seed, number)) for number in numbers for seed in seeds]
+            numbers = range(first, first + group.count)  # among all crops of an image, whose own stream is `seed`
+            flat = [draw_mask(options, crop_seed(seed, -1, number)) for number in numbers for seed in seeds]
             drawn[group.name] = with_rows(torch.from_numpy(np.stack(flat)))
         first += group.count
     return drawn

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_ds.data.images import range_text
 from dino_ds.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Normalisation:
         return torch.tensor(self.mean).view(-1, 1, 1), torch.tensor(self.std).view(-1, 1, 1)
 
     def __str__(self) -> str:
-        return f"mean {_text(self.mean)}, std {_text(self.std)}"
+        return f"mean {range_text(self.mean)}, std {range_text(self.std)}"
 
 
 IMAGENET = Normalisation(MEAN, STD)
@@ -74,7 +74,3 @@ def normalised_levels(normalisation: Normalisation) -> np.ndarray:
     """(c, 256): the normalised value of each channel's 256 levels."""
     levels = torch.arange(256, dtype=torch.uint8).float() / 255
     return normalisation(levels.expand(len(normalisation.mean), 1, 256)).squeeze(1).numpy()
-
-
-def _text(values: Sequence[float]) -> str:
-    return ",".join(f"{value:.10g}" for value in values)

@@ -37,7 +37,7 @@ class DevicePrefetcher:
         return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> Batch:
-        """As `Loader.next_unless`."""
+        """As `Feed.next_unless`."""
         if self._stream is None:
             return self._to_device(self._loader.next_unless(give_up))
         ready, self._next = self._next, None

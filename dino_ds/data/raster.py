@@ -67,10 +67,7 @@ def check_type(dtype: np.dtype) -> None:
 
 
 def band_axis(shape: Sequence[int]) -> int:
-    """Which axis of three holds the bands: the first or the last, whichever is shorter than both others.
-
-    Raises ValueError where neither is.
-    """
+    """The first or the last of three, whichever is shorter than both others. Raises ValueError where neither is."""
     if min(shape) == shape[2] < min(shape[:2]):
         return 2
     if min(shape) == shape[0] < min(shape[1:]):

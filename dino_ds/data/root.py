@@ -12,8 +12,7 @@ from pathlib import Path
 
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.folder import ImageFolder, describe_missing
-from dino_ds.data.list_file import ListFile
+from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
@@ -137,17 +136,10 @@ def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards
 
 def _wrong_file(path: str, root: str) -> str:
     """What to say about a file that images can't be read from."""
-    name, ending = printable(path), path.lower()
-    if ending.endswith((".tar.gz", ".tgz", ".tar.xz", ".tar.bz2", ".tar.zst")):
-        return f"{name} is compressed: unpack it to .tar, images are read at their places"
-    if ending.endswith((".zip", ".rar", ".7z")):
-        return f"{name} is an archive: unpack it, then give --data.root FOLDER"
-    if ending.endswith(EXTENSIONS):
+    if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
-        return f"{name} is a single image: give the folder that it is in, --data.root {folder}"
-    if ending.endswith((".csv", ".tsv", ".json", ".jsonl", ".xlsx")):
-        return f"{name} is a table: a list of images is a .txt file with a path a line, its class after a tab"
-    return f"{name} (data.root {root}) is a file of an unknown kind; data.root wants {_FORMS}"
+        return f"{printable(path)} is a single image: give the folder that it is in, --data.root {folder}"
+    return f"{printable(path)} (data.root {root}) is none of {_FORMS}; unpack archives and compressed files first"
 
 
 def _archives_in(folder: str) -> list[str]:

@@ -6,7 +6,6 @@ import functools
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,8 @@ class TarShards(ListedImages):
     be read. Raises DataError if there are no images.
     """
 
+    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
+
     def __init__(self, shards: list[str]) -> None:
         shards = [os.path.abspath(shard) for shard in shards]
         listing, note = index_beside(shards)
@@ -46,10 +47,6 @@ class TarShards(ListedImages):
         super()._open(listing)
         self._shards, self._states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 3)
         self._shard, self._offset, self._size = (listing.arrays[key] for key in ("shard", "offset", "size"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        derived = ("_shards", "_states", "_shard", "_offset", "_size")
-        return {name: value for name, value in super().__getstate__().items() if name not in derived}
 
     def read(self, index: int) -> bytes:
         shard, size = int(self._shard[index]), int(self._size[index])

@@ -27,7 +27,7 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
     nothing can be read, ConfigError for an unknown source, a class that is not a source, or a root of the photographs.
     """
     if ":" in source:
-        return build_own_source(source, root)
+        return _build_own(source, root)
     check_photos(source, root)
     if source == "photos":
         return PhotoPatches(split)
@@ -44,13 +44,17 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
     return TorchvisionImages(source, root, split, download)
 
 
-def build_own_source(path: str, root: str | None) -> Any:
+def _build_own(path: str, root: str | None) -> Any:
     """`Class(root)` of `module:Class`, a module on Python's path or in the current folder; checked for the contract.
 
     `labels` and `classes` are None where the class has none. Raises ConfigError for a class that can't be found or is
     not a source, DataError for one that can't be built from `root`, can't be pickled or has no images.
     """
-    found = _find_class(path)
+    found: type = find_own("data.source", path, "class", inspect.isclass)
+    missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    if missing_methods:
+        # Looked at before it is called: a recipe must not be able to start any class of the library.
+        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
     try:
         source = found(root)
         for name in ("labels", "classes"):
@@ -75,12 +79,3 @@ def build_own_source(path: str, root: str | None) -> Any:
             "connections in load, not in __init__"
         ) from error
     return source
-
-
-def _find_class(path: str) -> type:
-    found: type = find_own("data.source", path, "class", inspect.isclass)
-    missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
-    if missing_methods:
-        # Looked at before it is called: a recipe must not be able to start any class of the library.
-        raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
-    return found

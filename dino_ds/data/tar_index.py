@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,11 +55,8 @@ class _Members:
             problems = [error.strerror or str(error)]
         self.labels = [self._classes.get(_key(name)) for name in self.names]
         if self._repeated:
-            shown = ", ".join(printable(os.fsdecode(name)) for name in self._repeated[:3])
-            more = " ..." if len(self._repeated) > 3 else ""
-            problems.append(
-                f"{len(self._repeated)} members have the name of an earlier one and are left out: {shown}{more}"
-            )
+            first = printable(os.fsdecode(self._repeated[0]))
+            problems.append(f"{len(self._repeated)} members like {first} have the name of an earlier one: left out")
         if any(problems):
             found = "; ".join(filter(None, problems))
             self.notes.append(f"{printable(path)}: {found}; {len(self.names)} images of it are used")
@@ -169,18 +167,13 @@ def index_beside(shards: Sequence[str]) -> tuple[Listing | None, str | None]:
     path = Path(folder, INDEX)
     if folders or not path.is_file():
         return None, None
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         listing = Listing(path)
-        names = list(listing.texts("shards"))
-        if names != [os.path.basename(shard) for shard in shards]:
+        if list(listing.texts("shards")) != [os.path.basename(shard) for shard in shards]:
             return None, None  # some of its shards were asked for
-        if not _columns_agree(listing):
-            return None, f"{path} contradicts itself; the shards were indexed anew"
-        if shards_are_current(listing, folder):
+        if _columns_agree(listing) and shards_are_current(listing, folder):
             return listing, None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, f"{path} is damaged or of another version; the shards were indexed anew"
-    return None, f"{path} is of other shards than those that lie there now; they were indexed anew"
+    return None, f"{path} is damaged or does not fit the shards beside it; they were indexed anew"
 
 
 def _columns_agree(listing: Listing) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,9 @@ def _open(dataset: str, root: str, split: str, download: bool) -> list[Any]:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".download.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            try:  # another process of this node may have fetched it while this one waited
+            with suppress(RuntimeError, OSError):  # another process of this node may have fetched it meanwhile
                 return _build(datasets, dataset, folder, split, download=False)
-            except (RuntimeError, OSError):
-                return _build(datasets, dataset, folder, split, download=True)
+            return _build(datasets, dataset, folder, split, download=True)
     except (RuntimeError, OSError) as error:
         raise DataError(
             f"download of {dataset} into {folder} failed: {one_line(error)}; fetch it elsewhere and give --data.root"

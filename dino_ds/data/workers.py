@@ -34,10 +34,7 @@ _HINTS = {
 
 
 def automatic_workers() -> int:
-    """Each rank's share of the cores, less one for its training process; at most 16.
-
-    On 2 cores and 2 ranks that is 0: a worker would only take turns with the training process on its core.
-    """
+    """Each rank's share of the cores, less one for its training process; at most 16."""
     return max(0, min(len(usable_cores()) // local_world_size() - 1, _MAX_WORKERS))
 
 
@@ -56,10 +53,8 @@ def worker_options(workers: int | None) -> dict[str, Any]:
 
 
 def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
-    """Raises DataError where this node's ranks would put more batches into shared memory than fits.
-
-    The system would kill a loader process that writes past its end.
-    """
+    """Raises DataError where this node's ranks would put more batches into shared memory than fits: who writes past its
+    end is killed."""
     workers = automatic_workers() if workers is None else workers
     if workers == 0 or not os.path.isdir(_SHARED_MEMORY):
         return

@@ -27,9 +27,7 @@ class BenchOptions:
 class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
-    compare: Annotated[
-        str | None, Help("KEY=A,B: two values of a recipe or ds.KEY, interleaved in one process", "none")
-    ] = None
+    compare: Annotated[str | None, Help("KEY=A,B: two values of a key, interleaved in one process", "none")] = None
     data: Annotated[bool, Help("real images through the loader, so that waiting for data is real")] = False
     steps: _Steps = 10
 
@@ -40,7 +38,7 @@ class BenchLadderOptions(BenchOptions):
 
     only: Annotated[
         Literal["all", "engine", "memory"],
-        Help("engine: torch's AdamW alone beside ZeRO 0, 1, 3; memory: FP32 and bf16, with and without checkpointing"),
+        Help("engine: torch's AdamW beside ZeRO 0, 1, 3; memory: FP32, bf16, with checkpointing"),
     ] = "all"
     out: Annotated[str | None, Help("folder for ladder.md, ladder.json and ladder.png", "none")] = None
     steps: _Steps = 7

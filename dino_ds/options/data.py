@@ -14,7 +14,7 @@ class FindWorkersOptions:
     seconds: Annotated[float, Help("measured for each number of processes, in 3 interleaved rounds")] = 15.0
     max_workers: Annotated[int | None, Help("largest number of processes", "the cores, shared over the GPUs")] = None
     step_images_per_second: Annotated[
-        float | None, Help("what one rank's training step takes: says whether it would wait", "not compared")
+        float | None, Help("of one rank's training step: would it wait?", "not compared")
     ] = None
     json: Json = False
 

@@ -139,15 +139,8 @@ def command(name: str, runs: str, **facts: Any) -> Callable[[type[Options]], typ
 
 @functools.cache
 def _options_of(cls: type) -> tuple[Option, ...]:
-    """In the order of the class, those of its base after its own."""
     hints = get_type_hints(cls, include_extras=True)
-    own = [name for base in cls.__mro__ for name in vars(base).get("__annotations__", {}) if not _in_base(base, name)]
-    fields = {field.name: field for field in dataclasses.fields(cls)}
-    return tuple(_option(name, hints[name], fields[name].default) for name in own)
-
-
-def _in_base(cls: type, name: str) -> bool:
-    return any(name in vars(base).get("__annotations__", {}) for base in cls.__mro__[1:])
+    return tuple(_option(field.name, hints[field.name], field.default) for field in dataclasses.fields(cls))
 
 
 def _option(name: str, hint: Any, default: Any) -> Option:

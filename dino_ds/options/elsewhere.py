@@ -20,7 +20,7 @@ _SIZE = "sizes are those of the crops: --crops.global_size {value}, --crops.loca
 _OPTIONS = {
     **dict.fromkeys(("data", "dataset", "data_dir", "input", "images", "train_dir"), "write --data.root {value}"),
     "model": "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)",
-    **dict.fromkeys(("output", "out_dir", "save_dir", "workdir"), "write --run_dir {value}"),
+    **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "workdir"), "write --run_dir {value}"),
     **dict.fromkeys(("pretrained", "weights", "checkpoint", "ckpt", "resume_from"), _WEIGHTS),
     **dict.fromkeys(("device", "cuda", "cpu", "gpu", "accelerator"), _DEVICE),
     **dict.fromkeys(("image_size", "img_size", "crop_size", "input_size", "resolution"), _SIZE),
@@ -32,15 +32,9 @@ _OPTIONS = {
     **dict.fromkeys(("vflip", "vertical_flip", "rotation", "rotate", "transform", "transforms"), _STRENGTHS),
     **dict.fromkeys(("brightness", "contrast", "saturation", "hue", "gray", "gaussian_blur"), _STRENGTHS),
     **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
-    "sweep": "which model fits which card is in docs/scaling.md, made by python -m scripts.sweep in a checkout",
-    "scaling": "simulated scaling is in docs/scaling.md, made by python -m scripts.scaling in a checkout",
 }
 """What other programs call an option (its last part) -> what to do here."""
-_SCRIPT = "this project measures itself with it: python -m scripts.{} in a checkout"
-_COMMANDS = {
-    **{f"bench {word}": f"write dino-ds bench ladder --only {word}" for word in ("engine", "memory")},
-    **{f"bench {word}": _SCRIPT.format(f"bench_{word}") for word in ("attention", "knn", "plan")},
-    "bench data": _SCRIPT.format("bench_data") + "; dino-ds find-workers measures your images",
+COMMANDS_ELSEWHERE = {
     **dict.fromkeys(
         ("predict", "extract", "features", "infer", "encode"),
         "dino-ds embed MODEL --root DIR --out x.parquet writes features",
@@ -53,7 +47,7 @@ _COMMANDS = {
     "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }
-_CHOICES = {
+CHOICES_ELSEWHERE = {
     **dict.fromkeys(("tensorrt", "trt"), "for TensorRT: --format onnx, and trtexec builds the engine"),
     "openvino": "for OpenVINO: --format onnx, which it reads",
     "coreml": "for Core ML: --format torchscript, which coremltools reads",
@@ -68,16 +62,6 @@ def option_elsewhere(name: str, value: str) -> str | None:
     return answer and answer.format(value=value or "N")
 
 
-def command_elsewhere(word: str) -> str | None:
-    """As `option_elsewhere`, of a command."""
-    return _COMMANDS.get(word)
-
-
-def choice_elsewhere(word: str) -> str | None:
-    """As `option_elsewhere`, of one of an option's choices."""
-    return _CHOICES.get(word.lower())
-
-
 def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
     """What a word without an option's name was meant as.
 
@@ -89,11 +73,9 @@ def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
             "--resume takes no file: it continues the run in --run_dir from its newest checkpoint, --resume N from the "
             "one of step N; weights alone start a new run: --model.init_from FILE"
         )
-    if value and word.rstrip("s") in [unit[:-1] for unit in UNITS]:
-        return f'quote it: --{name} "{value} {word}"'
     if _is_number(value) and _is_number(word):
         return f"two numbers have a comma between: --{name} {value},{word}"
-    if value and os.path.exists(f"{value} {word}"):
+    if value and (word.rstrip("s") in [unit[:-1] for unit in UNITS] or os.path.exists(f"{value} {word}")):
         return f'quote it: --{name} "{value} {word}"'
     if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
         return f"options begin with two dashes: --{word}"

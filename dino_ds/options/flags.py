@@ -18,12 +18,10 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, Option
-from dino_ds.options.elsewhere import choice_elsewhere, option_elsewhere, stray_word
+from dino_ds.options.elsewhere import CHOICES_ELSEWHERE, option_elsewhere, stray_word
 from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
-_CALLED = {"output_dir": "run_dir"}
-"""What facebookresearch/dino calls our flags."""
 _SWITCH_WORDS = {"true": True, "false": False}
 _WANTED = {"int": "a whole number {}", "number": "a number {}", "numbers": "whole numbers {} with commas between"}
 
@@ -199,7 +197,7 @@ def _convert(option: Option, value: str) -> Any:
 
 def _chosen(option: Option, word: str, problem: str) -> str:
     if word not in option.choices:
-        hint = choice_elsewhere(word)
+        hint = CHOICES_ELSEWHERE.get(word.lower())
         hint = f" {hint}" if hint else did_you_mean(word, option.choices)
         raise ValueError(f"{problem} one of {', '.join(option.choices)}.{hint}")
     return word
@@ -230,7 +228,7 @@ def _unknown(command: Command, name: str, value: str) -> str:
         return f"unknown option: {home}"
     if any(option.name.startswith(f"{name}.") for option in recipe_options()):
         return unknown_key(name)
-    near = nearest_knobs(_CALLED.get(name, name), [*own, "help", *(ALIASES if command.takes_ds else ())])
+    near = nearest_knobs(name, [*own, "help", *(ALIASES if command.takes_ds else ())])
     return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"
 
 

@@ -19,16 +19,14 @@ class LaunchOptions:
     nodes: Annotated[str | None, Help("with torchrun: machines, or LEAST:MOST of an elastic run", "1")] = None
     no_ssh: Annotated[bool, Help("start only this machine's processes; the same is done on the others")] = False
     node_rank: Annotated[
-        int | None, Help("with --no_ssh: this machine's line in the hostfile, from 0", "none", zero=True)
+        int | None, Help("with --no_ssh: this machine's line of hostfile, from 0", "none", zero=True)
     ] = None
     master_addr: Annotated[str | None, Help("where the ranks meet", "the first machine")] = None
     master_port: Annotated[int | None, Help("port of that machine", "29500; on one machine a free one")] = None
     max_restarts: Annotated[
         int,
         Help(
-            "start again after a death, a hang, a bug or a full disk, at most N times, from the last checkpoint; only "
-            "here: train has no such flag, a rank can't start its peers",
-            zero=True,
+            "start again from the last checkpoint after a death, a hang, a bug or a full disk, up to N times", zero=True
         ),
     ] = 0
     skip_checks: Annotated[bool, Help("do not look at the machines first")] = False
@@ -48,16 +46,12 @@ class DoctorOptions:
 class PlanOptions:
     """whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU"""
 
-    backbone: Annotated[str | None, Help("as --model.backbone, with crops that its patches divide", "the recipe's")] = (
-        None
-    )
+    backbone: Annotated[str | None, Help("as --model.backbone, with crops that fit it", "the recipe's")] = None
     gpu: Annotated[str | None, Help("kind of GPU, such as a100-40g (an unknown one lists them all)", "none")] = None
     gpus: Annotated[int, Help("GPUs of a node")] = 1
     nodes: Annotated[int, Help("nodes")] = 1
     memory_gib: Annotated[float | None, Help("memory of a GPU", "as its kind has")] = None
-    network_gbit: Annotated[float | None, Help("bandwidth of a node to others, each way, Gbit/s", "vendor default")] = (
-        None
-    )
+    network_gbit: Annotated[float | None, Help("of a node to others, each way, Gbit/s", "vendor default")] = None
     write: Annotated[str | None, Help("new file for the recommended ds JSON", "none")] = None
     json: Json = False
 
@@ -69,14 +63,9 @@ class FindBatchSizeOptions:
     ranks: Annotated[int | None, Help("processes to try with, a GPU each", "one per GPU")] = None
     memory_gib: Annotated[
         float | None,
-        Help(
-            "largest memory: of each GPU, or of all processes together on a CPU",
-            "what a GPU has, or 90 % of what is free on a CPU",
-        ),
+        Help("largest memory: of each GPU, or on a CPU of all processes", "the GPU's, or 90 % of what is free"),
     ] = None
     steps: Annotated[int, Help("optimizer steps measured per size")] = 3
     threads: Annotated[int | None, Help("threads of each process on a CPU", "its share of the cores")] = None
-    write: Annotated[
-        str | None, Help("ds JSON to write the fastest micro-batch into; the rest of it stays", "none")
-    ] = None
+    write: Annotated[str | None, Help("ds JSON to write the fastest micro-batch into", "none")] = None
     json: Json = False

@@ -62,9 +62,7 @@ class PicturesOptions:
     root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
     out: Annotated[str | None, Help("folder for the PNG files", "RUN/pictures")] = None
     only: Annotated[tuple[PictureKind, ...] | None, Help("comma-separated list of", "all")] = None
-    images: Annotated[str | None, Help("how many are shown, or which: numbers, files or folders with commas", "6")] = (
-        None
-    )
+    images: Annotated[str | None, Help("how many, or which: numbers, files, folders with commas", "6")] = None
     queries: Annotated[str | None, Help("images whose neighbours are sought, as --images", "6 of the bank")] = None
     patch: Annotated[str | None, Help('chosen patches, "X,Y 2:X,Y" in pixels of image 1 and 2', "middles")] = None
     foreground: Annotated[bool, Help("PCA of the foreground alone, found by the first component")] = False
@@ -82,9 +80,7 @@ class AttentionVideoOptions:
     clip: Annotated[str, Help("a video, animated GIF or WebP, folder or pattern of images", bare=True)]
     out: Annotated[str | None, Help("what to write: a file, for png a folder", "CLIP_attention.mp4")] = None
     format: Annotated[ClipForm | None, Help("", "as --out ends, else mp4; gif without PyAV")] = None
-    show: Annotated[Literal["attention", "heads", "pca"], Help("its mean, 60 % of each head, or PCA of patches")] = (
-        "attention"
-    )
+    show: Annotated[Literal["attention", "heads", "pca"], Help("mean, 60 % of each head, or PCA")] = "attention"
     head: Annotated[int | None, Help("one head's attention", "the mean of all", zero=True)] = None
     fps: Annotated[float | None, Help("frames a second of what is written", "the clip's, 25 of images")] = None
     size: Annotated[int | None, Help("pixels of a frame's shorter side", "twice the model's, 16 to 30 patches")] = None
@@ -99,11 +95,10 @@ class ExportOptions:
     format: Annotated[ExportForm, Help("one of")]
     out: Annotated[str | None, Help("file or folder to write", "beside the weights")] = None
     push: Annotated[
-        str | None, Help("OWNER/NAME: upload the folder of hf or timm to the Hugging Face Hub too, privately", "none")
+        str | None, Help("OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately", "none")
     ] = None
     heads: Heads = None
     backbone: Annotated[
-        str | None,
-        Help("timm's name or module:Class of a network that is no ViT, of a file that doesn't say it", "known"),
+        str | None, Help("timm's name or module:Class of no ViT, of a file that doesn't say it", "known")
     ] = None
     json: Json = False

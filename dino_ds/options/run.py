@@ -23,36 +23,20 @@ class TrainOptions:
     run_dir: Annotated[str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE")] = ""
     from_: Annotated[
         str | None,
-        Help(
-            "begin a stage of training with another run: RUN or RUN/checkpoints/step_N. The recipe's stage_start says "
-            "what is taken over; what --config and options don't set is as in RUN's recipe",
-            "none",
-        ),
+        Help("begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe", "none"),
     ] = None
     stages: Annotated[
         str | None,
-        Help(
-            "RECIPE,RECIPE,...: train one after the other, each --from the one before, in RUN_DIR/1_RECIPE, "
-            "RUN_DIR/2_RECIPE, ...; options are those of all stages; with --resume finished ones are skipped",
-            "none",
-        ),
+        Help("RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ...", "none"),
     ] = None
-    max_steps: Annotated[
-        int | None,
-        Help("stop after N optimizer steps (of each stage); the schedules stay as they are", "the recipe's length"),
-    ] = None
+    max_steps: Annotated[int | None, Help("stop after N steps; schedules stay as they are", "the recipe's length")] = (
+        None
+    )
     resume: Annotated[
-        Resume,
-        Help(
-            "continue the run in --run_dir from its newest whole checkpoint; auto: or start it, if there is none; "
-            "N: from that of step N"
-        ),
+        Resume, Help("continue from the newest whole checkpoint in --run_dir; auto: or start; N: from that of step N")
     ] = False
     allow_change: Annotated[
-        str | None,
-        Help(
-            "KEY,KEY: settings that may differ from the checkpoint's though they change what is learned", shown="none"
-        ),
+        str | None, Help("KEY,KEY: what may differ from the checkpoint's though it changes what is learned", "none")
     ] = None
     allow_oversize: Annotated[bool, Help("start though more memory is predicted than there is")] = False
 
@@ -88,20 +72,12 @@ class ConvertOptions:
 class SimulateGoodputOptions:
     """what failures cost a run and how often to save: goodput by formula and by simulation"""
 
-    mtbf_hours: Annotated[float | None, Help("mean time between failures of one node", "24, or the run's recipe")] = (
-        None
-    )
+    mtbf_hours: Annotated[float | None, Help("mean time between failures of a node", "24, or the run's")] = None
     nodes: Annotated[int, Help("a job of N nodes fails N times as often")] = 1
     save_every_minutes: Annotated[float | None, Help("an interval to look at", "the best one only")] = None
-    save_seconds: Annotated[float | None, Help("from a save's begin until it can be loaded", "the run's, else 10")] = (
-        None
-    )
-    save_stall_seconds: Annotated[
-        float | None, Help("for which training stands still", "the run's, else all of it")
-    ] = None
-    restart_seconds: Annotated[float | None, Help("from noticing a failure to a new step", "the run's, else 120")] = (
-        None
-    )
+    save_seconds: Annotated[float | None, Help("from a save's begin to its end", "the run's, else 10")] = None
+    save_stall_seconds: Annotated[float | None, Help("training stands still", "the run's, else all of it")] = None
+    restart_seconds: Annotated[float | None, Help("from detecting it to a new step", "the run's, else 120")] = None
     detect_seconds: Annotated[float | None, Help("from a failure until it is noticed", "60", zero=True)] = None
     run: Annotated[str | None, Help("take what is not given from the files of this run folder", "none")] = None
     out: Annotated[str | None, Help("PNG file for goodput over the interval", "none")] = None

@@ -19,15 +19,14 @@ from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.decode import pixels
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform
+from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import look_at_values, with_value_range
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
-from dino_ds.data.transform_check import check_transform
 from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import ConfigError, DataError
@@ -148,7 +147,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
         [(epoch, index)] = keys
         try:
-            array = pixels(source, index, data.max_pixels, data.known_range, channels)
+            array = open_image(source, index, data.max_pixels, data.known_range, channels).decode()
         except UnreadableImage:
             continue
         if array.shape[2] != channels:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.decode import EncodedImage, pixels
+from dino_ds.data.decode import EncodedImage, open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
@@ -119,7 +119,7 @@ class _Stages:
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         begin = time.perf_counter()
         if read is None:
-            array = pixels(self._source, index, limit, value_range)
+            array = open_image(self._source, index, limit, value_range).decode()
             return {"load": time.perf_counter() - begin}, array
         data = read(index)
         middle = time.perf_counter()

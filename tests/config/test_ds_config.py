@@ -15,7 +15,6 @@ from dino_ds.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 SHIPPED = sorted(path.name for path in FOLDER.glob("*.json"))
-FIXED_NAMES = ["zero0_fp32"] + [f"zero{stage}_{p}" for stage in (1, 2, 3) for p in ("fp32", "bf16", "fp16")]
 
 
 @pytest.fixture
@@ -43,7 +42,8 @@ def _resolve(content: dict[str, Any], global_batch: int = 512, ranks: int = 4, *
 
 
 def test_shipped_files_have_the_fixed_names():
-    assert {f"{name}.json" for name in FIXED_NAMES} <= set(SHIPPED)
+    fixed = {f"zero{stage}_{precision}.json" for stage in (1, 2, 3) for precision in ("fp32", "bf16", "fp16")}
+    assert {"zero0_fp32.json", *fixed} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -124,27 +124,24 @@ def test_recipe_knobs_are_sent_home(problems):
     lines = problems(
         {"optimizer": auto, "scheduler": {"type": "auto"}, "lr": 1, "weight_decay": 1, "seed": 3, "epochs": 3}
     )
-    assert [line.split(": it belongs to the recipe: ")[1].split()[0] for line in lines] == [
-        "optimizer.lr,",
-        "optimizer.warmup,",
-        "optimizer.lr",
-        "optimizer.weight_decay",
-        "seed",
-        "length",
-    ]
+    homes = [line.split(": it belongs to the recipe: ")[1].split()[0] for line in lines]
+    assert " ".join(homes) == "optimizer.lr, optimizer.warmup, optimizer.lr optimizer.weight_decay seed length"
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_refused_keys_say_why(name: str, load):
-    content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-    target = content
-    *sections, leaf = name.split(".")
-    for section in sections:
-        target = target.setdefault(section, {})
-    target[leaf] = {}
-    with pytest.raises(ConfigError) as caught:
-        load(content)
-    assert f"{name}: refused: {REFUSED[name]}" in str(caught.value)
+def test_refused_keys_say_why(load):
+    for name, why in REFUSED.items():
+        content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+        target = content
+        *sections, leaf = name.split(".")
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[leaf] = {}
+        with pytest.raises(ConfigError) as caught:
+            load(content)
+        assert f"{name}: refused: {why}" in str(caught.value)
+
+
+_OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
 @pytest.mark.parametrize(
@@ -170,36 +167,14 @@ def test_refused_keys_say_why(name: str, load):
         ({"bf16": {"enabled": True}}, "use stage 1"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "choose one"),
         ({"bf16": {"enabled": False, "check_grad_overflow": False}}, "bf16.check_grad_overflow: it must be true"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
-            "does nothing at stage 2, only at stage 3",
-        ),
-        (
-            {"zero_optimization": {"stage": 1, "stage3_max_live_parameters": 1e9}},
-            "does nothing at stage 1, only at stage 3",
-        ),
-        (
-            {"zero_optimization": {"stage": 0, "overlap_comm": True}},
-            "does nothing at stage 0, only at stages 1, 2 and 3",
-        ),
-        ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, "does nothing at stage 0"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "at stage 2, only at stage 3"),
+        ({"zero_optimization": {"stage": 0, "overlap_comm": True}}, "at stage 0, only at stages 1, 2 and 3"),
         (
             {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
             '"nvme" is not one of "none", "cpu"',
         ),
-        (
-            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/n"}}},
-            "NVMe, which is not offered: the teacher reads the masters in memory",
-        ),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
-        ({"aio": {"block_size": 1}}, "NVMe, which is not offered"),
-        (
-            {
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-                "zero_force_ds_cpu_optimizer": True,
-            },
-            "zero_force_ds_cpu_optimizer: it must be false",
-        ),
+        (_OFFLOAD | {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: it must be false"),
         ('{"zero_optimization": {"stage": 1}}', "has no gradient_clipping, and DeepSpeed would clip at 1.0"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping is set twice"),
         ("[1]", "it must hold one JSON object"),
@@ -243,11 +218,6 @@ def test_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.Monk
         load_ds_config("vits16.yaml", {})
 
 
-def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert Path(find_ds_config("ds_configs/zero0_fp32.json")) == FOLDER / "zero0_fp32.json"
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -271,7 +241,7 @@ def test_shipped_files_are_found_from_anywhere(tmp_path: Path, monkeypatch: pyte
         ),
         (
             {"dino_ds": {"deterministic": True, "attention_backend": "cudnn"}},
-            "dino_ds.deterministic: cuDNN's attention, whose gradients",
+            "dino_ds.deterministic: cuDNN's attention",
         ),
     ],
 )
@@ -281,12 +251,9 @@ def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], s
 
 
 @pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
-def test_compile_was_true_or_false_before(tmp_path: Path, given: object, taken: str):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"gradient_clipping": 0, "dino_ds": {"compile": given}}))
-    assert _resolve(load_ds_config(str(path), {})).performance.compile == taken
-    overridden = load_ds_config(str(path), {"dino_ds.compile": str(given).lower()})
-    assert overridden["dino_ds"]["compile"] == taken
+def test_compile_was_true_or_false_before(load, given: object, taken: str):
+    assert _resolve(load({"dino_ds": {"compile": given}})).performance.compile == taken
+    assert load({}, dino_ds__compile=str(given).lower())["dino_ds"]["compile"] == taken
 
 
 def test_cuda_graphs_are_refused_with_several_micro_batches():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -13,8 +11,6 @@ import pytest
 import dino_ds.preflight as preflight
 from dino_ds.errors import ConfigError
 from dino_ds.launching import environment
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -38,7 +34,7 @@ def test_hostfile_of_the_launcher(command: str, hostfile: str | None):
     assert preflight.hostfile_of(command.split()) == hostfile
 
 
-def test_missing_hostfile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hostfile_that_is_missing_or_hostile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Relative to the folder in which the launcher was started."""
     import psutil
 
@@ -51,17 +47,7 @@ def test_missing_hostfile_is_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
         preflight.check_hostfile()
     (tmp_path / "hosts").write_text("127.0.0.1 slots=1\n")
     preflight.check_hostfile()
-
-
-def test_a_hostile_hostfile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Given to `deepspeed` itself, which takes it."""
-    import psutil
-
     (tmp_path / "hosts").write_text("w1 slots=1\n-oProxyCommand=id slots=1\n")
-    launcher = types.SimpleNamespace(
-        cmdline=lambda: ["deepspeed", "-H", "hosts", "train.py"], cwd=lambda: str(tmp_path)
-    )
-    monkeypatch.setattr(psutil, "Process", lambda: types.SimpleNamespace(parents=lambda: [launcher]))
     with pytest.raises(ConfigError, match=r'hosts:2: .-oProxyCommand=id slots=1. is not "name slots=N"'):
         preflight.check_hostfile()
 
@@ -69,24 +55,8 @@ def test_a_hostile_hostfile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        (
-            {
-                "OMPI_COMM_WORLD_RANK": "3",
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-            },
-            ("3", "4", "1", "2"),
-        ),
-        (
-            {
-                "SLURM_PROCID": "9",
-                "SLURM_STEP_NUM_TASKS": "12",
-                "SLURM_LOCALID": "1",
-                "SLURM_STEP_TASKS_PER_NODE": "8(x1),4",
-            },
-            ("9", "12", "1", "8"),
-        ),
+        (dict(zip(preflight._RANK_VARIABLES["mpirun"], "3412", strict=True)), tuple("3412")),
+        (dict(zip(preflight._RANK_VARIABLES["srun"], ("9", "12", "1", "8(x1),4"), strict=True)), ("9", "12", "1", "8")),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}, (None,) * 4),
         ({"SLURM_NTASKS": "8"}, (None,) * 4),  # a batch script, or a shell of salloc: nothing was started by srun
     ],
@@ -110,37 +80,23 @@ def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
     ("body", "says"),
     [
         (
-            "raise RuntimeError('operator torchvision::nms does not exist')",
-            "does not load (operator torchvision::nms does not exist)",
+            "raise RuntimeError('no such operator')",
+            "torch 2.15.0+cpu with torchvision 0.29.2 does not load (no such operator)",
         ),
         ("import a_module_that_is_absent", "a_module_that_is_absent is not installed"),
-        ("", None),
     ],
 )
-@pytest.mark.slow
-def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str | None, tmp_path: Path):
+def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str, tmp_path: Path, monkeypatch):
     (tmp_path / "torchvision.py").write_text(body + "\n")
     for package, version in (("torch", "2.15.0+cpu"), ("torchvision", "0.29.2")):
         info = tmp_path / f"{package}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-    code = "import dino_ds.cli as c; c.check_hostfile = lambda: None\n"
-    code += "import types, sys; sys.modules['dino_ds.train'] = t = types.ModuleType('t'); t"
-    code += "\nt.train = lambda *a, **k: print('trained')\n"
-    code += "c.main(['train', '--config', 'quickstart'])"
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    )
-    if says is None:
-        assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
-        return
-    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and says in run.stderr
-    if body.startswith("raise"):
-        assert run.stderr.startswith("dino_ds: error: torch 2.15.0+cpu with torchvision 0.29.2 does not load")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_torchvision()
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
 
 
 _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -153,11 +109,9 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
         (dict.fromkeys(_RANK), None),
         (dict.fromkeys(_RANK) | {"WORLD_SIZE": "1"}, None),
         ({"RANK": "3"}, "RANK is '3', and must be a whole number, 0 to 1 of WORLD_SIZE 2"),
-        ({"RANK": "-1"}, "RANK is '-1', and must be a whole number, 0 to 1"),
         ({"RANK": "abc"}, "RANK is 'abc', and must be a whole number"),
         ({"RANK": None}, "WORLD_SIZE is '2', and RANK is not set"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and must be a whole number, at least 1"),
-        ({"LOCAL_RANK": None}, "RANK is '1', and LOCAL_RANK is not set"),
         ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "LOCAL_RANK and MASTER_ADDR are not set"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2', and must be a whole number, 0 to 1"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number, 1 to 65535"),
@@ -175,17 +129,3 @@ def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatc
     with pytest.raises(ConfigError) as caught:
         environment.check_ranks(given)
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.slow
-def test_a_rank_out_of_range_ends_with_code_2_and_one_line():
-    """And says so itself: rank 0 knows nothing of it."""
-    run = subprocess.run(
-        [sys.executable, "-m", "dino_ds", "train", "--config", "quickstart"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | _RANK | {"RANK": "abc"},
-    )
-    assert run.returncode == 2 and run.stderr.startswith("dino_ds: error: RANK is 'abc'"), run.stderr
-    assert len(run.stderr.splitlines()) == 1

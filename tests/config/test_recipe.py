@@ -53,19 +53,11 @@ def test_shipped_recipes_load_and_survive_a_dump(name: str, write):
 
 
 def test_unusual_values_survive_a_dump(write):
-    recipe = load_recipe(
-        None,
-        {
-            "data.root": "no",
-            "optimizer.eps": "1e-12",
-            "length": "0.1 epochs",
-            "optimizer.warmup": "3 steps",
-            "objective.freeze_prototypes": "0",
-        },
-    )
-    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
-    recipe = load_recipe(None, {"data.root": "./null", "eval.root": "1e3"})
-    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    changes = {"data.root": "no", "optimizer.eps": "1e-12", "length": "0.1 epochs", "optimizer.warmup": "3 steps"}
+    changes["objective.freeze_prototypes"] = "0"
+    for given in (changes, {"data.root": "./null", "eval.root": "1e3"}):
+        recipe = load_recipe(None, given)
+        assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
 
 
 def test_command_line_beats_file_beats_default(write):
@@ -88,13 +80,10 @@ def test_several_recipes_go_one_over_another(write):
 
 def test_yaml_traps_are_closed(write):
     """YAML 1.1 reads 1e-4 as text and `no` as False; the schema decides instead."""
-    recipe = load_recipe(
-        write("optimizer:\n  lr: 1e-4\ndata:\n  root: no\n  download: no\n  workers: null\ncrops:\n"), {}
-    )
-    assert recipe.optimizer.lr == 1e-4
-    assert recipe.data.root == "no"
-    assert recipe.data.download is False
-    assert recipe.data.workers is None
+    text = "optimizer:\n  lr: 1e-4\ndata:\n  root: no\n  download: no\n  workers: null\ncrops:\n"
+    recipe = load_recipe(write(text), {})
+    assert recipe.optimizer.lr == 1e-4 and recipe.data.root == "no"
+    assert recipe.data.download is False and recipe.data.workers is None
 
 
 def test_none_unsets_an_optional_value(write):
@@ -103,42 +92,29 @@ def test_none_unsets_an_optional_value(write):
 
 
 def test_arguments_of_a_backbone_are_what_they_look_like(write):
-    """As a mapping of YAML and as JSON."""
-    given = "{zero_init_last: false, layers: [1, 1, 1, 1], block_args: {attn_layer: se, rate: 1e-1}, aa_layer: null}"
+    """As a mapping of YAML, in its spellings, and as JSON: a text "False" would be true for who is given it."""
+    given = (
+        "{zero_init_last: False, aa_layer: ~, act: Null, layers: [1, 2], block_args: {a: .5, b: -1.e-1, c: '1', d: se}}"
+    )
     recipe = load_recipe(write(f"model: {{backbone: resnet18, arguments: {given}}}"), {})
-    expected = {
-        "zero_init_last": False,
-        "layers": [1, 1, 1, 1],
-        "block_args": {"attn_layer": "se", "rate": 0.1},
-        "aa_layer": None,
-    }
+    expected = {"zero_init_last": False, "aa_layer": None, "act": None, "layers": [1, 2]}
+    expected["block_args"] = {"a": 0.5, "b": -0.1, "c": 1, "d": "se"}
     assert json.loads(recipe.model.arguments) == expected
     assert load_recipe(None, {"model.backbone": "resnet18", "model.arguments": json.dumps(expected)}) == recipe
 
 
-def test_arguments_of_yaml_may_be_spelled_as_yaml_allows(write):
-    """A text "False" would be true for who is given it."""
-    given = "{zero_init_last: False, aa_layer: ~, stem_type: deep, act: Null, block_args: {a: .5, b: -1.e-1, c: '1'}}"
-    recipe = load_recipe(write(f"model: {{backbone: resnet18, arguments: {given}}}"), {})
-    assert json.loads(recipe.model.arguments) == {
-        "zero_init_last": False,
-        "aa_layer": None,
-        "stem_type": "deep",
-        "act": None,
-        "block_args": {"a": 0.5, "b": -0.1, "c": 1},
-    }
-
-
-@pytest.mark.parametrize("given", ['{"layers": [1], "layers": [2]}', '{"a": {"b": 1, "b": 2}}', '{"drop_rate": NaN}'])
-def test_arguments_that_would_be_dropped_or_are_not_json_are_refused(given):
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ('{"layers": [1], "layers": [2]}', "is not keywords as JSON"),
+        ('{"a": {"b": 1, "b": 2}}', "is not keywords as JSON"),
+        ('{"drop_rate": NaN}', "is not keywords as JSON"),
+        ('{"drop_path_rate": 0.2}', "it is model.drop_path"),  # one of the two would be dropped
+    ],
+)
+def test_arguments_that_would_be_dropped_or_are_not_json_are_refused(given, says):
     (problem,) = _problems(**{"model.backbone": "resnet18", "model.arguments": given})
-    assert "is not keywords as JSON" in problem
-
-
-def test_stochastic_depth_has_one_place():
-    """Beside model.drop_path one of the two rates would be dropped."""
-    (problem,) = _problems(**{"model.backbone": "resnet18", "model.arguments": '{"drop_path_rate": 0.2}'})
-    assert "it is model.drop_path" in problem
+    assert says in problem
 
 
 def test_duplicate_keys_are_refused(write):
@@ -196,32 +172,6 @@ def test_all_problems_are_reported_together():
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("objective.student_temp", "0"),
-        ("objective.teacher_temp", "-0.1"),
-        ("teacher.momentum", "1.1"),
-        ("objective.center_momentum", "-0.1"),
-        ("optimizer.beta1", "1"),
-        ("optimizer.lr", "nan"),
-        ("optimizer.eps", "inf"),
-        ("crops.global_scale", "0,1"),
-        ("crops.local_scale", "0.1,1.5"),
-        ("data.global_batch", "0"),
-        ("length", "0 steps"),
-        ("eval.every", "-1 steps"),
-        ("model.drop_path", "1"),
-        ("seed", "-1"),
-        ("head.prototypes", "1"),
-        ("seed", "1.5"),
-    ],
-)
-def test_ranges(name: str, bad: str):
-    (problem,) = _problems(**{name: bad})
-    assert problem.startswith(f"--{name}: ")
-
-
 def test_what_must_fit_together():
     assert _problems(model__patch_size="14", model__heads="6") == [
         "crops.local_size 96 is not a multiple of the patch size 14 (model.backbone vit_small_patch16_224): "
@@ -242,22 +192,16 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (
-            {"objective.ibot_wieght": "1"},
-            "--objective.ibot_wieght: not a recipe key. Did you mean objective.ibot_weight",
-        ),
-        ({"objective.koleo": "1"}, "--objective.koleo: not a recipe key"),
         ({"objective.ibot_weight": "-1"}, "--objective.ibot_weight: '-1' is below 0: a weight is 0 or more"),
         ({"objective.koleo_weight": "0..-1 over 5 steps"}, "is below 0"),
         ({"objective.dino_weight": "0"}, "all weights are 0"),
         ({"crops.mask_ratio": "0,0.5"}, "mask_ratio [0.0, 0.5] must be two parts of the patches, 0 < low <= high < 1"),
-        ({"crops.mask_ratio": "0.1,1"}, "0 < low <= high < 1"),
         ({"crops.mask_ratio": "0.5,0.1"}, "0 < low <= high < 1"),
         ({"objective.ibot_weight": "1"}, "objective.ibot_weight needs masked patches: set crops.mask dinov2"),
         ({"crops.mask": "dinov2"}, "hides patches that no loss predicts"),
         (
             {"objective.centering": "sinkhorn", "objective.center_momentum": "0.99"},
-            "objective.center_momentum 0.99 has no effect with objective.centering sinkhorn",
+            "0.99 has no effect with objective.c",
         ),
         ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
         ({**IBOT, "ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: the masked patches"),
@@ -317,6 +261,9 @@ def test_masks_need_a_backbone_that_hides_patches(monkeypatch):
     )
 
 
+_ROTARY = "vit_small_patch16_dinov3"
+
+
 @pytest.mark.parametrize(
     ("backbone", "changes", "said"),
     [
@@ -324,18 +271,10 @@ def test_masks_need_a_backbone_that_hides_patches(monkeypatch):
         ("resnet50", {"model__rope_shift": "0.1"}, "and resnet50 has none: leave it out"),
         ("vit_small_patch14_dinov2", {"model__local_cls_norm": "true"}, "model.local_cls_norm is for ViTs with rotary"),
         ("resnet50", {"model__local_cls_norm": "true"}, "model.local_cls_norm is not something that resnet50 has"),
-        (
-            "vit_small_patch16_dinov3",
-            {"model__local_cls_norm": "true", "crops__num_local": "0"},
-            "model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0",
-        ),
-        ("vit_small_patch16_dinov3", {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
-        (
-            "vit_small_patch16_dinov3",
-            {"model__pos_embed_interpolation": "antialias"},
-            "model.pos_embed_interpolation antialias is for learned positions",
-        ),
-        ("vit_small_patch16_dinov3", {"model__rope_jitter": "0.5"}, "model.rope_jitter"),
+        (_ROTARY, {"model__local_cls_norm": "true", "crops__num_local": "0"}, "is for CLS tokens of local crops, and"),
+        (_ROTARY, {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
+        (_ROTARY, {"model__pos_embed_interpolation": "antialias"}, "antialias is for learned positions"),
+        (_ROTARY, {"model__rope_jitter": "0.5"}, "model.rope_jitter"),
     ],
 )
 def test_what_does_not_go_with_rotary_positions(backbone: str, changes: dict[str, str], said: str):
@@ -369,28 +308,11 @@ def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
     ]
 
 
-def test_architecture_takes_the_overrides():
-    recipe = load_recipe(None, {"model.patch_size": "8", "model.width": "96", "model.heads": "3", "model.depth": "2"})
-    expected = dataclasses.replace(BACKBONES["vit_small_patch16_224"], patch_size=8, width=96, heads=3, depth=2)
-    assert recipe.model.spec() == expected
+_LENGTHS = {"30 epochs": 930, "30epochs": 930, "1 epoch": 31, "5000 steps": 5000, "17": 17, "1e3 images": 8}
+_LENGTHS |= {"0.1 epochs": 4, "0 epochs": 0, " 2.5  epochs ": 78, "128 images": 1, "129 images": 2}
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"),
-    [
-        ("30 epochs", 930),
-        ("30epochs", 930),
-        ("1 epoch", 31),
-        ("5000 steps", 5000),
-        ("17", 17),
-        ("1e3 images", 8),
-        ("0.1 epochs", 4),
-        ("0 epochs", 0),
-        (" 2.5  epochs ", 78),
-        ("128 images", 1),
-        ("129 images", 2),
-    ],
-)
+@pytest.mark.parametrize(("text", "steps"), _LENGTHS.items())
 def test_lengths_in_steps_of_real_data(text: str, steps: int):
     """31 steps an epoch of 128 images; rounded up."""
     assert Length.parse(text).in_steps(128, 31) == steps
@@ -406,7 +328,7 @@ def test_lengths_are_exact_decimals():
     "text", ["", "epochs", "-1 steps", "1 week", "nan steps", "1e999 steps", "1 2 steps", "1.2.3 steps", "True"]
 )
 def test_bad_lengths(text: str):
-    with pytest.raises(ConfigError, match="is not a length"):
+    with pytest.raises(ValueError, match="is not a length"):
         Length.parse(text)
 
 
@@ -438,8 +360,18 @@ def test_a_recipe_can_be_changed_like_a_new_one():
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
+        ("objective.student_temp", "0", "must be > 0"),
+        ("teacher.momentum", "1.1", "must be <= 1"),
+        ("objective.center_momentum", "-0.1", "must be >= 0"),
+        ("optimizer.beta1", "1", "must be < 1"),
+        ("optimizer.lr", "nan", "is not a number"),
+        ("crops.global_scale", "0,1", "is not a range of areas"),
+        ("crops.local_scale", "0.1,1.5", "is not a range of areas"),
+        ("length", "0 steps", "must be more than 0"),
+        ("eval.every", "-1 steps", "is not a length"),
+        ("head.prototypes", "1", "must be >= 2"),
+        ("seed", "1.5", "is not a whole number"),
         ("seed", 10**30, "must be < 4294967296"),
-        ("hang_seconds", 10**30, "must be <= 31536000"),
         ("log_every", 10**400, "is more than can be counted here"),
         ("length", "1e300 epochs", "is longer than can be counted here"),
         ("data.global_batch", 10**9, "must be <= 1048576"),
@@ -448,17 +380,11 @@ def test_a_recipe_can_be_changed_like_a_new_one():
         ("eval.root", "a\0b", "holds a NUL character"),
         ("model.init_from", "a\udcff", "holds bytes that are not UTF-8"),
         ("model.depth", 100000, "must be <= 1024"),
-        ("model.in_chans", 10**9, "must be <= 1024"),
-        ("head.hidden", 10**12, "must be <= 131072"),
-        ("head.prototypes", 10**12, "must be <= 16777216"),
         ("crops.global_size", 10**8, "must be <= 16384"),
-        ("crops.num_local", 100000, "must be <= 1024"),
-        ("objective.teacher_temp", 1e308, "must be <= 100"),
         ("eval.temperature", 1e308, "must be <= 100"),
-        ("optimizer.eps", 1e308, "must be <= 1"),
     ],
 )
-def test_absurd_values_are_refused_in_one_line(name, value, allowed):
+def test_values_out_of_range_are_refused_in_one_line(name, value, allowed):
     with pytest.raises(ConfigError) as caught:
         load_recipe(None, {name: str(value)})
     text = str(caught.value)

@@ -6,7 +6,6 @@ import itertools
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop, to_tensor
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
-from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
 
 GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
@@ -32,9 +30,8 @@ def test_a_recipe_s_groups_are_dino_s():
     assert alone == groups[0] and alone.name == "global"
 
 
-@BOTH
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("augment", "workers"), [("worker", 0), ("device", 1)])
 def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
     """The other groups' crops are those of a run without it."""
     batches = []
@@ -69,9 +66,3 @@ def test_a_group_without_augmentation_is_cut_and_flipped_only(augment):
     drawn = [crops.sample(12, 12, seed)[0] for seed in range(100)]
     assert whole > 0 and {crop.flip for crop in drawn} == {True, False}
     assert all(not (crop.jitter or crop.gray or crop.solarize or crop.blur_radius) for crop in drawn)
-
-
-def test_an_augmented_group_that_no_augmentation_knows_is_refused():
-    with pytest.raises(ConfigError, match="no augmentation is known for crops of the group 'gram'"):
-        MultiCrop([replace(GRAM, augmented=True)], "dino")
-    assert np.array_equal(MultiCrop(GROUPS, "dino").sizes, [8, 8, 4, 16, 16])

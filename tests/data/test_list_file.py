@@ -10,8 +10,10 @@ import pytest
 from PIL import Image
 
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.sources import build_source
 from dino_ds.errors import DataError
+from dino_ds.text_file import MAX_LINE_BYTES, read_lines
+from tests.data import files
+from tests.data.files import reds
 
 
 @pytest.fixture
@@ -25,11 +27,7 @@ def root(tmp_path) -> Path:
 
 def read(path: Path, text: str | bytes):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return build_source("folder", str(path), "train", False)
-
-
-def reds(source) -> list[int]:
-    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
+    return files.read(path)
 
 
 def test_paths_are_relative_to_the_list_or_absolute(root, tmp_path):
@@ -67,3 +65,9 @@ def test_lists_of_nothing_are_an_error(root, tmp_path):
         read(root / "list.txt", "# only a note\n")
     with pytest.raises(DataError, match=r"none of 2 lines .* is a file, such as .*/elsewhere/a\.png; paths must be"):
         read(root / "list.txt", "elsewhere/a.png\nelsewhere/b.png\n")
+
+
+def test_a_line_without_an_end_is_cut(tmp_path):
+    (tmp_path / "lines").write_bytes(b"first\n" + bytes(3 * MAX_LINE_BYTES) + b"\nlast")
+    first, zeros, last = read_lines(tmp_path / "lines")
+    assert (first, last) == (b"first\n", b"last") and zeros == bytes(MAX_LINE_BYTES)

@@ -17,6 +17,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.listing import Contents, Packer, find_listing, printable
 from dino_ds.errors import DataError
+from tests.data.files import members
 
 
 @pytest.fixture
@@ -39,10 +40,6 @@ def age(root: Path) -> None:
         os.utime(place, (1e9, 1e9))
 
 
-def names(source: ImageFolder) -> list[str]:
-    return [source.member(i) for i in range(len(source))]
-
-
 @pytest.fixture
 def scans(monkeypatch) -> list[Path]:
     """The roots that were scanned."""
@@ -56,7 +53,7 @@ def test_the_second_start_reads_no_folder(cache, tmp_path, scans):
     root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.png")
     first, second = ImageFolder(str(root)), ImageFolder(str(root))
     assert len(scans) == 1
-    assert names(first) == names(second) == ["cat/1.png", "dog/2.png", "dog/deep/3.png"]
+    assert members(first) == members(second) == ["cat/1.png", "dog/2.png", "dog/deep/3.png"]
     assert second.labels == [0, 1, 1] and second.classes == ["cat", "dog"]
     assert second.load(2).getpixel((0, 0)) == (2, 0, 0)
 
@@ -81,7 +78,7 @@ def test_every_change_of_the_tree_is_seen(cache, tmp_path, scans, change):
         (root / "owl/4.png").unlink()
         (root / "owl").rmdir()
     expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.png"))
-    assert names(ImageFolder(str(root))) == expected
+    assert members(ImageFolder(str(root))) == expected
     assert len(scans) == 2
 
 
@@ -93,7 +90,7 @@ def test_a_folder_that_has_just_changed_is_not_trusted(cache, tmp_path, scans):
     ImageFolder(str(root))
     (root / "b.png").write_bytes((root / "a.png").read_bytes())
     os.utime(root, (now, now))
-    assert names(ImageFolder(str(root))) == ["a.png", "b.png"]
+    assert members(ImageFolder(str(root))) == ["a.png", "b.png"]
     assert len(scans) == 2
 
 
@@ -105,7 +102,7 @@ def test_a_source_travels_as_a_path_and_outlives_a_new_listing(cache, tmp_path):
     (root / "c0/0000.png").unlink()
     assert len(ImageFolder(str(root))) == 299
     copy = pickle.loads(sent)
-    assert len(copy) == 300 and names(copy) == names(source)
+    assert len(copy) == 300 and members(copy) == members(source)
     assert copy.labels == source.labels and copy.classes == ["c0", "c1"]
 
 
@@ -123,7 +120,7 @@ def test_a_damaged_cache_is_rebuilt(cache, tmp_path, scans, damage):
     (kept,) = cache.glob("*.safetensors")
     whole = kept.read_bytes()
     kept.write_bytes({"cut": whole[:-9], "text": b"not a listing, but long enough", "empty": b""}[damage])
-    assert names(ImageFolder(str(root))) == ["a.png", "b.png"]
+    assert members(ImageFolder(str(root))) == ["a.png", "b.png"]
     assert len(scans) == 2
 
 
@@ -131,7 +128,7 @@ def test_without_a_writable_cache_the_list_is_temporary(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "file/cache"))
     source = ImageFolder(str(tree(tmp_path / "images", "a.png")))
-    assert names(pickle.loads(pickle.dumps(source))) == ["a.png"]
+    assert members(pickle.loads(pickle.dumps(source))) == ["a.png"]
 
 
 def test_a_list_that_is_gone_is_said(cache, tmp_path):
@@ -147,7 +144,7 @@ def test_the_order_is_that_of_whole_paths(cache, tmp_path):
     """As `sorted` of all of them, whatever stands beside a folder's name."""
     wanted = ["cat-x/1.png", "cat.png", "cat/1.png", "cat/a/2.png", "cat/a.png", "cat/a-.png", "cat0.png", "é/1.png"]
     root = tree(tmp_path / "images", *wanted)
-    assert names(ImageFolder(str(root))) == sorted(wanted)
+    assert members(ImageFolder(str(root))) == sorted(wanted)
 
 
 def test_any_bytes_may_be_a_name(cache, tmp_path):

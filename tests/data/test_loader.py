@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -40,8 +41,8 @@ class Noise:
     labels = None
     classes = None
 
-    def __init__(self, images: int = IMAGES, broken: tuple[int, ...] = ()) -> None:
-        self.images, self.broken = images, broken
+    def __init__(self, images: int = IMAGES, broken: tuple[int, ...] = (), side: int = 12) -> None:
+        self.images, self.broken, self.side = images, broken, side
 
     def __len__(self) -> int:
         return self.images
@@ -49,7 +50,7 @@ class Noise:
     def load(self, index: int) -> Image.Image:
         if index in self.broken:
             raise UnreadableImage(self.name(index), "truncated")
-        pixels = np.random.default_rng(index).integers(0, 255, (12, 12, 3), dtype=np.uint8)
+        pixels = np.random.default_rng(index).integers(0, 255, (self.side, self.side, 3), dtype=np.uint8)
         return Image.fromarray(pixels)
 
     def name(self, index: int) -> str:
@@ -71,34 +72,10 @@ CROPS = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
 BOTH = pytest.mark.parametrize("augment", ["worker", "device"])
 
 
-def batches(
-    count: int,
-    micro: int = GLOBAL,
-    rank: int = 0,
-    world: int = 1,
-    workers: int = 0,
-    start=START,
-    source=None,
-    seed=0,
-    augment="worker",
-    channels=3,
-    crops=CROPS,
-) -> list[LoaderBatch]:
-    loader = Loader(
-        source or Noise(),
-        crops,
-        LoaderOptions(
-            seed=seed,
-            global_batch=GLOBAL,
-            micro_batch=micro,
-            rank=rank,
-            world_size=world,
-            workers=workers,
-            augment=augment,
-            channels=channels,
-        ),
-        start,
-    )
+def batches(count, micro=GLOBAL, rank=0, world=1, *, source=None, crops=CROPS, start=START, **options):
+    """The first ones of a loader's; options: LoaderOptions'."""
+    options |= {"global_batch": GLOBAL, "micro_batch": micro, "rank": rank, "world_size": world}
+    loader = Loader(source or Noise(), crops, LoaderOptions(**options), start)
     try:
         return list(itertools.islice(loader, count))
     finally:
@@ -181,14 +158,6 @@ def test_the_worker_augments_as_multicrop_does():
         assert all(torch.equal(a, b) for a, b in zip(crops[: len(expected)], expected, strict=True))
 
 
-def test_one_draw_decides_both_modes():
-    """The device gets crops of the same boxes and does the same; Pillow works on levels (1/58), in 8-bit hues too."""
-    worker, device = (by_sample(batches(2, augment=augment)) for augment in ("worker", "device"))
-    for key in worker:
-        for a, b in zip(worker[key][3:], device[key][3:], strict=True):
-            assert (a - b).abs().mean() < 4 / 58
-
-
 def crops_of(key: tuple[int, int], source: Noise, seed: int, augment: str) -> list[torch.Tensor]:
     dataset = MultiCropDataset(source, CROPS, LoaderOptions(seed=seed, augment=augment))
     return all_crops(augmented_crops(dataset.__getitems__([key])))
@@ -240,17 +209,10 @@ def test_position_moves_to_the_next_epoch():
 def test_position_of_another_global_batch_still_fits():
     """A run resumed with another batch size goes on where it stopped; sampler and position agree on the epoch's end."""
     start = Position(0, 10)
+    [whole] = itertools.islice(ResumableSampler(IMAGES, LoaderOptions(global_batch=20, micro_batch=20), START), 1)
     sampler = iter(ResumableSampler(IMAGES, LoaderOptions(global_batch=4, micro_batch=4), start))
-    order = [
-        i
-        for batch in itertools.islice(
-            iter(ResumableSampler(IMAGES, LoaderOptions(global_batch=20, micro_batch=20), Position())), 1
-        )
-        for _, i in batch
-    ]
-    got = [next(sampler) for _ in range(3)]
-    assert [i for _, i in got[0] + got[1]] == order[10:18]
-    assert got[2][0][0] == 1
+    assert next(sampler) + next(sampler) == whole[10:18]
+    assert next(sampler)[0][0] == 1
     position = start
     for epoch in (0, 0, 1):
         assert position.epoch == epoch
@@ -267,10 +229,9 @@ def test_too_few_images():
         batches(1, source=Noise(7))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_unreadable_images_are_replaced_named_and_reported(workers):
+def test_unreadable_images_are_replaced_named_and_reported():
     broken = (3, 4, 20)
-    good, mixed = batches(4, source=Noise()), batches(4, source=Noise(broken=broken), workers=workers)
+    good, mixed = batches(4, source=Noise()), batches(4, source=Noise(broken=broken))
     assert [batch.indices.tolist() for batch in good] == [batch.indices.tolist() for batch in mixed]
     for batch in mixed:
         broken_drawn = [i for i in batch.indices.tolist() if i in broken]
@@ -286,7 +247,7 @@ def test_unreadable_images_are_replaced_named_and_reported(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_data_without_a_readable_image_is_given_up(workers, monkeypatch):
+def test_data_without_a_readable_image_is_given_up(workers):
     with pytest.raises(DataError) as caught:
         batches(1, source=Noise(200, broken=tuple(range(200))), workers=workers)
     assert str(caught.value).startswith("100 images in a row are unreadable, the last one noise/")
@@ -300,12 +261,10 @@ class Channels(Noise):
         return np.random.default_rng(index).integers(0, 255, (12, 12, 5), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_sources_of_other_channels_are_augmented_alike_in_both_modes(workers):
+def test_sources_of_other_channels_are_augmented_alike_in_both_modes():
     crops = MultiCrop(CROPS.groups, "low_res", normalisation=Normalisation.usual(5))
     worker, device = (
-        batches(1, source=Channels(), crops=crops, channels=5, augment=augment, workers=workers)[0]
-        for augment in ("worker", "device")
+        batches(1, source=Channels(), crops=crops, channels=5, augment=augment)[0] for augment in ("worker", "device")
     )
     assert worker.params is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)
     for a, b in zip(all_crops(worker.crops), all_crops(augmented_crops(device)), strict=True):
@@ -319,12 +278,11 @@ class Faulty(Noise):
         raise KeyError("label")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_source_that_raises_something_else_is_named_in_one_line(workers):
+def test_a_source_that_raises_something_else_is_named_in_one_line():
     with pytest.raises(
         DataError, match=r"of Faulty raised KeyError: 'label'; a source reports what it can't read"
     ) as caught:
-        batches(1, source=Faulty(), workers=workers)
+        batches(1, source=Faulty())
     assert "\n" not in str(caught.value)
 
 
@@ -342,9 +300,8 @@ def test_a_killed_worker_is_named_and_started_again_once():
     """
     import psutil
 
-    undisturbed = Loader(Noise(200), CROPS, LoaderOptions(global_batch=8, micro_batch=8), START)
+    undisturbed, loader = open_loader(workers=0), open_loader()
     everything = [next(undisturbed).indices.tolist() for _ in range(40)]
-    loader = Loader(Noise(200), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=2), START)
     seen = [next(loader).indices.tolist()]
     first = _workers(loader)
     os.kill(first[0].pid, signal.SIGKILL)
@@ -376,8 +333,8 @@ def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
     """Who waits may also give up before."""
     import psutil
 
-    monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.2)
-    loader = Loader(Stuck(8), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=1, patience=2.0), START)
+    monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.1)
+    loader = Loader(Stuck(8), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=1, patience=0.5), START)
     assert loader.next_if_ready() is None
     with pytest.raises(DataTimeout):
         loader.next_unless(lambda: True)
@@ -410,15 +367,7 @@ def test_too_little_shared_memory_is_said_before_the_first_batch(monkeypatch):
 
 def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
     monkeypatch.setattr(workers_module.sys, "platform", "linux")
-    for cores, ranks, expected in (
-        (2, 2, 0),
-        (2, 1, 1),
-        (1, 2, 0),
-        (16, 1, 15),
-        (64, 4, 15),
-        (256, 8, 16),
-        (96, 8, 11),
-    ):
+    for cores, ranks, expected in ((2, 2, 0), (2, 1, 1), (1, 2, 0), (16, 1, 15), (256, 8, 16), (96, 8, 11)):
         monkeypatch.setattr(workers_module.os, "sched_getaffinity", lambda pid, n=cores: set(range(n)), raising=False)
         monkeypatch.setattr(workers_module, "local_world_size", lambda n=ranks: n)
         assert automatic_workers() == expected
@@ -429,6 +378,10 @@ def test_torchs_generator_is_not_moved():
     before = torch.get_rng_state()
     batches(2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def open_loader(workers: int = 2, images: int = 200, **options) -> Loader:
+    return Loader(Noise(images), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=workers, **options), START)
 
 
 @pytest.mark.slow
@@ -442,21 +395,13 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import os, signal, sys, time
-            import psutil
+            import os, signal, sys
             open(sys.argv[1], "a").write("run\\n")
             if __name__ == "__main__":
-                from dino_ds.config.crops import dino_groups
-                from dino_ds.data.batches import LoaderOptions
-                from dino_ds.data.feed import Position
-                from dino_ds.data.loader import Loader
-                from dino_ds.data.multicrop import MultiCrop
-                from dino_ds.data.sources import build_source
-                crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-                source = build_source("photos", None, "train", False)
-                options = LoaderOptions(global_batch=8, micro_batch=8, workers=2)
-                loader = Loader(source, crops, options, Position())
-                for _ in range(options.workers):  # one of each: all have begun
+                import psutil
+                from tests.data.test_loader import open_loader
+                loader = open_loader()
+                for _ in range(2):  # one of each process: both have begun
                     next(loader)
                 family = psutil.Process().children(recursive=True)
                 workers = [p for p in family if p.parent().pid != os.getpid()]
@@ -469,7 +414,7 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
                 loader.close()
                 gone, alive = psutil.wait_procs(workers, timeout=60)
                 print(len(gone), len(alive))
-                forgotten = Loader(source, crops, options, Position())
+                forgotten = open_loader()
                 next(forgotten)
             """
         )
@@ -488,36 +433,28 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
     assert out.returncode == 0
 
 
-@pytest.mark.slow
-def test_workers_end_when_the_run_is_killed(tmp_path):
-    """A rank that dies without a farewell leaves no process behind."""
-    code = textwrap.dedent(
-        """
-        import os, time
-        import psutil
-        from dino_ds.config.crops import dino_groups
-        from dino_ds.data.batches import LoaderOptions
-        from dino_ds.data.feed import Position
-        from dino_ds.data.loader import Loader
-        from dino_ds.data.multicrop import MultiCrop
-        from dino_ds.data.sources import build_source
-        crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-        source = build_source("photos", None, "train", False)
-        options = LoaderOptions(global_batch=8, micro_batch=8, workers=1)
-        loader = Loader(source, crops, options, Position())
+def _load_for_ever(pipe) -> None:
+    loader = open_loader()
+    for _ in range(2):  # both processes have begun
         next(loader)
-        print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
-        time.sleep(600)
-        """
-    )
+    pipe.send([worker.pid for worker in loader._batches._workers])
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_workers_end_when_the_run_is_killed():
+    """A rank that dies without a farewell leaves no process behind."""
     import psutil
 
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as job:
-        assert job.stdout is not None
-        family = [psutil.Process(int(pid)) for pid in job.stdout.readline().split()]
-        os.kill(job.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=60)
+    context = multiprocessing.get_context("forkserver")
+    here, there = context.Pipe()
+    job = context.Process(target=_load_for_ever, args=(there,))
+    job.start()
+    family = [psutil.Process(pid) for pid in here.recv()]
+    family += psutil.Process(job.pid).children(recursive=True)
+    job.kill()
+    job.join()
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert len(family) >= 2
     assert alive == []
 

@@ -21,6 +21,7 @@ from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
 from dino_ds.data.visible import crops_picture
 from dino_ds.errors import ConfigError
 from dino_ds.hashing import crop_seed
+from tests.data.files import photo
 
 IMAGES = 3000
 
@@ -29,27 +30,12 @@ def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:
     return MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), num_local), augment)
 
 
-def photo(width: int = 60, height: int = 45) -> Image.Image:
-    """Smooth colours plus noise, so that every operation changes something."""
-    rng = np.random.default_rng(0)
-    y, x = np.mgrid[0:height, 0:width]
-    smooth = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)
-    return Image.fromarray((smooth * 0.8 + rng.uniform(0, 50, smooth.shape)).astype(np.uint8))
-
-
 def assert_rate(hits: int, trials: int, expected: float) -> None:
     """Within 4 standard deviations of the binomial: wrong once in 16,000 draws, and the seeds are fixed."""
     assert abs(hits - trials * expected) <= 4 * math.sqrt(trials * expected * (1 - expected)), (hits / trials, expected)
 
 
 # sizes, scales, rates
-
-
-@pytest.mark.parametrize("num_local", [0, 1, 8])
-def test_counts_sizes_and_type(num_local):
-    crops = multicrop(num_local=num_local)(photo(), 1)
-    assert [tuple(crop.shape) for crop in crops] == [(3, 32, 32)] * 2 + [(3, 16, 16)] * num_local
-    assert all(crop.dtype == torch.float32 and crop.is_contiguous() for crop in crops)
 
 
 def test_scales_and_ratios_fill_their_ranges():
@@ -109,40 +95,6 @@ def test_drawn_boxes_are_what_is_cut():
             np.testing.assert_allclose(seen, view.box, atol=step)
 
 
-@pytest.mark.parametrize(
-    "augment,blur", [("dino", (1.0, 0.1, 0.5)), ("dinov2_as_trained", (0.0, 0.9, 0.5)), ("low_res", (0.0, 0.0, 0.0))]
-)
-def test_rates_of_every_variant(augment, blur):
-    views = [multicrop(augment, num_local=1).sample(100, 100, crop_seed(0, 0, i)) for i in range(IMAGES)]
-    for kind in range(3):
-        of_kind = [view[kind] for view in views]
-        assert_rate(sum(view.flip for view in of_kind), IMAGES, 0.5)
-        assert_rate(sum(bool(view.jitter) for view in of_kind), IMAGES, 0.8)
-        assert_rate(sum(view.gray for view in of_kind), IMAGES, 0.2)
-        assert_rate(sum(view.blur_radius is not None for view in of_kind), IMAGES, blur[kind])
-        assert_rate(sum(view.solarize for view in of_kind), IMAGES, 0.2 if kind == 1 else 0.0)
-
-
-@pytest.mark.parametrize("augment,saturation", [("dino", 0.2), ("low_res", 0.4)])
-def test_jitter_strengths_and_orders(augment, saturation):
-    jitters = [view.jitter for seed in range(IMAGES) for view in multicrop(augment).sample(50, 50, seed) if view.jitter]
-    assert len({tuple(name for name, _ in jitter) for jitter in jitters}) == 24
-    middle = {"brightness": (1, 0.4), "contrast": (1, 0.4), "saturation": (1, saturation), "hue": (0, 0.1)}
-    for name, (center, strength) in middle.items():
-        factors = np.array([dict(jitter)[name] for jitter in jitters])
-        assert center - strength <= factors.min() < center - 0.99 * strength
-        assert center + 0.99 * strength < factors.max() <= center + strength
-    radii = [view.blur_radius for seed in range(IMAGES) for view in multicrop("dino", 0).sample(50, 50, seed)[:1]]
-    assert 0.1 <= min(radii) < 0.11 and 1.99 < max(radii) <= 2.0
-
-
-def test_unknown_variant_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"crops\.augment 'dinov9' is unknown; allowed are dino, dinov2_as_trained, low_res"
-    ):
-        multicrop("dinov9")
-
-
 # pixels
 
 
@@ -167,29 +119,11 @@ ROUNDING = 2e-6
 """Of equal 8-bit levels, normalised in FP32 in two orders: roundings of 6e-8, divided by deviations of 0.22. A level is
 0.017."""
 
-JITTER = (("hue", -0.07), ("brightness", 1.3), ("saturation", 0.85), ("contrast", 0.7))
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        CropParameters((0, 0, 60, 45), False, (), False, None, False),
-        CropParameters((7, 3, 40, 31), True, (), False, None, False),
-        CropParameters((7, 3, 40, 31), True, JITTER, False, None, False),
-        CropParameters((7, 3, 40, 31), False, JITTER[::-1], True, 1.7, False),
-        CropParameters((20, 10, 31, 22), False, (("hue", 0.1),), False, 0.4, True),
-    ],
-)
-def test_pixels_equal_torchvisions_for_given_parameters(view):
-    ours = to_tensor(apply_crop(photo(), view, 24), IMAGENET)
-    torch.testing.assert_close(ours, reference_view(photo(), view, 24), rtol=0, atol=ROUNDING)
-
 
 @pytest.mark.parametrize("augment", sorted(AUGMENTATIONS))
-@pytest.mark.slow
 def test_whole_pipeline_equals_torchvisions_for_the_drawn_parameters(augment):
     crops = multicrop(augment)
-    for seed in range(40):
+    for seed in range(15):
         for view, crop in zip(crops.sample(60, 45, seed), crops(photo(), seed), strict=True):
             torch.testing.assert_close(crop, reference_view(photo(), view, crop.shape[-1]), rtol=0, atol=ROUNDING)
 
@@ -207,7 +141,7 @@ def test_global_generators_are_neither_used_nor_moved():
 
 
 def test_seeds_differ_in_every_argument():
-    seeds = [crop_seed(s, e, i) for s in range(12) for e in range(12) for i in range(-1, 200)]
+    seeds = [crop_seed(s, e, i) for s in range(6) for e in range(6) for i in range(-1, 150)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**64 for seed in seeds)
     bits = np.array([[seed >> bit & 1 for bit in range(64)] for seed in seeds[:4000]]).mean(0)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import sys
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-
-
-def png(value: int) -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (4, 4), (value, 0, 0)).save(stream, "PNG")
-    return stream.getvalue()
+from tests.data.files import png, read, reds
 
 
 def write(path: Path, columns: dict, names: list[str] | None = None, rows: int = 3) -> Path:
@@ -33,16 +25,8 @@ def write(path: Path, columns: dict, names: list[str] | None = None, rows: int =
     return path
 
 
-def read(root):
-    return build_source("folder", str(root), "train", False)
-
-
 def struct(values) -> list[dict]:
     return [{"bytes": png(value), "path": f"{value}.png"} for value in values]
-
-
-def reds(source) -> list[int]:
-    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
 
 
 def test_hugging_face_files_by_pattern_and_as_a_folder(tmp_path):

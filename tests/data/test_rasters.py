@@ -23,9 +23,7 @@ from dino_ds.data.images import to_unit
 from dino_ds.data.visible import visible
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.tools.shard_writer import Shrink, repack
-from tests.data.test_multicrop import photo
-from tests.data.test_sources import encoded
-from tests.data.test_value_range import Files
+from tests.data.files import Files, encoded, photo
 
 BANDS = np.random.default_rng(0).integers(0, 4000, (40, 48, 6)).astype(np.uint16)
 FIRST = np.ascontiguousarray(np.moveaxis(BANDS, -1, 0))

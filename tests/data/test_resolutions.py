@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dino_ds.config.crops import Resolution, crop_sizes
 from dino_ds.config.loading import dump_recipe, load_recipe
@@ -16,28 +14,15 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader, ResumableSampler, draw_resolution
+from dino_ds.data.masks import with_rows
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError
+from tests.data.test_loader import START, Noise
 
 IMAGES, GLOBAL = 34, 8
-START = Position()
 WORDS = "32/16:0.3,48/16:0.5,64/32:0.2"
 TINY = {"data.global_batch": str(GLOBAL), "model.patch_size": "8", "crops.num_local": "2", "crops.global_size": "32",
         "crops.local_size": "16", "crops.mask": "dinov3", "objective.ibot_weight": "1"}  # fmt: skip
-
-
-class Noise:
-    labels = None
-    classes = None
-
-    def __len__(self) -> int:
-        return IMAGES
-
-    def load(self, index: int) -> Image.Image:
-        return Image.fromarray(np.random.default_rng(index).integers(0, 255, (80, 80, 3), dtype=np.uint8))
-
-    def name(self, index: int) -> str:
-        return f"noise/{index}"
 
 
 def recipe_of(words: str = WORDS, **more: str) -> Recipe:
@@ -47,7 +32,7 @@ def recipe_of(words: str = WORDS, **more: str) -> Recipe:
 def batches(count: int, micro: int = GLOBAL, rank: int = 0, world: int = 1, workers: int = 0, start=START):
     recipe = recipe_of()
     options = LoaderOptions.of(recipe, micro_batch=micro, rank=rank, world_size=world, workers=workers)
-    loader = Loader(Noise(), MultiCrop.of(recipe), options, start)
+    loader = Loader(Noise(IMAGES, side=80), MultiCrop.of(recipe), options, start)
     try:
         return list(itertools.islice(loader, count))
     finally:
@@ -76,6 +61,9 @@ def test_ranks_micro_batches_and_workers_share_out_what_one_process_has():
     assert len({side(batch) for batch in whole}) > 1
     shared = [batches(10, 2, rank, 2, workers=rank) for rank in (0, 1)]
     assert [side(b) for b in shared[0]] == [side(b) for b in shared[1]] == [side(b) for b in whole for _ in (0, 1)]
+    for batch in shared[1]:  # of a loader process
+        entry = batch.masks["global"]
+        assert all(torch.equal(entry[key], value) for key, value in with_rows(entry["mask"]).items())
     ours, theirs = by_image(whole), by_image(shared[0] + shared[1])
     assert ours.keys() == theirs.keys()
     for key, tensors in ours.items():

@@ -25,9 +25,7 @@ from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.errors import ConfigError
-from tests.data.deep import png16, ppm, tiff
-from tests.data.test_multicrop import photo
-from tests.data.test_sources import encoded
+from tests.data.files import Arrays, Files, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks
 
 FULL = (0.0, 65535.0)
@@ -194,45 +192,6 @@ def test_evaluations_crop_deep_images_as_those_of_8_bits():
     assert unit.min() >= -1e-6 and unit.max() <= 1 + 1e-6
 
 
-class Files:
-    """Encoded files in memory."""
-
-    labels = classes = None
-
-    def __init__(self, *contents: bytes) -> None:
-        self.contents = contents
-
-    def __len__(self) -> int:
-        return len(self.contents)
-
-    def read(self, index: int) -> bytes:
-        return self.contents[index]
-
-    def load(self, index: int) -> Image.Image:
-        raise NotImplementedError
-
-    def name(self, index: int) -> str:
-        return f"files/{index}.png"
-
-
-class Arrays:
-    """Arrays in memory: a source without files."""
-
-    labels = classes = None
-
-    def __init__(self, *arrays: np.ndarray) -> None:
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-    def load(self, index: int) -> np.ndarray:
-        return self.arrays[index]
-
-    def name(self, index: int) -> str:
-        return f"arrays/{index}"
-
-
 def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> list[torch.Tensor]:
     """The crops of image 0 in a few epochs, as the network gets them."""
     dataset = MultiCropDataset(
@@ -266,27 +225,14 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
         assert levels.abs().mean() <= 1
 
 
-def test_both_modes_augment_deep_images_alike():
-    """With a mean and a deviation of their own too."""
+def test_both_modes_augment_deep_images_alike_and_remove_the_mean_and_deviation_given():
     source, groups = Files(png16(RGB.repeat(8, 0).repeat(8, 1))), dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3)
     own = MultiCrop(groups, "dino", normalisation=Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125)))
-    for crops in (MultiCrop(groups, "dino"), own):
-        for ours, theirs in zip(
-            crops_of(source, FULL, "device", crops), crops_of(source, FULL, "worker", crops), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-
-
-def test_both_modes_remove_the_same_mean_and_deviation_from_8_bits(monkeypatch):
-    """Without colours; resized by Pillow or torch, which round to levels one or two apart."""
-    monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), jitter=0, gray=0))
-    own = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
-    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "none", normalisation=own)
-    source = Files(encoded(photo(120, 90), "PNG"))
-    for ours, theirs in zip(
-        crops_of(source, None, "device", crops), crops_of(source, None, "worker", crops), strict=True
-    ):
-        assert (255 * (own.undone(ours) - own.undone(theirs))).abs().max() <= 2.01
+    ours, by_worker = (crops_of(source, FULL, mode, own) for mode in ("device", "worker"))
+    usual = crops_of(source, FULL, "device", MultiCrop(groups, "dino"))
+    for a, b, c in zip(ours, by_worker, usual, strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(own.normalisation.undone(a), IMAGENET.undone(c), rtol=0, atol=1e-5)
 
 
 def test_a_file_beyond_the_range_is_named():
@@ -361,12 +307,8 @@ def test_sources_of_arrays_and_their_channels():
     assert with_value_range(recipe_for(5), deep)[0].data.value_range == (0, 65535)
     assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
     assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
-    for in_chans, source, text in (
-        (4, Files(png16(RGB)), "model.in_chans is 4, .* have 3 channels; set --model.in_chans 3$"),
-        (3, deep, "model.in_chans is 3, and images of data.source folder have 5 channels; set --model.in_chans 5$"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            with_value_range(recipe_for(in_chans), source)
+    with pytest.raises(ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5$"):
+        with_value_range(recipe_for(3), deep)
 
 
 def _chosen_by_this_rank(root: Path) -> tuple[object, str]:

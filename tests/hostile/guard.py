@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import resource
 import signal
+import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -77,6 +80,21 @@ def command(*words: str) -> tuple[int, list[str]]:
         assert 1 <= len(lines) <= MOST_LINES and all(line.startswith("dino_ds: error: ") for line in lines), lines
         assert all(len(line) <= 1050 and line.isprintable() for line in lines), lines
     return code, lines
+
+
+def seal(body: dict[str, Any]) -> str:
+    """A manifest with a good checksum of its own."""
+    body = {key: value for key, value in body.items() if key != "crc32"}
+    text = json.dumps(body, indent=1, sort_keys=True) + "\n"
+    return json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
+
+
+def put_with_good_sums(folder: Path, name: str, data: bytes) -> None:
+    """A file of a checkpoint, and its checksum in the manifest."""
+    (folder / name).write_bytes(data)
+    body = json.loads((folder / "manifest.json").read_text())
+    body["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+    (folder / "manifest.json").write_text(seal(body))
 
 
 def raised_by(work: Callable[[], Any], kind: type[Exception]) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import zlib
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,24 +12,17 @@ from hypothesis import strategies as st
 
 from dino_ds.errors import CheckpointError
 from tests.checkpoint.small_run import SmallRun, is_that_of
-from tests.hostile.guard import examples, raised_by
+from tests.hostile.conftest import NUMEL
+from tests.hostile.guard import examples, put_with_good_sums, raised_by, seal
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
-from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.faults
 FILES = ["manifest.json", "rank_00000.safetensors", "whole_00000.safetensors", "../latest"]
 
 
-def _two_steps(run_dir):
-    SmallRun(run_dir, numel=50).train(4).save(wait=True).train(4).save(wait=True)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Of one rank, with checkpoints of steps 4 and 8."""
-    folder = tmp_path_factory.mktemp("run")
-    run_on_ranks(_two_steps, folder, world=1)
-    return folder
+@pytest.fixture
+def run(saved, tmp_path):
+    return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
 def _choose(run) -> int | None:
@@ -36,7 +30,7 @@ def _choose(run) -> int | None:
 
     def work() -> None:
         saved = SmallRun(run).choose().saved
-        found.append(saved.manifest.step if is_that_of(saved, saved.manifest.step, 50) else None)
+        found.append(saved.manifest.step if is_that_of(saved, saved.manifest.step, NUMEL) else None)
 
     message = raised_by(work, CheckpointError)
     return found[0] if message is None else None
@@ -54,33 +48,20 @@ def test_broken_files_are_not_used(run, name):
         assert _choose(run) in ((4, 8) if data == whole or name == "../latest" else (4,))
 
     check()
-    path.write_bytes(whole)
-
-
-def _seal(body: dict) -> str:
-    plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
-    return json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
 
 
 @pytest.mark.parametrize("name", FILES[1:3])
 def test_broken_tensors_with_good_sums_are_other_tensors_or_refused(run, name):
     """Whoever can write the file can compute its sum: what it holds may be wrong, and does nothing else."""
     folder = run / "checkpoints/step_00000008"
-    whole, manifest = (folder / name).read_bytes(), (folder / "manifest.json").read_text()
 
     @examples(25)
-    @given(data=broken_bytes(whole))
+    @given(data=broken_bytes((folder / name).read_bytes()))
     def check(data):
-        (folder / name).write_bytes(data)
-        body = json.loads(manifest)
-        body["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-        del body["crc32"]
-        (folder / "manifest.json").write_text(_seal(body))
+        put_with_good_sums(folder, name, data)
         _choose(run)
 
     check()
-    (folder / name).write_bytes(whole)
-    (folder / "manifest.json").write_text(manifest)
 
 
 @examples(60)
@@ -89,11 +70,10 @@ def test_manifests_with_good_sums_and_odd_values(run, data):
     path = run / "checkpoints/step_00000008/manifest.json"
     text = path.read_text()
     body = json.loads(text)
-    del body["crc32"]
-    key = data.draw(st.sampled_from(sorted(body)))
+    key = data.draw(st.sampled_from(sorted(body.keys() - {"crc32"})))
     value = st.one_of(nasty, st.integers(), st.none(), st.lists(st.integers(), max_size=2), st.just({"a": [{}]}))
     body[key] = data.draw(st.one_of(value, st.just([body[key]]), st.just({"x": body[key]})))
-    path.write_text(_seal(body))
+    path.write_text(seal(body))
     _choose(run)
     path.write_text(text)
 

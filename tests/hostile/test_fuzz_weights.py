@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,23 +16,17 @@ from dino_ds.errors import CheckpointError
 from tests.hostile.guard import examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text
 from tests.hostile.test_payloads import CANARY, PICKLES
-from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, train_tiny
+from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run folder with its teacher."""
-    folder = tmp_path_factory.mktemp("weights")
-    changes = {"head.prototypes": "4", "model.depth": "1"}
-    images = image_folder(folder / "images")
-    assert run_on_ranks(train_tiny, images, folder / "run", max_steps=1, changes=changes, world=1) == [None]
-    return folder / "run"
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained / "run", tmp_path / "run"))
 
 
-@examples(30)
+@examples(20)
 @given(data=st.data())
 def test_broken_teachers(run, data):
     path = run / "teacher.safetensors"
@@ -39,7 +36,7 @@ def test_broken_teachers(run, data):
     path.write_bytes(whole)
 
 
-@examples(30)
+@examples(20)
 @given(data=st.data())
 def test_broken_heads(run, data):
     """They lie in the checkpoint: the backbone is there without them, and what is wrong is said."""
@@ -51,7 +48,7 @@ def test_broken_heads(run, data):
     assert model.heads or "its head is not available" in model.notes[0]
 
 
-@examples(40)
+@examples(25)
 @given(data=st.data())
 def test_broken_descriptions(run, data):
     path = run / "teacher.json"
@@ -90,8 +87,10 @@ def test_descriptions_of_other_networks_are_refused(run, change):
     assert message
 
 
-@pytest.mark.parametrize("name", ["x.pth", "x.bin", "x.safetensors", "folder/model.safetensors"])
-@pytest.mark.parametrize("kind", PICKLES)
+NAMES = ("x.pth", "x.bin", "x.safetensors", "folder/model.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, NAMES)))
 def test_pickles_in_place_of_weights(tmp_path, kind, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / name

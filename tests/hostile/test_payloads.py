@@ -13,7 +13,6 @@ import pickle
 import shutil
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -31,11 +30,12 @@ from dino_ds.launching.hostfile import read_hostfile
 from dino_ds.options.data import LookDataOptions, UnshardOptions
 from dino_ds.tools import look_data, unshard
 from tests.checkpoint.small_run import SmallRun, is_that_of
-from tests.hostile.guard import bounded, command, raised_by
+from tests.hostile.conftest import CHANGES, NUMEL
+from tests.hostile.guard import bounded, command, put_with_good_sums, raised_by, seal
 from tests.hostile.test_fuzz_data import IMAGES, read_all
 from tests.ranks import run_on_ranks
 from tests.sample import sampled
-from tests.training.harness import image_folder, train_tiny
+from tests.training.harness import train_tiny
 
 pytestmark = pytest.mark.faults
 
@@ -103,58 +103,41 @@ PICKLES = {
 }
 
 
-def _two_steps(run_dir: Path) -> None:
-    SmallRun(run_dir).train(4).save(wait=True).train(4).save(wait=True)
-
-
-def _with_good_sums(folder: Path, name: str, data: bytes) -> None:
-    (folder / name).write_bytes(data)
-    body = json.loads((folder / "manifest.json").read_text())
-    body["files"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    del body["crc32"]
-    text = json.dumps(body, indent=1, sort_keys=True) + "\n"
-    sealed = json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
-    (folder / "manifest.json").write_text(sealed)
+@pytest.fixture
+def run(canary, saved):
+    """Of checkpoints of steps 4 and 8."""
+    return Path(shutil.copytree(saved, canary / "run"))
 
 
 TENSORS = ("rank_00000.safetensors", "whole_00000.safetensors")
 
 
 @pytest.mark.parametrize(("kind", "name"), sampled(itertools.product(PICKLES, TENSORS)))
-def test_pickles_in_place_of_tensors(canary, kind, name):
-    run_on_ranks(_two_steps, canary, world=1)
-    _with_good_sums(canary / "checkpoints/step_00000008", name, PICKLES[kind]())
-    saved = SmallRun(canary).choose().saved
+def test_pickles_in_place_of_tensors(run, kind, name):
+    put_with_good_sums(run / "checkpoints/step_00000008", name, PICKLES[kind]())
+    saved = SmallRun(run).choose().saved
     assert saved.manifest.step == 8  # its sums are right
-    assert raised_by(lambda: is_that_of(saved, 8), CheckpointError)
+    assert raised_by(lambda: is_that_of(saved, 8, NUMEL), CheckpointError)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "../latest", "extra.pkl", "pickle.py", "zero_to_fp32.py"])
-def test_pickles_in_place_of_texts(canary, name):
-    run_on_ranks(_two_steps, canary, world=1)
-    (canary / "checkpoints/step_00000008" / name).write_bytes(_pickled())
-    choice = SmallRun(canary).choose()
+def test_pickles_in_place_of_texts(run, name):
+    (run / "checkpoints/step_00000008" / name).write_bytes(_pickled())
+    choice = SmallRun(run).choose()
     assert choice.saved.manifest.step == (4 if name == "manifest.json" else 8)
 
 
 @pytest.mark.parametrize(
     "text", ["../../outside", "/etc", "step_00000004/../../..", "$(touch canary)", "\0", "x" * 10**7]
 )
-def test_a_latest_that_leads_elsewhere(canary, text):
-    run_on_ranks(_two_steps, canary, world=1)
-    (canary / "checkpoints/latest").write_text(text)
-    assert is_that_of(SmallRun(canary).choose().saved, 8)
+def test_a_latest_that_leads_elsewhere(run, text):
+    (run / "checkpoints/latest").write_text(text)
+    assert is_that_of(SmallRun(run).choose().saved, 8, NUMEL)
 
 
 @pytest.mark.parametrize("step", ["../../x", "/etc/passwd", "-1", "1e3", "latest", "step_00000004", "$(touch canary)"])
 def test_steps_to_resume_that_are_names(step):
     assert command("train", "--data.root", "x", f"--resume={step}")[0] == 2
-
-
-def _resume_with(planted: Path | None, run: Path, images: Path) -> str | None:
-    if planted is not None:
-        os.chdir(planted)
-    return train_tiny(images, run, resume=True)
 
 
 PLANTED = {
@@ -168,44 +151,37 @@ PLANTED = {
 }
 
 
-def test_a_run_folder_full_of_planted_files(canary):
+def _resume(trained: Path, run: Path) -> str | None:
+    more = {"max_steps": 2, "resume": True, "changes": CHANGES}
+    return run_on_ranks(train_tiny, trained / "images", run, **more, world=1)[0]
+
+
+def test_a_run_folder_full_of_planted_files(canary, trained):
     """What lies beside the checkpoints is ours to write, not to believe."""
-    images = image_folder(canary / "images")
-    assert run_on_ranks(train_tiny, images, canary / "run", max_steps=1, world=1) == [None]
+    run = Path(shutil.copytree(trained / "run", canary / "run"))
     for name, content in PLANTED.items():
-        (canary / "run" / name).write_bytes(content)
+        (run / name).write_bytes(content)
     for hidden in ("sitecustomize.py", "torch.py", "dino_ds.py"):
-        (canary / "run" / hidden).write_text("open('canary', 'w')")
-    (message,) = run_on_ranks(train_tiny, images, canary / "run", max_steps=2, resume=True, world=1)
+        (run / hidden).write_text("open('canary', 'w')")
+    message = _resume(trained, run)
     assert message is None or "\n" not in message
 
 
-def test_a_source_class_named_by_a_checkpoint_is_not_imported(canary):
+def test_a_source_class_named_by_a_checkpoint_is_not_imported(canary, trained):
     """Only the command line and the recipe that it names can choose a class."""
-    images = image_folder(canary / "images")
-    assert run_on_ranks(train_tiny, images, canary / "run", max_steps=1, world=1) == [None]
+    run = Path(shutil.copytree(trained / "run", canary / "run"))
     (canary / "evil.py").write_text("open('canary', 'w')")
-    path = canary / "run/checkpoints/step_00000001/manifest.json"
-    text = path.read_text().replace('"source": "folder"', '"source": "evil:Source"')
-    body = json.loads(text)
-    del body["crc32"]
-    plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
-    sealed = json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
-    path.write_text(sealed)
-    (message,) = run_on_ranks(train_tiny, images, canary / "run", max_steps=2, resume=True, world=1)
-    assert "evil:Source" in message
+    path = run / "checkpoints/step_00000001/manifest.json"
+    path.write_text(seal(json.loads(path.read_text().replace('"source": "folder"', '"source": "evil:Source"'))))
+    assert "evil:Source" in _resume(trained, run)
 
 
-@pytest.mark.parametrize(
-    "name", ["$(touch canary) `touch canary` ; touch canary", "-rf --help", "a'b\"c\\d | é\t%s{}", "..."]
-)
-def test_run_folders_of_any_name(canary, name):
-    images = image_folder(canary / "images")
-    run = canary / name
-    assert run_on_ranks(train_tiny, images, run, max_steps=1, world=1) == [None]
-    assert run_on_ranks(train_tiny, images, run, max_steps=2, resume=True, world=1) == [None]
+def test_a_run_folder_of_any_name(canary, trained):
+    names = ["$(touch canary) `touch canary` ; touch canary", "-rf --help", "a'b\"c\\d | \u00e9\t%s{}", "..."]
+    run = Path(shutil.copytree(trained / "run", canary.joinpath(*names)))
+    assert _resume(trained, run) is None
     assert (run / "checkpoints/step_00000002/manifest.json").is_file()
-    assert {path.name for path in canary.iterdir()} == {"images", name}
+    assert {path.name for path in canary.iterdir()} == {names[0]}
 
 
 def _tar(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:

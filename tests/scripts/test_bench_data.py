@@ -14,8 +14,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.errors import ConfigError, DataError
 from scripts import bench_data
 from scripts.pil_pipeline import PilPipeline
-from tests.data.test_multicrop import photo
-from tests.data.test_sources import encoded
+from tests.data.files import encoded, photo
 
 SMALL = {"crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "2", "model.patch_size": "8"}
 

@@ -29,7 +29,7 @@ from dino_ds.tools import look_data
 from dino_ds.tools.data_report import report
 from dino_ds.tools.data_statistics import Facts, look_at, summarise
 from dino_ds.tools.sheet import _font, describe, draw_sheet
-from tests.data.deep import tiff
+from tests.data.files import tiff
 
 SMALL = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "3"}
 

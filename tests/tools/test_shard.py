@@ -31,8 +31,8 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions, UnshardOptions
 from dino_ds.tools import shard, shard_writer, unshard
 from dino_ds.tools.shard_writer import Shrink
-from tests.data.deep import png16
-from tests.data.test_shards import pack, png
+from tests.data.files import png, png16
+from tests.data.test_shards import pack
 
 pytestmark = pytest.mark.slow
 

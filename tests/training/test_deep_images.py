@@ -22,7 +22,7 @@ from dino_ds.options.model import EvalOptions, PicturesOptions
 from dino_ds.tools import evaluate, pictures
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.weights.export import FORMATS
-from tests.data.deep import tiff
+from tests.data.files import tiff
 from tests.ranks import run_on_ranks
 from tests.training.harness import log_of, losses_of, train_tiny
 from tests.weights.test_weights import _backbone

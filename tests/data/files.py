@@ -1,0 +1,135 @@
+"""Files and sources that tests of several files make: images of any type, also those that Pillow can't write."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image
+
+from dino_ds.data.sources import build_source
+
+ORANGE = (240, 120, 40)
+
+
+def photo(width: int = 60, height: int = 45) -> Image.Image:
+    """Smooth colours plus noise, so that every operation changes something."""
+    rng = np.random.default_rng(0)
+    y, x = np.mgrid[0:height, 0:width]
+    smooth = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)
+    return Image.fromarray((smooth * 0.8 + rng.uniform(0, 50, smooth.shape)).astype(np.uint8))
+
+
+def encoded(image: Image.Image, form: str, **options) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, form, **options)
+    return stream.getvalue()
+
+
+def png(value: int) -> bytes:
+    """4 x 4 pixels of one red; `reds` gives the values back."""
+    return encoded(Image.new("RGB", (4, 4), (value, 0, 0)), "PNG")
+
+
+def reds(source) -> list[int]:
+    return [source.load(i).getpixel((0, 0))[0] for i in range(len(source))]
+
+
+def members(source) -> list[str]:
+    return [source.member(i) for i in range(len(source))]
+
+
+def read(root):
+    """The user's own files."""
+    return build_source("folder", str(root), "train", False)
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_of(width: int, height: int, bits: int, colour: int, rows: bytes) -> bytes:
+    """Of compressed rows, whatever the header says."""
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
+
+
+def png16(values: np.ndarray) -> bytes:
+    """uint16 (h, w) or (h, w, c): grey, grey and alpha, RGB, RGBA."""
+
+    height, width = values.shape[:2]
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[values.size // (height * width)]
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return png_of(width, height, 16, colour, zlib.compress(rows))
+
+
+def tiff(values: np.ndarray, order: str = "<", deflate: bool = False, photometric: int | None = None) -> bytes:
+    """Of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'. One strip."""
+    height, width, channels = values.reshape(*values.shape[:2], -1).shape
+    data = values.astype(values.dtype.newbyteorder(order)).tobytes()
+    data = zlib.compress(data) if deflate else data
+    colour = photometric or (2 if channels > 2 else 1)
+    sample_format = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
+    tags = [(256, "H", [width]), (257, "H", [height]), (258, "H", [8 * values.dtype.itemsize] * channels)]
+    tags += [(259, "H", [8 if deflate else 1]), (262, "H", [colour]), (273, "I", [0]), (277, "H", [channels])]
+    tags += [(278, "H", [height]), (279, "I", [len(data)]), (284, "H", [1])]
+    tags += [(338, "H", [2])] if channels == 4 and colour == 2 else []
+    tags += [(339, "H", [sample_format] * channels)]
+    packed = [struct.pack(f"{order}{len(numbers)}{kind}", *numbers) for _, kind, numbers in tags]
+    place = 8 + 2 + 12 * len(tags) + 4
+    first = place + sum(len(each) for each in packed if len(each) > 4)
+    entries, blobs = b"", b""
+    for (tag, kind, numbers), each in zip(tags, packed, strict=True):
+        inline = struct.pack(f"{order}I", first) if tag == 273 else each
+        if len(each) > 4:
+            inline, blobs = struct.pack(f"{order}I", place + len(blobs)), blobs + each
+        entries += struct.pack(f"{order}HHI", tag, {"H": 3, "I": 4}[kind], len(numbers)) + inline.ljust(4, b"\0")
+    begin = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HIH", 42, 8, len(tags))
+    return begin + entries + struct.pack(f"{order}I", 0) + blobs + data
+
+
+def ppm(values: np.ndarray, most: int) -> bytes:
+    """uint16 (h, w) or (h, w, 3); `most`: what is white."""
+    kind = "P5" if values.ndim == 2 else "P6"
+    return f"{kind} {values.shape[1]} {values.shape[0]} {most} ".encode() + values.astype(">u2").tobytes()
+
+
+class Files:
+    """Encoded files in memory."""
+
+    labels = classes = None
+
+    def __init__(self, *contents: bytes) -> None:
+        self.contents = contents
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def read(self, index: int) -> bytes:
+        return self.contents[index]
+
+    def load(self, index: int) -> Image.Image:
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        return f"files/{index}.png"
+
+
+class Arrays:
+    """Arrays or Pillow's images in memory: a source without files."""
+
+    labels = classes = None
+
+    def __init__(self, *arrays: np.ndarray | Image.Image) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def load(self, index: int) -> np.ndarray | Image.Image:
+        return self.arrays[index]
+
+    def name(self, index: int) -> str:
+        return f"arrays/{index}"
