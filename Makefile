@@ -45,9 +45,9 @@ test-alone:
 	$(NO_AVX) $(PYTEST) -m "numerical and not gpu and $(MARKS)" >> $$log 2>&1 || failed="$$failed tests-without-AVX"; \
 	cat $$log; rm $$log; [ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
 
-# Two real ranks and every kind of fault; malformed and hostile files. FAULT_TABLE=1 writes docs/reliability.md anew.
+# Two real ranks and every kind of fault; malformed and hostile files.
 test-faults: setup
-	$(VENV)/bin/python -m $(if $(FAULT_TABLE),tests.faults.table,pytest -m faults)
+	$(VENV)/bin/python -m pytest -m faults
 
 # A supervised run with random faults: about an hour.
 soak: setup

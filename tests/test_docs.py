@@ -16,6 +16,7 @@ import yaml
 import dino_ds
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
+from dino_ds.errors import EXIT_CODES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.flags import parse_flags
 
@@ -129,6 +130,11 @@ def test_the_table_of_evaluations_is_the_program_s():
     for name, evaluate in EVALUATIONS.items():
         if ".protocols." not in evaluate.__module__:
             assert f"| `{name}` | {evaluate.__doc__.splitlines()[0]} |\n" in page
+
+
+def test_the_page_on_reliability_has_every_exit_code():
+    page = (REPOSITORY / "docs/reliability.md").read_text()
+    assert sorted(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE))) == sorted(EXIT_CODES)
 
 
 def test_the_tree_in_the_readme_is_the_tree():

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,39 +16,11 @@ from dino_ds import distributed
 from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, Reading, extract_features
+from dino_ds.weights.load import Backbone
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
-
-
-class Model(Protocol):
-    """A frozen network, as `dino_ds.weights.load.Backbone`: images (b, c, h, w), normalised, on its device."""
-
-    image_size: int
-    stride: int
-    side_multiple: int
-    width: int
-    normalisation: Normalisation
-    is_vit: bool
-    """Whether it has attention and tokens of its last blocks."""
-
-    def features(self, images: Tensor) -> Tensor:
-        """(b, width)."""
-        ...
-
-    def patch_tokens(self, images: Tensor) -> Tensor:
-        """(b, rows, columns, width); of a network that is not a ViT the width of its map."""
-        ...
-
-    def attention(self, images: Tensor) -> Tensor:
-        """Of the CLS token, (b, heads, rows, columns)."""
-        ...
-
-    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        """After each of the last blocks and the final norm: (blocks, b, 1 + patches, width), CLS first."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -96,7 +67,7 @@ class EvalContext:
 
     def __init__(
         self,
-        backbone: Model,
+        backbone: Backbone,
         settings: Settings,
         device: torch.device,
         sources: NamedSources = lambda: (None, None),
@@ -150,7 +121,7 @@ class EvalContext:
     @cached_property
     def train_indices(self) -> list[int]:
         """The training images in use: labelled, at most `settings.images`, evenly spread."""
-        return labelled_indices(self.train_source, self.settings.images)
+        return _labelled_indices(self.train_source, self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
@@ -171,7 +142,7 @@ class EvalContext:
         """The images of `any_source` in use, evenly spread; only labelled ones where it has labels."""
         source, limit = self.any_source, self.test_limit
         if _is_labelled(source):
-            return labelled_indices(source, limit)
+            return _labelled_indices(source, limit)
         return evenly_spaced_indices(len(source), limit or len(source))
 
     @property
@@ -182,7 +153,7 @@ class EvalContext:
     @cached_property
     def train(self) -> Labelled:
         """Features of the training images in use."""
-        return self.describe(self.train_source, self.train_indices)
+        return self.compute(self.backbone.features, self.train_source, self.train_indices, self.crop)
 
     @cached_property
     def test(self) -> Labelled:
@@ -200,13 +171,13 @@ class EvalContext:
     @cached_property
     def any_images(self) -> Labelled:
         """Of `any_source`, with its own labels."""
-        return self.describe(self.any_source, self.any_indices)
+        return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
 
     @property
     def any_labelled(self) -> Labelled:
         """`any_images`. Raises DataError where they have no classes."""
         if not _is_labelled(self.any_source):
-            raise DataError("the images have no classes: sort them into two or more class folders, or give labels")
+            raise _no_classes("the images")
         return self.any_images
 
     @property
@@ -214,10 +185,6 @@ class EvalContext:
         """How many training and other images have been used so far; None: none."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
-
-    def describe(self, source: Source, indices: Sequence[int]) -> Labelled:
-        """The backbone's features of images of any source, prepared as for k-NN: see `compute`."""
-        return self.compute(self.backbone.features, source, indices, self.crop)
 
     def compute(
         self,
@@ -269,7 +236,11 @@ class EvalContext:
             raise DataError("there are no training images: name labelled ones with --root DIR")
         if test is None:
             raise DataError("there are no test images: name labelled ones with --test_root DIR")
-        check_labels(train, test)
+        for which, images in (("training", train), ("test", test)):
+            if not _is_labelled(images):
+                raise _no_classes(f"the {which} images")
+        if missing := sorted(set(test.classes or []) - set(train.classes or [])):
+            raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
         return train, test
 
 
@@ -281,18 +252,10 @@ def _labels_of(source: Source, indices: list[int]) -> set[int]:
     return set(np.asarray(source.labels)[indices].tolist())
 
 
-def labelled_indices(source: Source, limit: int | None) -> list[int]:
+def _labelled_indices(source: Source, limit: int | None) -> list[int]:
     labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
     return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
 
 
-def check_labels(train: Source, test: Source) -> None:
-    """Raises DataError where a labelled evaluation is not possible."""
-    for which, images in (("training", train), ("test", test)):
-        if not _is_labelled(images):
-            raise DataError(
-                f"the {which} images have no classes: sort them into two or more class folders, or give labels"
-            )
-    missing = sorted(set(test.classes or []) - set(train.classes or []))
-    if missing:
-        raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
+def _no_classes(images: str) -> DataError:
+    return DataError(f"{images} have no classes: sort them into two or more class folders, or give labels")

@@ -140,11 +140,13 @@ class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, int, int] | str:
+    def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
         """Image, its place and label, or the text that names an unreadable one."""
-        index = self._indices[i]
+        return self._item(i, self._transform)
+
+    def _item(self, i: int, transform: Callable[[Any], Tensor]) -> tuple[Tensor, int, int] | str:
         try:
-            return self._transform(load_image(self._source, index, *self._how)), i, self._labels[i]
+            return transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
         except UnreadableImage as error:
             return str(error)
 

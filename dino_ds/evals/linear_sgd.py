@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from dino_ds import distributed
-from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.decode import load_image
+from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import RandomCrop
 from dino_ds.evals.context import EvalContext, Labelled, Settings
-from dino_ds.evals.features import GaveUp, loaded
+from dino_ds.evals.features import GaveUp, LabelledImages, Reading, loaded
 from dino_ds.hashing import crop_seed
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
@@ -32,7 +32,8 @@ _REFERENCE_BATCH = 256
 _INITIAL_STD = 0.01
 
 Kind = tuple[int, bool]
-"""Which features a classifier sees: CLS tokens of how many last blocks; with the mean of the last block's patches?"""
+"""Which features a classifier sees: CLS tokens of how many last blocks; with the mean of the last block's patches?
+Their sum is the number of vectors."""
 
 
 def linear_sgd(context: EvalContext) -> dict[str, float]:
@@ -72,7 +73,7 @@ class Probes:
         self.kinds, self._width, self._all_rates = kinds, width, rates
         self._mine = range(distributed.rank(), len(rates), distributed.world_size())
         self.rates = torch.tensor([rates[i] for i in self._mine], device=device)[:, None, None]
-        self.weights = [_initial(kind, self._mine, _columns(*kind) * width, classes, seed).to(device) for kind in kinds]
+        self.weights = [_initial(kind, self._mine, sum(kind) * width, classes, seed).to(device) for kind in kinds]
         self._velocities = [torch.zeros_like(weight) for weight in self.weights]
 
     @torch.no_grad()
@@ -102,12 +103,8 @@ class Probes:
         """The columns of a kind with one of ones, for the bias: (b, columns + 1)."""
         has_mean = any(mean for _, mean in self.kinds)
         last = inputs.shape[1] - (self._width if has_mean and not kind[1] else 0)
-        x = inputs[:, last - _columns(*kind) * self._width : last]
+        x = inputs[:, last - sum(kind) * self._width : last]
         return torch.cat((x, x.new_ones(len(x), 1)), dim=1)
-
-
-def _columns(blocks: int, mean: bool) -> int:
-    return blocks + mean
 
 
 def _initial(kind: Kind, rates: Sequence[int], width: int, classes: int, seed: int) -> Tensor:
@@ -194,24 +191,18 @@ def _at_the_end_of_the_grid(found: dict[tuple[Kind, float], float]) -> list[str]
     ]
 
 
-class _Augmented(Dataset[tuple[Tensor, int, int] | str]):
+class _Augmented(LabelledImages):
     """Items are asked for by (epoch, place in `indices`)."""
 
     def __init__(self, source: Source, indices: list[int], crop: RandomCrop, settings: Settings) -> None:
-        assert source.labels is not None
-        self._source, self._indices, self._crop = source, indices, crop
-        self._seed, self._range = settings.seed, settings.value_range
-        self._labels = [source.labels[index] for index in indices]
+        how = Reading(partial(crop, seed=0), value_range=settings.value_range, channels=crop.channels)
+        super().__init__(source, indices, how)
+        self._crop, self._seed = crop, settings.seed
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[Tensor, int, int] | str:
         epoch, place = item
-        index = self._indices[place]
-        try:
-            image = load_image(self._source, index, self._range, self._crop.channels)
-            crop = self._crop(image, crop_seed(self._seed, epoch, index))
-        except UnreadableImage as error:
-            return str(error)
-        return crop, place, self._labels[place]
+        seed = crop_seed(self._seed, epoch, self._indices[place])
+        return self._item(place, partial(self._crop, seed=seed))
 
 
 class _Batches(Sampler[Any]):

@@ -17,10 +17,11 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import replace_file
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import generators_kept
-from dino_ds.evals.runner import LiveTeacher
+from dino_ds.evals.runner import live_teacher
 from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.draw import draw_patches
 from dino_ds.training.run import AtStep, Moment
+from dino_ds.weights.load import Backbone
 
 _IMAGES = 4
 _PATCHES = 16
@@ -71,8 +72,8 @@ class PeriodicPictures(AtStep):
         """PNG files, and the same for TensorBoard."""
         pictures, device = moment.run_dir / "pictures", moment.device
         folder = pictures / f"step_{moment.step:08d}"
-        with generators_kept(device):
-            model = LiveTeacher(moment.teacher, self._image_size, self._normalisation)
+        teacher = live_teacher(moment.teacher, self._image_size, self._normalisation)
+        with generators_kept(device), teacher as model:
             figures = draw_patches(model, *self._read(model, device)) if model.has_patches else {}
             for name, figure in figures.items():
                 moment.log.picture(name, figure_tensor(figure, _DPI), moment.step)
@@ -80,7 +81,7 @@ class PeriodicPictures(AtStep):
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", figure_png(figure, _DPI, palette=True))
 
-    def _read(self, model: LiveTeacher, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
+    def _read(self, model: Backbone, device: torch.device) -> tuple[Tensor, Sequence[float], Sequence[float]]:
         """Images (b, c, side, side) as the network takes them, read once; the mean and deviation of their channels."""
         if self._images is None:
             crop, rows = EvalCrop(self._side(model), self._normalisation), list[Tensor]()
@@ -94,11 +95,11 @@ class PeriodicPictures(AtStep):
             self._images = torch.stack(rows)
         return self._images.to(device), self._normalisation.mean, self._normalisation.std
 
-    def _side(self, model: LiveTeacher) -> int:
+    def _side(self, model: Backbone) -> int:
         """Pixels: so many that there are patches to see, but for a network that takes no other size than its own."""
         side = max(self._image_size, _PATCHES * model.stride)
         try:
-            model.check_image(side, side)
+            model.network.check_image(side, side)
         except ConfigError:
             return self._image_size
         return side

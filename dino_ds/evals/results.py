@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import os
@@ -17,20 +16,6 @@ from typing import Any
 from dino_ds.durable import replace_file
 
 RESULTS = "evaluations.json"
-
-
-def describe_result(
-    results: dict[str, float], seconds: float, step: int | None, images: int | None, used: dict[str, Any]
-) -> dict[str, Any]:
-    """What is kept of one evaluation; `used`: its images, by `suite.images_of`."""
-    return {
-        "step": step,
-        "images": images,
-        "date": datetime.date.today().isoformat(),
-        **{key: used.get(key) for key in ("data", "train_images", "test_images")},
-        "seconds": round(seconds, 1),
-        "results": results,
-    }
 
 
 def name_images(source: str, root: str | None) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
@@ -19,9 +18,8 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
-from dino_ds.evals.preflight import preflight_eval
-from dino_ds.evals.results import RESULTS, describe_result, write_results
-from dino_ds.evals.suite import evaluate, images_of
+from dino_ds.evals.results import RESULTS, write_results
+from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.teachers.base import Teacher
 from dino_ds.training.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
@@ -122,20 +120,19 @@ class EvalRunner(AtStep):
         What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
-        device = moment.device
-        with generators_kept(device):
-            try:
-                model = LiveTeacher(moment.teacher, self._size, self._normalisation)
-                return self._evaluate(model, moment, device)
-            except GaveUp:
-                return None
+        teacher = live_teacher(moment.teacher, self._size, self._normalisation)
+        with suppress(GaveUp), generators_kept(moment.device), teacher as model:
+            return self._evaluate(model, moment)
+        return None
 
-    def _evaluate(self, model: LiveTeacher, moment: Moment, device: torch.device) -> Results:
+    def _evaluate(self, model: Backbone, moment: Moment) -> Results:
         def context_of(model: Any) -> EvalContext:
             return EvalContext(
-                model, self._settings, device, lambda: self._sources, moment.stop_requested, progress=False
+                model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False
             )
 
+        # The baseline that any learning must beat.
+        pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalisation=self._normalisation)
         context, results, raw = context_of(model), Results(), self.raw
         for name in self._names:
             if any(distributed.gather_objects(moment.stop_requested())):
@@ -144,14 +141,14 @@ class EvalRunner(AtStep):
             try:
                 found = evaluate(name, context)
                 if name == "knn" and raw is None:
-                    (raw,) = evaluate(name, context_of(_RawPixels(self._size, self._normalisation))).values()
+                    (raw,) = evaluate(name, context_of(pixels)).values()
             except (ConfigError, DataError) as error:
                 if moment.step == 0:
                     raise _with_recipe_keys(name, error) from None
                 context.notes.append(f"{name} can't be evaluated at step {moment.step}: {error}")
                 continue
-            seconds, images = time.monotonic() - began, images_of(name, context)
-            results[name] = describe_result(found, seconds, moment.step, moment.images, images)
+            about = {"step": moment.step, "images": moment.images}
+            results[name] = describe_result(name, context, found, time.monotonic() - began, about)
         self._notes += context.notes
         if "knn" in results:
             (self.latest,) = results["knn"]["results"].values()
@@ -214,46 +211,16 @@ class EvalRunner(AtStep):
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
 
 
-class LiveTeacher:
-    """A `Model`: in FP32 whatever the precision of training, its blocks as they are without a compiler.
+@contextmanager
+def live_teacher(teacher: Teacher, image_size: int, normalisation: Normalisation) -> Iterator[Backbone]:
+    """The newest teacher, not a copy: in FP32 whatever the precision of training, and without a compiler.
 
-    `image_size` is the native side in pixels. Nothing is copied: it is always the newest teacher.
+    `image_size` is the native side in pixels.
     """
-
-    def __init__(self, teacher: Teacher, image_size: int, normalisation: Normalisation) -> None:
-        self._teacher, self.normalisation = teacher, normalisation
-        self._backbone = Backbone(teacher.backbone, image_size, "the teacher", {})
-        model = self._backbone
-        self.image_size, self.stride, self.width, self.is_vit = image_size, model.stride, model.width, model.is_vit
-        self.side_multiple, self.has_patches = model.side_multiple, model.has_patches
-
-    def features(self, images: Tensor) -> Tensor:
-        return self._teacher.features(images)
-
-    def check_image(self, height: int, width: int) -> None:
-        self._backbone.network.check_image(height, width)
-
-    def patch_tokens(self, images: Tensor) -> Tensor:
-        with self._teacher.evaluating():
-            return self._backbone.patch_tokens(images)
-
-    def attention(self, images: Tensor) -> Tensor:
-        with self._teacher.evaluating():
-            return self._backbone.attention(images)
-
-    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        with self._teacher.evaluating():
-            return self._backbone.last_tokens(images, blocks)
-
-
-class _RawPixels:
-    """The baseline that any learning must beat, as a `Model` for k-NN."""
-
-    def __init__(self, image_size: int, normalisation: Normalisation) -> None:
-        self.image_size, self.normalisation = image_size, normalisation
-
-    def features(self, images: Tensor) -> Tensor:
-        return raw_pixels(images)
+    model = Backbone(teacher.backbone, image_size, "the teacher", {})
+    model.normalisation = normalisation
+    with teacher.evaluating():
+        yield model
 
 
 def _with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:

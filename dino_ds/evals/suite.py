@@ -6,7 +6,10 @@ goes into the table of docs/evaluations.md, what it returns is printed, written 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,8 +18,9 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import DataError
-from dino_ds.evals.context import EvalContext
+from dino_ds.evals.context import EvalContext, NamedSources, Settings
 from dino_ds.evals.knn import class_retrieval, knn_accuracies
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
@@ -140,12 +144,55 @@ def evaluate(name: str, context: EvalContext) -> dict[str, float]:
     return distributed.gather_objects(EVALUATIONS[name](context))[0]
 
 
-def images_of(name: str, context: EvalContext, data: str | None = None) -> dict[str, Any]:
-    """What `describe_result` takes of the images: a benchmark has its own, the others those that `data` names."""
-    if name in BENCHMARKS:
-        return {"data": name}
-    train, test = context.image_counts
-    return {"data": data, "train_images": train, "test_images": test}
+def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
+    """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
+
+    Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, where there are no
+    images or labels for it, or no benchmark.
+    """
+    methods = dict.fromkeys(("features", "patch_tokens", "last_tokens"))
+    sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
+    no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalisation=IMAGENET)
+    context = _Preflight(no_model, settings, torch.device("cpu"), sources)
+    with distributed.raise_on_all_ranks(), suppress(_Ready):
+        EVALUATIONS[name](context)
+    return context
+
+
+class _Ready(Exception):
+    """The evaluation has found everything that it needs before its first feature."""
+
+
+class _Preflight(EvalContext):
+    def begin(self) -> None:
+        if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
+            _ = self.test_indices
+        raise _Ready
+
+
+def describe_result(
+    name: str,
+    context: EvalContext,
+    results: dict[str, float],
+    seconds: float,
+    about: Mapping[str, Any],
+    data: str | None = None,
+) -> dict[str, Any]:
+    """What is kept of one evaluation (evals/results.py).
+
+    about: "step" and "images" of the model; data: what its images are called, but for a benchmark, which has its own.
+    """
+    train, test = (None, None) if name in BENCHMARKS else context.image_counts
+    return {
+        "step": about.get("step"),
+        "images": about.get("images"),
+        "date": datetime.date.today().isoformat(),
+        "data": name if name in BENCHMARKS else data,
+        "train_images": train,
+        "test_images": test,
+        "seconds": round(seconds, 1),
+        "results": results,
+    }
 
 
 def draw_balanced(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:

@@ -51,24 +51,19 @@ class CollapseAlarm:
         self._kind = kind
         if not kind and self.on:
             self.on = False
-            return f"collapse after step {step}: over{self._whose}; entropy {entropy:.3f}, KL {kl:.3f}"
+            whose = "" if self._rows == "image" else f" for every {self._rows}"
+            return f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
         if self.on or self._windows < WINDOWS:
             return ""
         self.on = True
+        hint = _BALANCED_HINTS.get(kind, _HINTS[kind]) if self._balanced else _HINTS[kind]
         what = f"the teacher gives every {self._rows} the same target"
         if kind == "constant images":
             what = f"{constant:.0%} of the images are of one colour: nothing can be learned from them"
         return (
             f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
-            f"for {WINDOWS} lines; DINO, figure 7); {self._hint(kind)}"
+            f"for {WINDOWS} lines; DINO, figure 7); {hint}"
         )
-
-    @property
-    def _whose(self) -> str:
-        return "" if self._rows == "image" else f" for every {self._rows}"
-
-    def _hint(self, kind: str) -> str:
-        return _BALANCED_HINTS.get(kind, _HINTS[kind]) if self._balanced else _HINTS[kind]
 
     def _kind_of(self, step: int, entropy: float, kl: float) -> str:
         if not abs(kl) < NO_KL * self._most:

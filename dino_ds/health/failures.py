@@ -107,10 +107,14 @@ class Failures:
         return peer
 
     def _wait_for_cause(self) -> Failure | None:
-        if self._beat.listed:
-            return self._disk.run(lambda: self._heartbeats.wait_for_failure(_CAUSE_SECONDS), None)
-        time.sleep(1.0)  # the rank that failed may be about to report why
-        return None
+        """The first failure, if it is recorded in time: its rank may be slower than its peers."""
+        if not self._beat.listed:
+            time.sleep(1.0)  # the rank that failed may be about to report why
+            return None
+        end = time.monotonic() + _CAUSE_SECONDS
+        while (failure := self._disk.run(self._heartbeats.first_failure, None)) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        return failure
 
 
 def _first_line(error: Exception) -> str:

@@ -72,12 +72,6 @@ def stamped(text: str) -> str:
     return "\n".join(f"{now()} {line}" for line in text.split("\n"))
 
 
-def append_to_log(run_dir: Path, text: str) -> None:
-    """A line of RUN/log.txt by another process than rank 0, of a run that has a log."""
-    if (run_dir / "log.txt").exists():
-        append_line(run_dir / "log.txt", stamped(text))
-
-
 class Disk:
     """Runs file operations in a thread with a time limit. While one hangs, later ones are skipped at once."""
 

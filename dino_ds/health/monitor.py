@@ -246,7 +246,7 @@ class MonitorProcess:
     def _after_the_end(self) -> None:
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
-            message = describe_death(arguments.rank, death_of(arguments.pid), beat.step, beat.where)
+            message = describe_death(f"rank {arguments.rank}", death_of(arguments.pid), beat.step, beat.where)
             message = f"{message}; {last_checkpoint(self._run_dir)}"
             if beat.listed:
                 self._report("died", message)

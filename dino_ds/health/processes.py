@@ -32,12 +32,22 @@ class Process:
 
 def find_process(pid: int) -> Process | None:
     """None where there is none, or no /proc."""
+    fields = _stat(pid)
+    return Process(pid, int(fields[1]), fields[0], int(fields[19])) if fields else None
+
+
+def exit_status(pid: int) -> int | None:
+    """As os.waitpid has it, of a process that has ended and whose parent has not waited for it yet; else None."""
+    fields = _stat(pid)
+    return int(fields[49]) if len(fields) > 49 else None
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on, [] where there is none; the name before it may hold spaces and brackets."""
     try:
-        # The name, in brackets, may hold spaces and brackets.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return Process(pid, int(fields[1]), fields[0], int(fields[19]))
+        return []
 
 
 def alive(pid: int, ticks: int) -> bool:
@@ -57,17 +67,15 @@ def machine() -> str:
 
 def death_of(pid: int) -> str:
     """How a process has ended: "by SIGKILL", "with exit code 0", or "" where it is too late to tell."""
-    try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[49])
-    except (OSError, ValueError, IndexError):
+    status = exit_status(pid)
+    if status is None:
         return ""
-    number = status & 0x7F
-    if number:
-        try:
-            return f"by {signal.Signals(number).name}"
-        except ValueError:
-            return f"by signal {number}"
-    return f"with exit code {status >> 8}"
+    return death_by(os.WTERMSIG(status)) if os.WTERMSIG(status) else f"with exit code {os.WEXITSTATUS(status)}"
+
+
+def death_by(number: int) -> str:
+    """As `death_of` has it; real-time signals have no names."""
+    return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"by signal {number}"
 
 
 def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.durable import discard, replacing
-from dino_ds.health.files import Disk, append_to_log, create_exclusively
+from dino_ds.health.files import Disk, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
-_FIRST_FAILURE = "first_failure.json"
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,11 @@ class Heartbeat:
     code: int = 0
     message: str = ""
 
+    @property
+    def working(self) -> bool:
+        """On a step: not starting, saving or so."""
+        return self.phase in ("data", "step")
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -63,7 +67,7 @@ class Heartbeats:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
         self._before = run_dir / "heartbeats.before"
-        self._first = self.folder / _FIRST_FAILURE
+        self.failure_path = self.folder / "first_failure.json"
         self.prepared = False
 
     def prepare(self) -> None:
@@ -114,54 +118,44 @@ class Heartbeats:
                 found.append(Heartbeat(**json.loads(path.read_text())))
         return found
 
-    def age(self, rank: int) -> float | None:
-        """Seconds between this rank's heartbeat and the newest of all, by the disk's clock; None for none."""
-        times = {}
-        for path in self.folder.glob("rank_*.json"):
-            with contextlib.suppress(OSError):
-                times[path] = path.stat().st_mtime
-        own = times.get(self.path(rank))
-        return None if own is None else max(times.values()) - own
-
     def claim(self, failure: Failure) -> bool:
         """Whether `failure` is the first of this run: then it is recorded, log.txt has it, and this rank reports it."""
         try:
-            first = create_exclusively(self._first, json.dumps(asdict(failure)) + "\n")
+            first = create_exclusively(self.failure_path, json.dumps(asdict(failure)) + "\n")
         except OSError:
             return False
         if first:
-            append_to_log(self._run_dir, f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}")
+            line = f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}"
+            if (self._run_dir / "log.txt").exists():  # the run has a log
+                append_line(self._run_dir / "log.txt", stamped(line))
         return first
 
     def first_failure(self) -> Failure | None:
         try:
-            return Failure(**json.loads(self._first.read_text()))
+            return Failure(**json.loads(self.failure_path.read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-
-    def wait_for_failure(self, seconds: float) -> Failure | None:
-        """The first failure, if it is recorded within `seconds`: its rank may be slower than its peers."""
-        end = time.monotonic() + seconds
-        while (failure := self.first_failure()) is None and time.monotonic() < end:
-            time.sleep(0.05)
-        return failure
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
         """The ranks that hold up the others: silent ones (as numbers, where there is no heartbeat at all), else stopped
         ones, else those with the fewest moves; [] where all are at the same place."""
         by_rank = {beat.rank: beat for beat in self.read()}
-        ages = {rank: self.age(rank) for rank in range(world_size)}
-        silent = [r for r, age in ages.items() if age is None or (age > SILENT_SECONDS and not by_rank[r].ended)]
+        times = {}  # by the disk's clock
+        for rank in range(world_size):
+            with contextlib.suppress(OSError):
+                times[rank] = self.path(rank).stat().st_mtime
+        due = max(times.values(), default=0.0) - SILENT_SECONDS
+        ended = {rank for rank, beat in by_rank.items() if beat.ended}
+        silent = [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]
         if silent:
             return [by_rank.get(rank, rank) for rank in silent]
         beats = list(by_rank.values())
-        stopped = [beat for beat in beats if beat.stopped]
-        if stopped:
-            return list[Heartbeat | int](stopped)
+        if stopped := [beat for beat in beats if beat.stopped]:
+            return [*stopped]
         running = [beat for beat in beats if not beat.ended]
         fewest = min((beat.moves for beat in running), default=0)
         late = [beat for beat in running if beat.moves == fewest]
-        return list[Heartbeat | int](late) if len(late) < len(running) else []
+        return [*late] if len(late) < len(running) else []
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:
@@ -179,12 +173,12 @@ def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: fl
     return f"no progress on {who}{host} for {seconds:.0f} s (step {at.step}, {where}{state}); stacks in {stacks}"
 
 
-def describe_death(rank: int, how: str, step: int, where: str) -> str:
-    """A line for people; `how` as dino_ds.health.processes.death_of returns it."""
+def describe_death(who: str, how: str, step: int, where: str) -> str:
+    """A line for people; `who`: "rank 1", `how` as dino_ds.health.processes.death_of returns it."""
     memory = "most often because memory has run out"
     why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
     own = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
-    return f"rank {rank} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, own)}"
+    return f"{who} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, own)}"
 
 
 def last_checkpoint(run_dir: Path) -> str:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError
-from dino_ds.health.records import last_checkpoint
+from dino_ds.health.processes import death_by
+from dino_ds.health.records import Heartbeat, describe_death, last_checkpoint
 from dino_ds.launching.guard import Guard, end_all
 from dino_ds.launching.ranks import End, LocalRanks
-from dino_ds.launching.records import Place, StartRecords, last_checkpoint_step
+from dino_ds.launching.records import StartRecords, last_checkpoint_step
 
 LOST = PeerError.exit_code
 _TICK_SECONDS = 0.2
@@ -34,14 +35,15 @@ _OTHER_MACHINES_SECONDS = 15.0
 class Outcome:
     """How a start ended. `message`: one line, "" if all is well; `reported`: a rank has printed it already.
 
-    failed_at: time.monotonic() of the first failure; seconds: from there until no process was left.
+    beat: the last heartbeat of `rank`, or of the rank that is furthest, None where there was none; failed_at:
+    time.monotonic() of the first failure; seconds: from there until no process was left.
     """
 
     code: int
     message: str = ""
     reported: bool = False
     rank: int | None = None
-    place: Place | None = None
+    beat: Heartbeat | None = None
     failed_at: float = 0.0
     seconds: float = 0.0
 
@@ -66,10 +68,6 @@ class StopSignals:
     def _note(self, number: int, _frame: object) -> None:
         self.first = self.first or number
         self.count += 1
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self.first).name if self.first else ""
 
     @property
     def for_ranks(self) -> int:
@@ -97,7 +95,7 @@ class LaunchAttempt:
         self._root = subprocess.Popen(
             list(argv), env=guard.environment, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        self._ranks = LocalRanks(self._root, is_launcher(argv))
+        self._ranks = LocalRanks(self._root)
         self._start_step = last_checkpoint_step(run_dir) or 0
         self._signalled: set[int] = set()
         self._killed = self._launcher_lost = False
@@ -175,7 +173,7 @@ class LaunchAttempt:
         failed_at = self._failed_at or now
 
         def outcome(code: int, message: str = "", reported: bool = False, rank: int | None = None) -> Outcome:
-            return Outcome(code, message, reported, rank, self._records.place(rank), failed_at, now - failed_at)
+            return Outcome(code, message, reported, rank, self._records.beat(rank), failed_at, now - failed_at)
 
         if self._signals.count > 1:
             return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
@@ -192,7 +190,8 @@ class LaunchAttempt:
             # Of a hang, it is the rank that has noticed it; the message names those that are behind.
             rank = None if failure.kind == "hang" else failure.rank
             return outcome(failure.code or LOST, failure.message, True, rank)
-        return outcome(*self._unrecorded_failure(codes))
+        code, message, rank = self._unrecorded_failure(codes)
+        return outcome(code, f"{message}; {self._checkpoint}", rank=rank)
 
     def _codes(self) -> dict[int, int | None]:
         """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known.
@@ -211,37 +210,25 @@ class LaunchAttempt:
                 codes[rank] = beat.code if beat is not None and beat.ended else None
         return codes
 
-    def _unrecorded_failure(self, codes: dict[int, int | None]) -> tuple[int, str, bool, int | None]:
-        """For a failure that no rank has recorded: code, message, reported, rank."""
+    def _unrecorded_failure(self, codes: dict[int, int | None]) -> tuple[int, str, int | None]:
+        """For a failure that no rank has recorded: code, message, rank."""
         for end in self._ranks.ends:
-            who, place = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.place(end.rank)
-            where = f"at step {place.step}" if place and place.working else "while starting"
+            who, beat = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.beat(end.rank)
+            step, where = (beat.step, beat.where) if beat else (0, "start")
             if end.killed_by:
-                why = " (often: out of memory)" if end.killed_by == signal.SIGKILL else ""
-                name = signal.Signals(end.killed_by).name
-                return LOST, f"{who} died by signal {name}{why} {where}; {self._checkpoint}", False, end.rank
+                return LOST, describe_death(who, death_by(end.killed_by), step, where), end.rank
             if end.rank is not None and end.code:
-                return end.code, f"{who} ended with code {end.code} {where}; {self._checkpoint}", False, end.rank
+                return end.code, f"{who} ended with code {end.code} at step {step} ({where})", end.rank
         if not codes:
             code = self._root.returncode or 0
-            text = f"the launcher ended with code {code}, and no rank was seen"
-            return code if code > 0 else LOST, text, False, None
+            return code if code > 0 else LOST, f"the launcher ended with code {code}, and no rank was seen", None
         # Ranks that nobody has seen end, too quick or elsewhere: by their last heartbeats.
-        rank = next((rank for rank, found in codes.items() if found), None)
-        if rank is not None and (code := codes[rank] or 0) > 0:
-            return code, f"rank {rank} ended with code {code}; {self._checkpoint}", False, rank
-        rank = next(rank for rank, found in codes.items() if found != 0)
-        text = f"rank {rank} has ended without having finished; {self._checkpoint}"
-        return LOST, text, False, rank
+        for rank, code in codes.items():
+            if code is not None and code > 0:
+                return code, f"rank {rank} ended with code {code}", rank
+        rank = next(rank for rank, code in codes.items() if code != 0)
+        return LOST, f"rank {rank} has ended without having finished", rank
 
     @property
     def _checkpoint(self) -> str:
         return last_checkpoint(self._run_dir)
-
-
-def is_launcher(argv: Sequence[str]) -> bool:
-    """Whether the command starts ranks; else it is one."""
-    names = {Path(word).name for word in argv[:4]}
-    return bool(names & {"deepspeed", "ds", "torchrun", "deepspeed.launcher.runner", "deepspeed.launcher.launch"}) or (
-        "torch.distributed.run" in names
-    )

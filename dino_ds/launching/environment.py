@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dino_ds.errors import ConfigError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LAST_PORT = 65535
+_MOST_RANKS, _LAST_PORT = 10**6, 65535
 _RESOLVE_SECONDS = 20.0
 """For a name that a cluster makes known while its first machine starts."""
 
@@ -25,9 +25,8 @@ def check_ranks(environment: Mapping[str, str]) -> None:
             raise _wrong(f"WORLD_SIZE is {given['WORLD_SIZE']!r}, and RANK is not set")
         return
     if missing := [name for name in _NEEDED if name not in given]:
-        are = "are" if len(missing) > 1 else "is"
-        raise _wrong(f"RANK is {given['RANK']!r}, and {' and '.join(missing)} {are} not set")
-    ranks = _number("WORLD_SIZE", given, 1)
+        raise _wrong(f"RANK is {given['RANK']!r} without {', '.join(missing)}")
+    ranks = _number("WORLD_SIZE", given, 1, _MOST_RANKS)
     _number("RANK", given, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
     _number("LOCAL_RANK", given, 0, ranks - 1)
     _number("MASTER_PORT", given, 1, _LAST_PORT)
@@ -42,13 +41,11 @@ def _wrong(problem: str) -> ConfigError:
     return error
 
 
-def _number(name: str, given: Mapping[str, str], low: int, high: int | None = None, of: str = "") -> int:
+def _number(name: str, given: Mapping[str, str], low: int, high: int, of: str = "") -> int:
     text = given[name]
-    number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 10 else None
-    if number is not None and low <= number and (high is None or number <= high):
-        return number
-    allowed = f"at least {low}" if high is None else f"{low} to {high}"
-    raise _wrong(f"{name} is {text!r}, and must be a whole number, {allowed}{of}")
+    if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
+        return int(text)
+    raise _wrong(f"{name} is {text!r}, and must be a whole number, {low} to {high}{of}")
 
 
 def _resolve(host: str) -> None:

@@ -35,25 +35,19 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        host = _parse(line, f"hostfile {path}:{number}: ")
-        if host.name in hosts:
-            raise ConfigError(f"hostfile {path}:{number}: {host.name} is named twice: write one line a machine")
-        hosts[host.name] = host
+        found = _LINE.fullmatch(line)
+        if found is None or not 1 <= int(found["slots"]) <= MAX_SLOTS:
+            raise ConfigError(
+                f'hostfile {path}:{number}: {_shown(line)} is not "name slots=N", N 1 to {MAX_SLOTS}; '
+                "a user's name goes into ~/.ssh/config"
+            )
+        name = found["name"]
+        if name in hosts:
+            raise ConfigError(f"hostfile {path}:{number}: {name} is named twice: write one line a machine")
+        hosts[name] = Host(name, tuple(range(int(found["slots"]))))
     if not hosts:
         raise ConfigError(f'hostfile {path} names no machine: write a line "name slots=N" for each')
     return tuple(hosts.values())
-
-
-def _parse(line: str, where: str) -> Host:
-    found = _LINE.fullmatch(line)
-    if found is None or not 1 <= int(found["slots"]) <= MAX_SLOTS:
-        why = ""
-        if "@" in line.split()[0]:
-            why = "; a user's name goes into ~/.ssh/config"
-        elif found is not None:
-            why = f"; N is 1 to {MAX_SLOTS}"
-        raise ConfigError(f'{where}{_shown(line)} is not "name slots=N"{why}')
-    return Host(found["name"], tuple(range(int(found["slots"]))))
 
 
 def _shown(text: str, most: int = 80) -> str:

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from dino_ds.health.processes import find_process
+from dino_ds.health.processes import exit_status, find_process
 
 _SEARCH_SECONDS = 0.2
 _POLL_SECONDS = 0.05
@@ -51,31 +50,23 @@ class _Process:
         found = find_process(self.pid)
         return found is None or found.state in "ZX"
 
-    def status(self) -> int | None:
-        """The exit status of a process that has ended and whose parent has not waited for it yet."""
-        try:
-            return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[49])
-        except (OSError, ValueError, IndexError):
-            return None
-
     def close(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
 
 
 class LocalRanks:
-    """The processes of a launcher (or, without one, the rank itself) and its children; `ends` in order of time.
+    """The processes of a launcher (`root`) and its children; `ends` in order of time.
 
-    launched: whether `root` is a launcher. Ranks are the topmost processes with RANK in their environment.
+    Ranks are the topmost processes with RANK in their environment.
     """
 
-    def __init__(self, root: subprocess.Popen[bytes], launched: bool) -> None:
+    def __init__(self, root: subprocess.Popen[bytes]) -> None:
         self.ends: list[End] = []
         self._root, self._seen = root, {root.pid}
-        rank = None if launched else int(os.environ.get("RANK", 0))
-        self._watched = [_Process(root.pid, rank)]
-        self._ranks = set() if rank is None else {rank}
-        self._expected = None if launched else 1
+        self._watched = [_Process(root.pid, None)]
+        self._ranks = set[int]()
+        self._expected: int | None = None
         self._world_size = 0
         self._searched = 0.0
 
@@ -104,7 +95,7 @@ class LocalRanks:
         new = []
         for watched in list(self._watched):
             if watched.descriptor in ready or (watched.descriptor is None and watched.ended()):
-                new.append(End(watched.rank, watched.status()))
+                new.append(End(watched.rank, exit_status(watched.pid)))
                 self._watched.remove(watched)
                 watched.close()
                 self._reap(watched.pid)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats
-
-_WORKING = ("data", "step")
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a run was: `step` optimizer steps were done; `working`: on the next one, not starting, saving or so."""
-
-    step: int
-    working: bool
 
 
 class StartRecords:
@@ -32,18 +22,16 @@ class StartRecords:
         """Rank -> its last heartbeat; {} where the disk does not answer."""
 
         def read() -> dict[int, Heartbeat]:
-            versions = self._versions()
-            path = self._heartbeats.path
-            return {beat.rank: beat for beat in self._heartbeats.read() if self._is_new(path(beat.rank), versions)}
+            new = self._new_files()
+            return {beat.rank: beat for beat in self._heartbeats.read() if self._heartbeats.path(beat.rank) in new}
 
         return self._disk.run(read, {})
 
     def first_failure(self) -> Failure | None:
         """Written by the rank, or the watcher of the rank, that failed first."""
-        path = self._run_dir / "heartbeats" / "first_failure.json"
 
         def read() -> Failure | None:
-            return self._heartbeats.first_failure() if self._is_new(path, self._versions()) else None
+            return self._heartbeats.first_failure() if self._heartbeats.failure_path in self._new_files() else None
 
         return self._disk.run(read, None)
 
@@ -51,25 +39,22 @@ class StartRecords:
         """RUN/stop: ranks on other machines look for it."""
         self._disk.run((self._run_dir / "stop").touch, None)
 
-    def place(self, rank: int | None) -> Place | None:
-        """Where this rank, or the run, is or was; None before its first heartbeat."""
+    def beat(self, rank: int | None) -> Heartbeat | None:
+        """The last one of this rank, or of the rank that is furthest; None before the first."""
         beats = self.beats()
         own = beats.get(rank) if rank is not None else None
-        beat = own or max(beats.values(), key=lambda beat: beat.step, default=None)
-        return None if beat is None else Place(beat.step, beat.phase in _WORKING)
+        return own or max(beats.values(), key=lambda beat: beat.step, default=None)
 
-    def _is_new(self, path: Path, versions: dict[Path, tuple[int, int]]) -> bool:
-        return path in versions and versions[path] != self._old.get(path)
+    def _new_files(self) -> set[Path]:
+        return {path for path, version in self._versions().items() if version != self._old.get(path)}
 
     def _versions(self) -> dict[Path, tuple[int, int]]:
         """By the disk's own clock and numbers: machines disagree about the time."""
         found = {}
-        for path in (self._run_dir / "heartbeats").glob("*.json"):
-            try:
+        for path in self._heartbeats.folder.glob("*.json"):
+            with contextlib.suppress(OSError):
                 stat = path.stat()
-            except OSError:
-                continue
-            found[path] = (stat.st_ino, stat.st_mtime_ns)
+                found[path] = (stat.st_ino, stat.st_mtime_ns)
         return found
 
 
@@ -82,9 +67,4 @@ def last_checkpoint_step(run_dir: Path) -> int | None:
 
 def append_record(path: Path, record: dict[str, object]) -> None:
     """One line of JSON; nothing where the run folder was never made, or the disk does not answer."""
-
-    def append() -> None:
-        if path.parent.is_dir():
-            append_line(path, json.dumps(record))
-
-    Disk().run(append, None)
+    Disk().run(lambda: append_line(path, json.dumps(record)), None)

@@ -63,11 +63,6 @@ class Teacher:
         """Those of them, FP32, that each rank has of its own batch: they become their mean with every applied step."""
         return self._unsynced
 
-    def features(self, images: Tensor) -> Tensor:
-        """Images (b, c, h, w) -> features of the whole image (b, d), FP32."""
-        with self.evaluating():
-            return self.backbone.features(images)
-
     @property
     def backbone(self) -> Backbone:
         """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""

@@ -21,9 +21,8 @@ from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.preflight import preflight_eval
-from dino_ds.evals.results import RESULTS, as_json, describe_result, name_images, read_results, write_results
-from dino_ds.evals.suite import evaluate, images_of
+from dino_ds.evals.results import RESULTS, as_json, name_images, read_results, write_results
+from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
 from dino_ds.tools.model_options import check_unused_options, range_for, recipe_of
@@ -110,7 +109,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], options: Eval
     seconds = time.monotonic() - start
     source, root = options.source, options.test_root or options.root
     data = name_images(source or "folder", root) if source or root else None  # None: the run's
-    return describe_result(values, seconds, about.get("step"), about.get("images"), images_of(name, subject, data))
+    return describe_result(name, subject, values, seconds, about, data)
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:

@@ -1,9 +1,8 @@
-"""Weighted k-NN against its definition, one query at a time; features over ranks against one process."""
+"""Weighted k-NN against the reference, one query at a time; features over ranks against one process."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 
 import numpy as np
@@ -13,38 +12,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.data.base import UnreadableImage
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.evals.features import Reading, extract_features, generators_kept, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
-
-
-def _slow_knn(bank, bank_labels, queries, query_labels, k, temperature):
-    correct = 0
-    for query, label in zip(queries, query_labels, strict=True):
-        ranked = sorted(
-            (
-                (torch.cosine_similarity(query, row, dim=0).item(), int(y))
-                for row, y in zip(bank, bank_labels, strict=False)
-            ),
-            reverse=True,
-        )
-        votes: dict[int, float] = {}
-        for similarity, y in ranked[:k]:
-            votes[y] = votes.get(y, 0.0) + math.exp(similarity / temperature)
-        correct += max(votes, key=lambda y: votes[y]) == int(label)
-    return 100 * correct / len(queries)
-
-
-def test_equals_the_definition():
-    generator = torch.Generator().manual_seed(0)
-    bank, queries = torch.randn(60, 5, generator=generator), torch.randn(30, 5, generator=generator)
-    bank_labels = torch.randint(0, 4, (60,), generator=generator)
-    query_labels = torch.randint(0, 4, (30,), generator=generator)
-    ours = knn_accuracies(bank, bank_labels, queries, query_labels, (1, 7, 60, 500), 0.07)
-    for k, accuracy in ours.items():
-        assert accuracy == _slow_knn(bank, bank_labels, queries, query_labels, k, 0.07)
 
 
 def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, classes):
@@ -61,7 +32,7 @@ def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, cla
     return 100.0 * correct / len(queries), torch.stack(votes)
 
 
-@pytest.mark.parametrize("k", [1, 10, 20, 100, 200])
+@pytest.mark.parametrize("k", [1, 20, 200])
 def test_equals_the_reference_protocol(k):
     """300 images of 8 overlapping classes against 900, as DINO's k-NN counts them: equal to the last decimal; the votes
     to the rounding of a sum of k FP32 numbers."""
@@ -112,10 +83,10 @@ def test_a_class_that_the_bank_lacks_is_never_found():
     assert knn_accuracies(bank, labels, bank, torch.tensor([0, 1, 3]), [1], 0.07) == {1: pytest.approx(200 / 3)}
 
 
-def test_lengths_do_not_matter():
+def test_lengths_do_not_matter_and_k_is_cut_to_the_bank():
     bank, labels = torch.eye(3), torch.arange(3)
     scaled = bank * torch.tensor([[1.0], [50.0], [0.01]])
-    assert knn_accuracies(scaled, labels, 7 * bank, labels, [1], 0.07) == {1: 100.0}
+    assert knn_accuracies(scaled, labels, 7 * bank, labels, [1, 500], 0.07) == {1: 100.0, 500: 100.0}
 
 
 def test_spread_indices():
@@ -138,25 +109,6 @@ class _Colours:
 
     def name(self, index):
         return str(index)
-
-
-class _OneBroken(_Colours):
-    def load(self, index):
-        if index == 4:
-            raise UnreadableImage("4", "broken")
-        return super().load(index)
-
-
-def test_unreadable_images_are_left_out():
-    features, labels, bad = extract_features(
-        lambda images: images.mean(dim=(2, 3)),
-        _OneBroken(6),
-        range(6),
-        torch.device("cpu"),
-        Reading(_to_tensor, workers=0),
-    )
-    assert features[:, 0].tolist() == [0, 1, 2, 3, 5] and labels.tolist() == [0, 1, 2, 0, 2]
-    assert bad == ["4 (broken)"]
 
 
 def _mean_colours(images):

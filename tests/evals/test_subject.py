@@ -97,6 +97,8 @@ def test_unreadable_images_are_noted_once():
     images = _Images([0, 0, 0], ["a"], broken=(1,))
     subject = _subject(images, images)
     assert len(subject.test.labels) == len(subject.train.labels) == 2
+    whole = _subject(_Images([0, 0, 0], ["a"]), None)
+    assert torch.equal(subject.train.features, whole.any_images.features[::2])
     assert subject.notes == ["left out, unreadable: 1 (broken)"]
 
 

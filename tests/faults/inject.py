@@ -273,13 +273,11 @@ def kill_parent() -> None:
 
 
 def kill_loader() -> None:
-    """One process that loads images for this rank."""
-    os.kill(_loaders()[0].pid, signal.SIGKILL)
+    """One process that loads images for this rank: a child of a fork server, which is a child of this process."""
+    import psutil
 
-
-def freeze_loader() -> None:
-    for process in _loaders():
-        os.kill(process.pid, signal.SIGSTOP)
+    servers = [p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline())]
+    next(worker for server in servers for worker in server.children()).kill()
 
 
 def kill_monitor() -> None:
@@ -288,14 +286,6 @@ def kill_monitor() -> None:
     for process in psutil.Process().children():
         if any("dino_ds.health.monitor" in word for word in process.cmdline()):
             process.kill()
-
-
-def _loaders() -> list[Any]:
-    """torch's loader processes are children of a fork server, which is a child of this process."""
-    import psutil
-
-    servers = [p for p in psutil.Process().children() if any("forkserver" in word for word in p.cmdline())]
-    return [worker for server in servers for worker in server.children()]
 
 
 SLOW = at_step(1, (0, 1), act(sleep, 0.4), times=1000)

@@ -30,13 +30,12 @@ ORPHANS_MAY_LIVE = 30.0
 @dataclass(frozen=True)
 class Outcome:
     """How a job ended. `codes` and `output`: one a rank; `seconds` from the fault (else the start) to the last rank's
-    end; `orphans`: what still ran long after that, and `gone` when nothing did (seconds after that end)."""
+    end; `orphans`: what still ran long after that."""
 
     codes: list[int | None]
     output: list[str]
     seconds: float
     orphans: list[str]
-    gone: float
 
     @property
     def text(self) -> str:
@@ -136,7 +135,6 @@ class Job:
             [self.text(rank) for rank in range(self._order.world)],
             round(last - self._begin(), 2),
             [name for _, name in orphans],
-            round(time.monotonic() - last, 2),
         )
 
     def _begin(self) -> float:

@@ -20,7 +20,7 @@ from tests.faults.scene import Prepare, Scene
 class Kind:
     """One fault.
 
-    how: as people would say it. codes: what each rank ends with. says: a part of what is printed.
+    codes: what each rank ends with. says: a part of what is printed.
     fault: happens in the ranks. by_hand: what the test does while the job runs. before: what it does to the scene.
     old: the job goes on (`--resume`) from a copy of a run that has saved steps 3 and 6, else it is a new one.
     limit: seconds from the fault to the last rank's end, on a busy machine.
@@ -29,7 +29,6 @@ class Kind:
     """
 
     name: str
-    how: str
     codes: tuple[int, ...]
     says: str
     fault: inject.Fault | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dino_ds.health.records import Heartbeats
 from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
 from tests.faults.inject import SLOW
@@ -108,6 +109,19 @@ def pickles(scene: Scene) -> None:
         plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
         sealed = json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
         (path / "manifest.json").write_text(sealed)
+
+
+def stacks(scene: Scene) -> Callable[[], None]:
+    """Afterwards the stacks of both ranks are there, and the log says who hangs."""
+
+    def check() -> None:
+        text, log = (scene.run / "hang-7.txt").read_text(), (scene.run / "log.txt").read_text()
+        assert "== rank 0, " in text and "all_reduce" in text
+        assert "== rank 1, " in text and "tests/faults/inject.py" in text and "in sleep" in text
+        assert f"error    no progress on rank 1 for 3 s (step 7, step); stacks in {scene.run}/hang-7.txt; last " in log
+        assert [(beat.ended, beat.code) for beat in Heartbeats(scene.run).read()] == [("error", 6)] * 2
+
+    return check
 
 
 def dead_lock(scene: Scene) -> None:

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from dino_ds.ports import find_free_port
+from tests.launching.cluster import environment, started_by
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
@@ -47,13 +48,11 @@ class Target:
         self.supervisor = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         with self._output.open("a") as output:
             return subprocess.Popen(
                 [*self._command, "--resume", "auto"],
                 cwd=REPOSITORY,
-                env=environment,
+                env=environment(),
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -94,9 +93,9 @@ class Target:
         found = []
         for process in psutil.Process(self.supervisor.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                if "DINO_DS_SUPERVISOR" in environment:
-                    found.append((process, environment.get("RANK")))
+                variables = process.environ()
+                if "DINO_DS_SUPERVISOR" in variables:
+                    found.append((process, variables.get("RANK")))
         return found
 
     def restart(self) -> None:
@@ -114,19 +113,10 @@ def _kill_supervisor(target: Target, dice: random.Random) -> None:
     target.supervisor.kill()
     target.supervisor.wait()
     end = time.monotonic() + 60
-    while any(psutil.pid_exists(process.pid) for process in _marked(pid)):
+    while started_by(pid):
         assert time.monotonic() < end, "something has outlived its supervisor"
         time.sleep(0.05)
     target.restart()
-
-
-def _marked(supervisor: int) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get("DINO_DS_SUPERVISOR", "").startswith(f"{supervisor}."):
-                found.append(process)
-    return found
 
 
 def _signal_rank(*numbers: int) -> Callable[[Target, random.Random], None]:
@@ -207,18 +197,18 @@ def _report(run: Path, steps: int) -> None:
 
 def _torchrun() -> list[str]:
     port = str(find_free_port())
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", f"--master_port={port}"]
 
 
 def _deepspeed() -> list[str]:
     port = str(find_free_port())
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
+    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", f"--master_port={port}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["kill a rank", pytest.param("kill a launcher", marks=pytest.mark.full)])
 def test_a_killed_rank_and_a_killed_launcher_cost_nothing(tmp_path, fault):
-    _soak(tmp_path, _torchrun(), [fault], 120)
+    _soak(tmp_path, _torchrun(), [fault], 40)
 
 
 @pytest.mark.soak

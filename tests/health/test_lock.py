@@ -150,14 +150,14 @@ def _take(run: Path, start: multiprocessing.synchronize.Barrier, results: multip
 def test_of_several_starts_at_the_same_moment_exactly_one_wins(tmp_path):
     """A folder that is not there yet, and one with the lock of a dead process, many times over."""
     context = multiprocessing.get_context("fork")
-    for i in range(6):
+    for i in range(4):
         run = tmp_path / f"run{i}"
         if i % 2:
             run.mkdir()
             RunLock(run).acquire()
             change(run, ticks=1)
-        start, results = context.Barrier(6), context.SimpleQueue()
-        starters = [context.Process(target=_take, args=(run, start, results)) for _ in range(6)]
+        start, results = context.Barrier(4), context.SimpleQueue()
+        starters = [context.Process(target=_take, args=(run, start, results)) for _ in range(4)]
         for process in starters:
             process.start()
         for process in starters:

@@ -23,7 +23,6 @@ from dino_ds.health.processes import alive, death_of, find_process, launchers_ab
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
-from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, train_tiny
 
@@ -185,7 +184,7 @@ def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_pat
     ],
 )
 def test_a_death_is_described_as_far_as_it_was_seen(how, line):
-    text = describe_death(1, how, 7, "data")
+    text = describe_death("rank 1", how, 7, "data")
     assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
 
 
@@ -244,13 +243,16 @@ def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_pat
     launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
     other = tmp_path / "other.py"
     other.write_text(launcher.read_text())
-    for script, of_a_rank, count in ((launcher, False, 1), (other, False, 0), (other, True, 1)):
+    command = tmp_path / "deepspeed"  # the command that a user types starts another launcher
+    command.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(launcher)!r}])")
+    cases = ((launcher, False, 1), (other, False, 0), (other, True, 1), (command, False, 2), (command, True, 2))
+    for script, of_a_rank, count in cases:
         with subprocess.Popen([sys.executable, str(script)], start_new_session=True) as parent:
-            children: list[str] = []
-            while not children:
-                children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-            found = launchers_above(int(children[0]), of_a_rank)
-            assert [process.pid for process in found][:1] == [parent.pid] * count
+            below = [parent.pid]
+            while len(below) < 2 + (script == command):
+                below += map(int, Path(f"/proc/{below[-1]}/task/{below[-1]}/children").read_text().split())
+            found = [process.pid for process in launchers_above(below[-1], of_a_rank)]
+            assert found[:count] == below[-2::-1][:count] and (count or not found)
             os.killpg(parent.pid, signal.SIGKILL)
     with subprocess.Popen(
         ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
@@ -282,28 +284,12 @@ def _limits_of_groups(root, run, ds):
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_no_group_waits_longer_than_the_monitors(stage, tmp_path):
     """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
     root = image_folder(tmp_path / "images")
     for limits in run_on_ranks(_limits_of_groups, root, tmp_path / "run", f"zero{stage}_fp32.json"):
         assert set(limits) == {longest_wait(100)}
-
-
-def test_a_hang_is_ended_with_the_stacks_of_all_ranks(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    changes = {"hang_seconds": "4", "length": "100000 steps"}
-    outcome = jobs.start(run, root, fault=inject.at_step(3, (1,), inject.sleep), changes=changes).wait(120)
-    assert outcome.codes == [6, 6] and outcome.orphans == []
-    assert outcome.errors == [
-        f"dino_ds: error: no progress on rank 1 for 4 s (step 2, step); stacks in {run}/hang-2.txt; "
-        "there is no checkpoint yet"
-    ]
-    stacks = (run / "hang-2.txt").read_text()
-    assert "== rank 0, " in stacks and "all_reduce" in stacks
-    assert "== rank 1, " in stacks and "tests/faults/inject.py" in stacks and "in sleep" in stacks
-    assert [(beat.ended, beat.code) for beat in Heartbeats(run).read()] == [("error", 6)] * 2
-    assert outcome.errors[0].removeprefix("dino_ds: error: ") in (run / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -323,11 +309,13 @@ def test_without_a_limit_a_hang_is_left_alone(tmp_path):
             time.sleep(float(sys.argv[4]))
         """
     )
-    for limit, moves, pause, expected in (("0", "0", "4", 0), ("4", "25", "0", 0), ("2", "0", "600", 6)):
-        command = [sys.executable, "-c", code, str(tmp_path), limit, moves, pause]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert out.returncode == expected, out.stderr
-        assert ("no progress on any rank for" in out.stderr) == bool(expected)
+    cases = {("0", "0", "3"): 0, ("2", "15", "0"): 0, ("1", "0", "600"): 6}
+    commands = [[sys.executable, "-c", code, str(tmp_path), *words] for words in cases]
+    all_at_once = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    for process, expected in zip(all_at_once, cases.values(), strict=True):
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == expected, said
+        assert ("no progress on any rank for" in said) == bool(expected)
 
 
 def test_telling_the_monitor_costs_less_than_a_thousandth_of_a_step():

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dino_ds.ports import find_free_port
@@ -34,6 +35,16 @@ def dino_ds(*words: object) -> list[str]:
     """`dino-ds WORDS` of this checkout, whichever is installed."""
     code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from dino_ds.cli import main; main()"
     return [sys.executable, "-c", code, *map(str, words)]
+
+
+def started_by(supervisor: int) -> list[psutil.Process]:
+    """Living processes of a supervised run, orphans too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("DINO_DS_SUPERVISOR", "").startswith(f"{supervisor}."):
+                found.append(process)
+    return found
 
 
 @contextmanager

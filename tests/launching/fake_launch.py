@@ -1,6 +1,6 @@
 """A launcher and its ranks as small processes without torch, to be ended in every way.
 
-python fake_launch.py torchrun train.py RUN PLAN: PLAN is JSON, for each start and each rank a list of what it does.
+python fake_launch.py train.py RUN PLAN: PLAN is JSON, for each start and each rank a list of what it does.
 Ranks write heartbeats as the real ones do. "die 9" is a signal to itself, "exit 3" a code, "work" works until a signal
 has come to all ranks and then ends with 75, "deaf" hears none, "step 7" has done 7 steps, "child" starts a process that
 stays, "after 1" waits for the end of rank 1. The launcher ends with the first rank that fails, as DeepSpeed's does, and
@@ -98,4 +98,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "rank":
         rank_main(Path(sys.argv[2]), json.loads(sys.argv[3]))
     else:
-        sys.exit(launcher_main(Path(sys.argv[3]), json.loads(sys.argv[4]), sys.argv[5:]))
+        sys.exit(launcher_main(Path(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4:]))

@@ -7,21 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import dino_ds.launching.checks as checks
+from dino_ds.cli import main
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _check_batches
 from dino_ds.launching.plan import LaunchPlan
-from dino_ds.launching.probe import Answer, _count_images
+from dino_ds.launching.probe import Answer, _count_images, answer
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.ports import find_free_port, port_is_free
-from tests.launching.cluster import REPOSITORY, dino_ds, ssh_cluster
+from tests.launching.cluster import REPOSITORY
 from tests.training.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
@@ -92,14 +93,6 @@ def test_images_of_every_form_are_counted(tmp_path):
     assert {root: _count_images(str(tmp_path / root)) for root in roots} == roots
 
 
-def test_a_port_that_is_taken_is_seen():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        assert not port_is_free(listener.getsockname()[1])
-    assert port_is_free(find_free_port())
-
-
 def test_why_a_machine_is_silent():
     def silent(code, said):
         done = subprocess.CompletedProcess([], code, "", f"warning: x\n{said}\n")
@@ -124,20 +117,27 @@ def test_an_elastic_run_divides_its_batch_between_every_number_of_machines(nodes
     assert "or use 16 or 32 ranks" in str(error.value) and "may train on 3 machines" in str(error.value)
 
 
-@pytest.mark.slow
-def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_path):
-    """Over ssh: a machine that does not answer, images that are nowhere, a port in use; no run folder is left."""
-    (tmp_path / "ssh").mkdir()
-    hosts, run = tmp_path / "hosts", tmp_path / "run"
-    hosts.write_text("127.0.0.1 slots=1\n127.0.0.3 slots=1\n")
-    with ssh_cluster(tmp_path / "ssh") as environment, socket.socket() as listener:
+def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_path, monkeypatch, capsys):
+    """A machine that does not answer, images that are nowhere, a port in use; no run folder is left. Over real ssh:
+    test_launches."""
+
+    def ask(host, command, question):
+        silent = host.name == "w2"
+        assert command[0] == (sys.executable if host.name == "this machine" else "ssh")
+        return checks.Reply(host, None if silent else answer(question), "not reachable" * silent, time.time())
+
+    monkeypatch.setattr(checks, "_ask", ask)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
+    (tmp_path / "hosts").write_text("w1 slots=1\nw2 slots=1\n")
+    with socket.socket() as listener:
         listener.bind(("", 0))
         listener.listen()
-        words = ["launch", "--hostfile", hosts, "--master_port", listener.getsockname()[1], "--"]
-        words += ["--data.root", tmp_path / "none", "--run_dir", run]
-        done = subprocess.run(dino_ds(*words), capture_output=True, text=True, env=environment, timeout=300)
-    lines = done.stderr.splitlines()
-    assert done.returncode == 2 and not run.exists() and "command  " not in done.stdout
-    assert [line.split(": ")[2] for line in lines] == ["127.0.0.3", "127.0.0.1", "127.0.0.1"], done.stderr
-    assert "not reachable by ssh" in lines[0] and "is in use" in lines[1] and "nothing is at data.root" in lines[2]
-    assert sorted(os.listdir(tmp_path)) == ["hosts", "ssh"]
+        words = ["launch", "--hostfile", tmp_path / "hosts", "--master_port", listener.getsockname()[1], "--"]
+        words += ["--data.root", tmp_path / "none", "--run_dir", tmp_path / "run"]
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, words)])
+    out, err = capsys.readouterr()
+    lines = [line.removeprefix("dino_ds: error: ") for line in err.splitlines()]
+    assert end.value.code == 2 and "command  " not in out and os.listdir(tmp_path) == ["hosts"]
+    assert lines[0] == "w2: not reachable" and lines[1].startswith("w1: port ") and "is in use" in lines[1]
+    assert lines[2].startswith("w1: nothing is at data.root") and len(lines) == 3

@@ -23,33 +23,25 @@ def test_machines_come_in_the_order_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "-oProxyCommand=touch${IFS}/tmp/x slots=1",
-        "--help slots=1",
-        "w1;rm slots=1",
-        "w1`id` slots=1",
-        "$(id) slots=1",
         "w[1-4] slots=1",
         "w1,w2 slots=1",
         "root@w1 slots=1",
-        ".. slots=1",
         "w1 slots=0",
         "w1 slots=2x",
         "w1 slots=-1",
         "w1 slots=1025",
-        "w1 slots=99999999999999999999",
         "w1 slots=1 extra",
         "w1 slot=1",
         "w1 slots = 1",
         "w1",
         "slots=1",
-        "wörk slots=1",
         "w1 slots=²",
         "w1\x0bslots=1",
-        "w1\x00 slots=1",
         "w" * 300 + " slots=1",
     ],
 )
 def test_every_other_line_is_named(line, tmp_path):
+    """Hostile ones: tests/hostile."""
     path = tmp_path / "hosts"
     path.write_text(f"w0 slots=1\n{line}\n")
     with pytest.raises(ConfigError, match='is not "name slots=N"') as error:

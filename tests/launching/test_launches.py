@@ -1,8 +1,10 @@
-"""Real launches of two ranks, as on two machines: each learns to the last bit what one machine's two ranks learn."""
+"""Real launches: of two ranks, as on two machines, which learn to the last bit what one machine's two ranks learn; by
+the commands that a user types, and how they are stopped."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import signal
@@ -16,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dino_ds.cli import main
 from dino_ds.ports import find_free_port
 from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, environment, ssh_cluster
 from tests.ranks import run_on_ranks
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.slow
 DS = "ds_configs/zero2_fp32.json"
 STEPS = 3
 _SECONDS = 300
+SCRIPT = "dino_ds/train.py"
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +59,28 @@ def hostfile(tmp_path):
     return path
 
 
-def _train_words(images, run, *more):
-    options = [part for name, value in TINY.items() for part in (f"--{name}", value)]
-    return ["--ds_config", DS, "--data.root", images, "--run_dir", run, "--max_steps", STEPS, *options, *more]
+def _train_words(images, run, steps=STEPS, ds=DS, **changes):
+    options = [part for name, value in {**TINY, **changes}.items() for part in (f"--{name}", value)]
+    return ["--data.root", images, "--run_dir", run, "--max_steps", steps, *options, "--ds_config", ds]
 
 
-def _start(command, env, log=None):
+def _deepspeed(*words):
+    return ["deepspeed", "--num_gpus", 2, "--master_port", find_free_port(), *words, SCRIPT]
+
+
+def _torchrun():
+    return ["torchrun", "--nproc_per_node", 2, "--master_port", find_free_port(), SCRIPT]
+
+
+def _one_process():
+    return ["dino-ds", "train"]
+
+
+def _start(command, env=None, log=None):
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=REPOSITORY,
-        env=env,
+        env=env or environment(),
         stdout=log.open("w") if log else subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -130,16 +146,17 @@ def test_no_ssh_started_by_hand_on_each_machine(hostfile, images, expected, tmp_
     run, port = tmp_path / "run", find_free_port()
     common = ["launch", "--hostfile", hostfile, "--no_ssh", "--master_port", port, "--skip_checks"]
     words = ["--", *_train_words(images, run)]
-    ended = _finish(*(_start(dino_ds(*common, "--node_rank", n, *words), environment()) for n in (0, 1)))
+    ended = _finish(*(_start(dino_ds(*common, "--node_rank", n, *words)) for n in (0, 1)))
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
     _assert_same(run, expected)
 
 
+@pytest.mark.full
 def test_torchrun_on_two_machines(images, expected, tmp_path):
     run, port = tmp_path / "run", find_free_port()
     common = ["launch", "--launcher", "torchrun", "--nodes", 2, "--ranks", 1, "--master_addr", "127.0.0.1"]
     words = [*common, "--master_port", port, "--skip_checks", "--", *_train_words(images, run)]
-    ended = _finish(*(_start(dino_ds(*words), environment()) for _ in (0, 1)))
+    ended = _finish(*(_start(dino_ds(*words)) for _ in (0, 1)))
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
     _assert_same(run, expected)
 
@@ -183,6 +200,66 @@ def test_openmpi(images, expected, tmp_path):
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", 2]
     command += ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={find_free_port()}"]
     command += [sys.executable, "dino_ds/train.py", *_train_words(images, run)]
-    ((code, output),) = _finish(_start(command, environment()))
+    ((code, output),) = _finish(_start(command))
     assert code == 0, output[-3000:]
     _assert_same(run, expected)
+
+
+def _train_in(folder, words):
+    before, output = os.getcwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stderr(output):
+            main(list(map(str, words)))
+    finally:
+        os.chdir(before)
+    return output.getvalue()
+
+
+def test_the_command_trains_from_another_folder(images, tmp_path):
+    """The default ds config is found beside the package."""
+    words = ["train", *_train_words(images, "run")[:-2]]
+    (output,) = run_on_ranks(_train_in, tmp_path, words, world=1)
+    assert len(losses_of(tmp_path / "run")) == STEPS and "run/teacher.safetensors" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "to_all"),
+    [
+        (_deepspeed, signal.SIGINT, True),  # Ctrl-C in a terminal
+        # As timeout, scancel and docker stop.
+        pytest.param(_deepspeed, signal.SIGTERM, False, marks=pytest.mark.full),
+        pytest.param(_torchrun, signal.SIGINT, True, marks=pytest.mark.full),
+        pytest.param(_one_process, signal.SIGINT, True, marks=pytest.mark.full),
+    ],
+    ids=["deepspeed", "deepspeed alone", "torchrun", "one process"],
+)
+def test_a_signal_saves_and_leaves_no_orphans(command, number, to_all, images, tmp_path):
+    """DeepSpeed lets its command die of a signal without its children: the ranks see that a launcher above is gone."""
+    run = tmp_path / "run"
+    process = _start([*command(), *_train_words(images, run, steps=100000, length="100000 steps")])
+    _wait_for(run, process, lambda text: text.count('"loss"') >= STEPS, "metrics.jsonl")
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, number) if to_all else process.send_signal(number)
+    _, alive = psutil.wait_procs(children, timeout=120)
+    for orphan in alive:
+        orphan.kill()
+    process.communicate()
+    log = (run / "log.txt").read_text()
+    assert not alive and process.returncode != 0
+    assert (run / "checkpoints/latest").read_text() == f"step_{losses_of(run)[-1][0]:08d}\n"
+    assert "--resume" in log and ("the end of the launcher" in log) != to_all
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher_words", "ds", "part"),
+    [(["--hostfile", "nope.txt"], DS, "nope.txt does not exist"), ([], "nope.json", "nope.json")],
+    ids=["hostfile", "ds_config"],
+)
+def test_errors_under_the_launcher_are_one_line(launcher_words, ds, part, images, tmp_path):
+    run = tmp_path / "run"
+    command = [*_deepspeed(*launcher_words), *_train_words(images, run, ds=ds)]
+    ((code, output),) = _finish(_start(command))
+    assert code != 0 and "Traceback" not in output and not run.exists()
+    assert sum(part in line and "dino_ds: error" in line for line in output.splitlines()) == 1, output[-3000:]

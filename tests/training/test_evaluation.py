@@ -15,7 +15,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import evaluate
-from dino_ds.teachers.base import Teacher
+from dino_ds.weights.load import Backbone
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 
@@ -25,15 +25,15 @@ K = 5
 
 def _train(root, run, ds, changes):
     """Its message, what the generators give next, and how many images the teacher has described each time."""
-    seen, original = [], Teacher.features
-    Teacher.features = lambda self, images: (seen.append(len(images)), original(self, images))[1]
+    seen, original = [], Backbone.features
+    Backbone.features = lambda self, images: (seen.append(len(images)), original(self, images))[1]
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
     try:
         message = train_tiny(root, run, ds, changes={"length": "4 steps", **changes})
     finally:
-        Teacher.features = original
+        Backbone.features = original
     return message, (float(torch.rand(1)), float(np.random.rand()), random.random()), sum(seen)
 
 

@@ -17,8 +17,8 @@ from dino_ds.data.feed import DataTimeout
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
 from dino_ds.health.records import Heartbeats
-from dino_ds.teachers.base import Teacher
 from dino_ds.training.step import TrainingStep
+from dino_ds.weights.load import Backbone
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.training.harness import (
@@ -91,7 +91,7 @@ def _slow_evaluation(rank):
     from dino_ds.evals.context import EvalContext
 
     EvalContext.gather = functools.partialmethod(EvalContext.gather, batch=1)
-    original, asked, steps = Teacher.features, [], _steps_of_this_process()
+    original, asked, steps = Backbone.features, [], _steps_of_this_process()
 
     def slow(teacher, views):
         late = steps and steps[0].applied_steps == 2
@@ -102,7 +102,7 @@ def _slow_evaluation(rank):
         time.sleep(1 if late else 0)
         return original(teacher, views)
 
-    Teacher.features = slow
+    Backbone.features = slow
 
 
 def _steps_of_this_process():
