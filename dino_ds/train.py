@@ -44,8 +44,7 @@ from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.measure.trial import free_memory
 from dino_ds.options.run import TrainOptions
-from dino_ds.plan.here import find_machine
-from dino_ds.plan.start import Machine, Start, check_fits, chosen, given, kept, predict
+from dino_ds.plan.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
 from dino_ds.training.announcement import announce
 from dino_ds.training.backbone_checks import check_frozen_statistics
 from dino_ds.training.beginning import choose_beginning

@@ -22,8 +22,9 @@ from dino_ds.bench.ladder_steps import CLIPPING
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
+from dino_ds.engine.device import resident_mib
 from dino_ds.measure.host import describe_host
-from dino_ds.measure.memory import MIB, resident_mib, run_in_children
+from dino_ds.measure.memory import MIB, run_in_children
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.trial import build_trial, join, resolve
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.backbones import BackboneSpec, backbone_spec
-from dino_ds.bench.common import begin
+from dino_ds.bench.common import begin, clock_name
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
@@ -209,7 +209,7 @@ def _page(result: dict[str, Any]) -> str:
         ]
         for row in result["inference"]
     ]
-    clock = {"cpu": "CPU time", "wall": "wall time"}[result["inference"][0]["clock"]]
+    clock = clock_name(result["inference"][0]["clock"])
     lines = [
         f"bench inference: {result['model']} ({result['backbone']}), {result['size']} pixels, {clock}",
         host_line(result["host"]),

@@ -17,14 +17,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
-from dino_ds.measure.trial import (
-    EPOCH_STEPS,
-    Trial,
-    begin_training,
-    build_trial,
-    resolve,
-    synthetic_inputs,
-)
+from dino_ds.measure.trial import EPOCH_STEPS, Trial, begin_training, build_trial, resolve, synthetic_inputs
 from dino_ds.teachers.base import Teachers
 from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
 from dino_ds.training.backbone_checks import fitting_levers
@@ -54,7 +47,6 @@ class LadderStep:
     stage: int | None = None
     checkpointing: bool = False
     batched_stochastic_depth: bool = False
-    data_workers: bool = False
     dino_alone: bool = False
 
 
@@ -80,7 +72,6 @@ def all_steps() -> list[LadderStep]:
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", performance=with_option(compile="default"))
     add("batched stochastic depth", performance=with_option(compile="off"), batched_stochastic_depth=True)  # not both
-    add("data workers", data_workers=True)
     exact = next(step for step in steps if step.engine)
     steps.append(dataclasses.replace(exact, name="DeepSpeed engine, DINO alone", exact=False, dino_alone=True))
     return steps
@@ -122,8 +113,6 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
     if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
         kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
         return f"{recipe.model.backbone} is {kind}"
-    if step.data_workers:
-        return "the crops are synthetic and nothing waits for data: dino-ds bench step --data takes real images"
     if step.name == "bf16" and not cuda and not _cpu_has_bf16():
         return "this CPU has no bf16 units"
     if step.name == "torch.compile" and not cuda:

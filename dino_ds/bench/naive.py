@@ -5,7 +5,7 @@ They fit into `TrainingStep` in place of ours, so that the step around them is t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from dino_ds.objectives.dino import DINO, HEAD, LOCAL, DinoTerm
 from dino_ds.objectives.ibot import IBOT, IbotTerm
 from dino_ds.objectives.running import RunningMean
 from dino_ds.schedules import ScheduleValues
-from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
+from dino_ds.teachers.ema import EmaTeacher
 from dino_ds.training.build import build_objective
 
 
@@ -161,22 +161,13 @@ def normalise_prototypes(network: Network) -> None:
         ours.prototypes = plain
 
 
-_OPTIONS = TeacherOptions()
-
-
 class LoopTeacher(EmaTeacher):
     """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
 
-    def __init__(
-        self,
-        network: Network,
-        masters: Sequence[WholeMasters],
-        options: TeacherOptions = _OPTIONS,
-        buffers: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
+    def __init__(self, network: Network, masters: Sequence[WholeMasters], *more: Any) -> None:
         parameters = dict(network.named_parameters())
         self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
-        super().__init__(network, masters, options, buffers)
+        super().__init__(network, masters, *more)
 
     @torch.no_grad()
     def _move_weights(self, momentum: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,14 +24,8 @@ from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, 
 from dino_ds.options.bench import BenchStepOptions
 from dino_ds.ranges import AUGMENTATION, PARTS
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One of the settings that are compared."""
-
-    name: str
-    recipe: Recipe
-    ds: dict[str, Any]
+Settings = dict[str, tuple[Recipe, dict[str, Any]]]
+"""Those that are compared: recipe and ds JSON by name."""
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
@@ -46,11 +39,11 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     if options.data and recipe.data.source == "folder" and not recipe.data.root:
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(options.batch, options.threads)
-    resolved = {s.name: resolve(s.recipe, s.ds, ds_path, batch) for s in settings}
+    resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}
     if torch.cuda.is_available():  # one at a time: two may not fit
         summaries = [found for name, pair in resolved.items() for found in _measure({name: pair}, {}, options)]
     else:
-        memory = {s.name: _peak_memory(s, ds_path, batch, options.threads) for s in settings}
+        memory = {name: _peak_memory(*pair, ds_path, batch, options.threads) for name, pair in settings.items()}
         summaries = _measure(resolved, memory, options)
     result = about(recipe, batch) | {"settings": summaries}
     if options.compare:
@@ -59,9 +52,9 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     print_result(_page(result), result, options.json)
 
 
-def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> list[Setting]:
+def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> Settings:
     if compare is None:
-        return [Setting("step", recipe, ds)]
+        return {"step": (recipe, ds)}
     key, _, text = compare.partition("=")
     values = text.split(",")
     if len(values) != 2 or not all(values) or values[0] == values[1]:
@@ -70,21 +63,16 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
         )
     if key == "data.global_batch":
         raise ConfigError("--compare data.global_batch: the batch is given with --batch; run the bench twice")
-    settings = []
-    for value in values:
-        name = f"{key}={value}"
-        if key.startswith("ds."):
-            settings.append(Setting(name, recipe, change_ds_config(ds, ds_path, {key[3:]: value})))
-        else:
-            settings.append(Setting(name, change_recipe(recipe, {key: value}), ds))
-    return settings
+    if key.startswith("ds."):
+        return {f"{key}={v}": (recipe, change_ds_config(ds, ds_path, {key[3:]: v})) for v in values}
+    return {f"{key}={v}": (change_recipe(recipe, {key: v}), ds) for v in values}
 
 
-def _peak_memory(setting: Setting, ds_path: str, batch: int, threads: int) -> dict[str, float]:
+def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, threads: int) -> dict[str, float]:
     """Measure it in a process of its own; with several ranks it is read in this one, later."""
     if distributed.world_size() > 1:
         return {}
-    arguments = {"recipe": setting.recipe.model_dump(mode="json"), "ds": dict(setting.ds)}
+    arguments = {"recipe": recipe.model_dump(mode="json"), "ds": ds}
     child = run_in_child("dino_ds.bench.step:take_steps", threads, **arguments, ds_path=ds_path, batch=batch)
     return {"peak_memory_mib": child.peak_mib, "imports_mib": child.imports_mib}
 

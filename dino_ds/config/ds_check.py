@@ -62,6 +62,10 @@ def offloads_optimizer(zero: dict[str, Any]) -> bool:
     return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
 
 
+def offloads_weights(zero: dict[str, Any]) -> bool:
+    return bool(zero.get("offload_param", {}).get("device", "none") != "none")
+
+
 def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
     keys = SECTIONS[section]
     for key, value in content.items():

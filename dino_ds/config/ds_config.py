@@ -15,7 +15,7 @@ from typing import Any
 
 import hjson
 
-from dino_ds.config.ds_check import offloads_optimizer, override, problems_of
+from dino_ds.config.ds_check import offloads_optimizer, offloads_weights, override, problems_of
 from dino_ds.config.ds_schema import LOGGERS
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.names import did_you_mean, missing_file, nearest
@@ -269,7 +269,7 @@ def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> 
         if stage in stages and zero.get(key, "auto") == "auto":
             zero[key] = min(size, BUCKET_ELEMENTS)
     # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
-    to_host = offloads_optimizer(zero) or zero.get("offload_param", {}).get("device", "none") != "none"
+    to_host = offloads_optimizer(zero) or offloads_weights(zero)
     if world_size == 1 and stage and not to_host:
         zero["overlap_comm"] = False
     for key in [key for key, value in zero.items() if value == "auto"]:

@@ -9,7 +9,7 @@ from dino_ds.config.crops import GRAM, crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
-from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts
+from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, last_tokens
 from dino_ds.costs.parameters import mlp_widths
 
 _FP32 = 4
@@ -35,10 +35,10 @@ class BackwardMoment(NamedTuple):
 class MicroBatch:
     """Bytes of one micro-batch.
 
-    `saved`: by autograd, in the backbone (`in_backbone`) and the heads; `backward`: the fullest moments of the
-    backbone's backward pass; `making_targets`: by Sinkhorn-Knopp, before the student's forward
-    pass; `head_and_loss`: at the fullest moment of the loss, beyond what is saved; `one_batch`: the images themselves.
-    `crops` and `targets`, the teacher's rows: of all micro-batches that are prepared together.
+    `saved`: by autograd, in the backbone (`in_backbone`) and the heads, without weights and the prototypes' gradients;
+    `backward`: the fullest moments of the backbone's backward pass; `making_targets`: by Sinkhorn-Knopp, before the
+    student's forward pass; `head_and_loss`: at the fullest moment of the loss, beyond what is saved; `one_batch`: the
+    images themselves. `crops` and `targets`, the teacher's rows: of all micro-batches that are prepared together.
     """
 
     def __init__(self, recipe: Recipe, config: DsConfig, on_gpu: bool = False) -> None:
@@ -84,8 +84,7 @@ class MicroBatch:
         sides = student_sizes(crops)
         sizes = list(dict.fromkeys(sides))
         groups = [(sides.count(side) * self._images, tokens_of(arch, side)) for side in sizes]
-        last_tokens = objective.last_tokens(crops, sizes, arch.patch_size)
-        kept = [last_tokens[side] for side in sizes]
+        kept = list(last_tokens(objective.patches, crops, sizes, arch.patch_size).values())
         given = sum(s * q for (s, _), q in zip(groups, kept, strict=True))
         blocks, last_block, first_block = self._blocks(recipe, config, groups, kept)
         # The final norm's input; with all patches its output is cut apart, and lives as long as the heads work.
@@ -185,11 +184,6 @@ class MicroBatch:
 
 def _weights(head: HeadSizes) -> int:
     return head.prototypes * head.bottleneck
-
-
-def saved_bytes(recipe: Recipe, config: DsConfig) -> int:
-    """What autograd keeps of one micro-batch's forward pass, weights and the gradients of prototypes left out."""
-    return MicroBatch(recipe, config).saved
 
 
 def rope_bytes(recipe: Recipe, sides: list[int]) -> int:

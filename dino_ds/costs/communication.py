@@ -151,7 +151,8 @@ def _gradients(total: int, config: DsConfig, zero: Mapping[str, Any], world_size
 def _gathers(sizes: Mapping[str, int], config: DsConfig, zero: Mapping[str, Any], world_size: int) -> list[Traffic]:
     """ZeRO 3: weights for the forward pass, and again for the backward pass but for those kept, which are the last:
     those used again within `stage3_max_reuse_distance` elements, or already fetched ahead."""
-    whole = [n for n in sizes.values() if n <= persistent_below(config)]
+    least = persistent_below(config)
+    whole = [n for n in sizes.values() if n <= least]
     sharded = sum(sizes.values()) - sum(whole)
     ahead = int(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
     again = max(0, sharded - max(ahead, int(zero.get("stage3_max_reuse_distance", _MAX_REUSE)) // 2))

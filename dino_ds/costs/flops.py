@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import EMA, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.frozen import frozen_spec
-from dino_ds.costs.objective import HeadSizes, ObjectiveCosts, groups_of_steps, last_tokens
+from dino_ds.costs.objective import HeadSizes, ObjectiveCosts, frozen_spec, groups_of_steps, last_tokens
+from dino_ds.costs.parameters import mlp_widths
 from dino_ds.errors import NotEstimated
 
 
@@ -141,8 +141,7 @@ def tokens_of(arch: ViTSpec, side: int) -> int:
 
 def ffn_weights(arch: ViTSpec) -> int:
     """Elements of the matrices of one block's MLP."""
-    hidden = int(arch.width * arch.mlp_ratio)
-    return arch.width * (hidden + (hidden // 2 if arch.swiglu else hidden))
+    return arch.width * sum(mlp_widths(arch))
 
 
 def _forward(arch: ViTSpec, side: int, kept: Mapping[int, int]) -> tuple[int, int, int]:

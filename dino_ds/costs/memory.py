@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import MicroBatch, element_bytes
@@ -113,11 +113,12 @@ def state_bytes(
     shards = world_size if config.stage else 1
     student = element_bytes(config) * total // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
-        student += element_bytes(config) * sum(n for n in sizes.values() if n <= persistent_below(config))
+        least = persistent_below(config)
+        student += element_bytes(config) * sum(n for n in sizes.values() if n <= least)
     masters = 4 * total if config.stage else 0
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
-    params_on_host = on_gpu and zero.get("offload_param", {}).get("device", "none") != "none"
+    params_on_host = on_gpu and offloads_weights(zero)
     copies = config.keeps_teacher_copy(on_gpu, total)
     copied = vit_copied_names(sizes) if copied is None else copied
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
@@ -157,10 +158,11 @@ def bucket_bytes(config: DsConfig) -> int:
 def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) -> int:
     """ZeRO 3: whole parameters while they are in use, at most `stage3_max_live_parameters`."""
     zero = config.raw["zero_optimization"]
-    if config.stage < 3 or (world_size == 1 and zero.get("offload_param", {}).get("device", "none") == "none"):
+    if config.stage < 3 or (world_size == 1 and not offloads_weights(zero)):
         return 0
     live = zero.get("stage3_max_live_parameters", _MAX_LIVE)
-    sharded = sum(n for n in sizes.values() if n > persistent_below(config))
+    least = persistent_below(config)
+    sharded = sum(n for n in sizes.values() if n > least)
     return element_bytes(config) * min(sharded, live)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from dino_ds.backbones import BACKBONES, BackboneSpec, ViTSpec
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
-from dino_ds.costs.frozen import frozen_spec
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
 # As of objectives/centering.py.
@@ -136,9 +140,24 @@ class ObjectiveCosts:
         """How often the teacher's logits are multiplied out: for the targets, and for each pass of Sinkhorn-Knopp."""
         return 1 + (SINKHORN_ITERATIONS if self.sinkhorn else 0)
 
-    def last_tokens(self, groups: Sequence[CropGroup], sides: Sequence[int], patch_size: int) -> dict[int, int]:
-        """By size of a crop the tokens that a last block reduced to what is read computes: CLS, or with its patches."""
-        return last_tokens(self.patches, groups, sides, patch_size)
+
+def frozen_spec(recipe: Recipe) -> ViTSpec | None:
+    """The backbone of teacher.source, as far as its name or the JSON beside it says; None: another kind, or unknown."""
+    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
+
+
+@functools.cache
+def _stated(source: str) -> ViTSpec | None:
+    base, path = source.partition(".")[0], Path(source)
+    spec: BackboneSpec | None = BACKBONES.get(base) if not path.exists() else None
+    if isinstance(spec, ViTSpec):
+        return spec
+    beside = path / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    try:
+        about: Any = json.loads(beside.read_text())
+        return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def _regressions(recipe: Recipe, groups: Sequence[CropGroup]) -> tuple[tuple[str, int, int], ...]:
@@ -161,7 +180,8 @@ def groups_of_steps(recipe: Recipe) -> list[tuple[float, tuple[CropGroup, ...]]]
 def last_tokens(
     patches: Sequence[str], groups: Sequence[CropGroup], sides: Sequence[int], patch_size: int
 ) -> dict[int, int]:
-    """By size of a crop: CLS, or with its patches where it is of a group that is named."""
+    """By size of a crop the tokens that a last block reduced to what is read computes: CLS, and its patches where it is
+    of a group that is named."""
     whole = {group.size for group in groups if group.name in patches}
     return {side: 1 + (side // patch_size) ** 2 if side in whole else 1 for side in sides}
 

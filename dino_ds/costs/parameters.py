@@ -40,6 +40,7 @@ def prototype_sizes(sizes: Mapping[str, int]) -> list[int]:
     return [n for name, n in sizes.items() if name.endswith("prototypes.weight")]
 
 
+@functools.cache
 def copied_names(recipe: Recipe) -> frozenset[str]:
     """The parameters of which a low-precision teacher keeps a copy: those of linear layers and convolutions."""
     spec, sizes = recipe.model.spec(), recipe_sizes(recipe)
@@ -57,14 +58,15 @@ def vit_copied_names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(n for n in names if any(part in n for part in layers))
 
 
-def group_sizes(recipe: Recipe) -> list[int]:
+@functools.cache
+def group_sizes(recipe: Recipe) -> tuple[int, ...]:
     """Elements of each of the optimizer's parameter groups, as `dino_ds.engine.optim` forms them."""
     groups: dict[tuple[str, ...], int] = {}
     layers, top = _layers(recipe)
     for name, shape in _shapes(*_network_of(recipe)).items():
         key = _group_of(name, shape, layers.get(name, top + 1), top, recipe)
         groups[key] = groups.get(key, 0) + math.prod(shape)
-    return list(groups.values())
+    return tuple(groups.values())
 
 
 def _group_of(name: str, shape: _Shape, layer: int, top: int, recipe: Recipe) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import FROZEN, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.frozen import frozen_spec
-from dino_ds.costs.objective import HEAD, IBOT_HEAD, ObjectiveCosts
+from dino_ds.costs.activations import element_bytes
+from dino_ds.costs.flops import tokens_of
+from dino_ds.costs.objective import HEAD, IBOT_HEAD, ObjectiveCosts, frozen_spec
 from dino_ds.costs.parameters import copied_names, mlp_widths, parameter_sizes, vit_copied_names
 
 _FP32 = 4
@@ -64,19 +65,18 @@ def has_gram_teacher(recipe: Recipe) -> bool:
 
 
 def _stored(sizes: Mapping[str, int], copied: frozenset[str], config: DsConfig) -> int:
-    low = _FP32 if config.precision == "fp32" else 2
+    low = element_bytes(config)
     return sum(n * (low if name in copied else _FP32) for name, n in sizes.items())
 
 
 def pass_bytes(recipe: Recipe, config: DsConfig) -> int:
     """Of the fullest moment of such a teacher's forward pass over a micro-batch, which keeps nothing: in a block's MLP,
     the stream, both sides of the activation and the result."""
-    element, most = _FP32 if config.precision == "fp32" else 2, 0
+    most = 0
     for name, spec in ((GRAM, recipe.model.spec()), (FROZEN, frozen_spec(recipe))):
         if isinstance(spec, ViTSpec):
-            sides = teacher_sizes(recipe.groups, name)
-            tokens = sum((side // spec.patch_size) ** 2 + 1 + spec.registers for side in sides)
+            tokens = sum(tokens_of(spec, side) for side in teacher_sizes(recipe.groups, name))
             packed, hidden = mlp_widths(spec)
             gate = hidden if spec.swiglu else 0  # the activated one, beside its product with the value
             most = max(most, tokens * (2 * spec.width + packed + hidden + gate))
-    return most * element * config.micro_batch
+    return most * element_bytes(config) * config.micro_batch

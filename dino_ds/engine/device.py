@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 
@@ -52,6 +54,21 @@ def memory_gib() -> float:
     """Peak memory of this process: of the device where there is one, else the peak resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
+    return resident_mib(peak=True) / 1024
+
+
+def resident_mib(peak: bool = False) -> float:
+    """Resident set of this process, now or at its highest.
+
+    From /proc where it tells: getrusage's maximum begins with that of the process that started this one.
+    """
+    status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
+    for line in status.read_text().splitlines() if status.exists() else []:
+        if line.startswith(wanted):
+            return int(line.split()[1]) / 1024
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    import psutil
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
+    return largest if peak else psutil.Process().memory_info().rss / 2**20

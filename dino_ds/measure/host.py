@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dino_ds.distributed import usable_cores
-from dino_ds.measure.timing import clock_of, synchronize
+from dino_ds.measure.timing import clock_of, now_by, synchronize
 from dino_ds.training.environment import versions
 
 _SIDES = {"cpu": 2048, "cuda": 8192}
@@ -45,7 +44,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) ->
     """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
     side = _SIDES.get(device.type, _SIDES["cuda"])
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    now = time.process_time if clock_of(device) == "cpu" else time.perf_counter
+    now = now_by(clock_of(device))
     times = []
     for _ in range(repeats + 2):
         synchronize(device)

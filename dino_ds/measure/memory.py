@@ -1,7 +1,7 @@
 """Measures the peak memory of a function in a process of its own, which nothing else has grown before.
 
-On a GPU by its allocator, else by the resident set. `engine.memory_gib` is for a run as a whole; here the libraries'
-share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no process of its own.
+On a GPU by its allocator, else by the resident set. `engine.device.memory_gib` is for a run as a whole; here the
+libraries' share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no process of its own.
 """
 
 from __future__ import annotations
@@ -138,28 +138,13 @@ def _resident_sets_mib(children: list[subprocess.Popen[bytes]]) -> float:
     return total / MIB
 
 
-def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its highest.
-
-    From /proc: getrusage's maximum begins with that of the process that started this one.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        wanted = "VmHWM:" if peak else "VmRSS:"
-        line = next(line for line in status.read_text().splitlines() if line.startswith(wanted))
-        return int(line.split()[1]) / 1024
-    import resource
-
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (MIB if sys.platform == "darwin" else 1024)
-    return largest if peak else psutil.Process().memory_info().rss / MIB
-
-
 def _child(folder: str, rank: int) -> None:
     """The other side of `run_in_children`; `rank`.json in `folder` gets the result."""
     call = json.loads(Path(folder, "call.json").read_text())
     import torch
 
     import dino_ds.measure.trial as _libraries  # noqa: F401
+    from dino_ds.engine.device import resident_mib
     from dino_ds.engine.process import init_distributed
 
     init_distributed()

@@ -16,18 +16,10 @@ from dino_ds.ranges import listen
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each run. cpu: of all threads of this process; clock: which of the two is the result.
+    """Seconds of each run, by the clock of `clock_of`."""
 
-    CPU time counts where one thread computes, since the load of others doesn't lengthen it; else wall time.
-    """
-
-    cpu: tuple[float, ...]
-    wall: tuple[float, ...]
+    all_seconds: tuple[float, ...]
     clock: str
-
-    @property
-    def all_seconds(self) -> tuple[float, ...]:
-        return self.cpu if self.clock == "cpu" else self.wall
 
     @property
     def seconds(self) -> float:
@@ -41,8 +33,13 @@ class Timing:
 
 
 def clock_of(device: torch.device, waits: bool = False) -> str:
-    """ "cpu" for what computes with one thread on the CPU and `waits` for no other process, else "wall"."""
+    """ "cpu", time of all threads of this process, for what computes with one thread on the CPU and `waits` for no
+    other process, since the load of others doesn't lengthen it; else "wall"."""
     return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and not waits else "wall"
+
+
+def now_by(clock: str) -> Callable[[], float]:
+    return time.process_time if clock == "cpu" else time.perf_counter
 
 
 def synchronize(device: torch.device) -> None:
@@ -55,26 +52,25 @@ def time_interleaved(
     runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
 ) -> dict[str, Timing]:
     """Time each of `runs` `repeats` times after `warmup` times, interleaved, every second round in reverse order."""
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    wall: dict[str, list[float]] = {name: [] for name in runs}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    clock = clock_of(device, waits)
+    now = now_by(clock)
     for i in tqdm(range(warmup + repeats), desc="rounds", leave=False, disable=None):
         for name in list(runs)[:: -1 if i % 2 else 1]:
             synchronize(device)
-            begin_cpu, begin_wall = time.process_time(), time.perf_counter()
+            begin = now()
             runs[name]()
             synchronize(device)
             if i >= warmup:
-                cpu[name].append(time.process_time() - begin_cpu)
-                wall[name].append(time.perf_counter() - begin_wall)
-    clock = clock_of(device, waits)
-    return {name: Timing(tuple(cpu[name]), tuple(wall[name]), clock) for name in runs}
+                seconds[name].append(now() - begin)
+    return {name: Timing(tuple(times), clock) for name, times in seconds.items()}
 
 
 class PartTimes:
     """Sums the seconds of each named range of `dino_ds.ranges`; on a GPU by events, without waiting."""
 
     def __init__(self, device: torch.device, waits: bool = False) -> None:
-        self._device, self._clock = device, clock_of(device, waits)
+        self._device, self._now = device, now_by(clock_of(device, waits))
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -87,10 +83,9 @@ class PartTimes:
             end.record()
             self._events.append((name, begin, end))
             return
-        now = time.process_time if self._clock == "cpu" else time.perf_counter
-        start = now()
+        start = self._now()
         yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + now() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def after(self, warmup: int, run: Callable[[], object]) -> Callable[[], None]:
         """`run`, whose parts are timed once it has run `warmup` times."""

@@ -100,6 +100,10 @@ class Attention(nn.Module):
         """Queries, keys and values as of `QueryKeyValue`, with their positions."""
         return self.qkv(x, None if selection is None else selection.rows)
 
+    def qkv_bias(self) -> Tensor | None:
+        """(3 d,) of queries, keys and values."""
+        return self.qkv.bias
+
     @torch.no_grad()
     def weights(self, x: Tensor, packing: Packing, tables: Sequence[Tensor], cls_only: bool) -> Tensor:
         """x (b * n, d), sequences of one size -> (b, heads, n, n), or of the CLS token's queries (b, heads, 1, n)."""

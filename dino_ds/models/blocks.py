@@ -155,9 +155,9 @@ class Block(nn.Module):
         """
         if isinstance(drop, list):
             return self._forward_kept(x, drop, selection, tables)
-        branch = self._scale1(self.attn(self.norm1(x), packing, selection, tables))
+        branch = self.scale1(self.attn(self.norm1(x), packing, selection, tables))
         x = _selected(x, selection) + (branch if drop is None else branch * drop[0])
-        branch = self._scale2(self.mlp(self.norm2(x)))
+        branch = self.scale2(self.mlp(self.norm2(x)))
         return x + (branch if drop is None else branch * drop[1])
 
     def _forward_kept(
@@ -165,15 +165,15 @@ class Block(nn.Module):
     ) -> Tensor:
         first, second = kept
         rows = self.norm1(x.index_select(0, first.rows))
-        branch = self._scale1(self.attn(rows, first.packing, first.selection, tables))
+        branch = self.scale1(self.attn(rows, first.packing, first.selection, tables))
         x = _add(_selected(x, selection), branch, first)
-        branch = self._scale2(self.mlp(self.norm2(x.index_select(0, second.places))))
+        branch = self.scale2(self.mlp(self.norm2(x.index_select(0, second.places))))
         return _add(x, branch, second)
 
-    def _scale1(self, branch: Tensor) -> Tensor:
+    def scale1(self, branch: Tensor) -> Tensor:
         return self.ls1(branch)
 
-    def _scale2(self, branch: Tensor) -> Tensor:
+    def scale2(self, branch: Tensor) -> Tensor:
         return self.ls2(branch)
 
 

@@ -28,16 +28,18 @@ class RotaryAttention(Attention):
             if bias is not None:
                 nn.init.zeros_(bias)
 
+    def qkv_bias(self) -> Tensor | None:
+        if self.q_bias is None or self.v_bias is None:
+            return None
+        return torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        bias = None
-        if self.q_bias is not None and self.v_bias is not None:
-            bias = torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
         if selection is None:
-            (projected,) = self.qkv(x, None, bias)
+            (projected,) = self.qkv(x, None, self.qkv_bias())
             return (rotate(projected, packing.groups, tables, (2, 3), self.heads),)
-        queries, others = self.qkv(x, selection.rows, bias)
+        queries, others = self.qkv(x, selection.rows, self.qkv_bias())
         queries = rotate(queries, selection.packing.groups, tables, (1, 1), self.heads)
         return queries, rotate(others, packing.groups, tables, (1, 2), self.heads)
 
@@ -77,8 +79,8 @@ class RotaryBlock(Block):
             if gamma is not None:
                 nn.init.constant_(gamma, self._layer_scale)
 
-    def _scale1(self, branch: Tensor) -> Tensor:
+    def scale1(self, branch: Tensor) -> Tensor:
         return branch if self.gamma_1 is None else branch * self.gamma_1
 
-    def _scale2(self, branch: Tensor) -> Tensor:
+    def scale2(self, branch: Tensor) -> Tensor:
         return branch if self.gamma_2 is None else branch * self.gamma_2

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COLOURS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The same as --c1 to --c8 of report/templates/page.css."""
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
+KNN_BASELINES = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED = "eval/"
 """Prefix of the keys that evaluations during training write, except those of k-NN."""
 
@@ -125,46 +126,34 @@ def other_series(runs: Iterable[Metrics]) -> list[Series]:
     return [Series(key, key.removeprefix(EVALUATED)) for key in list(keys)[:_MOST_OTHERS]]
 
 
-def loss_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
+def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes: int | None = None) -> list[Chart]:
+    """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
+    several = any(key.endswith("_loss") for key in metrics.curves)
+    has_ibot = "ibot_teacher_entropy" in metrics.curves
+    charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
+    if "teacher_entropy" in metrics.curves or not (several or has_ibot):
+        loss = next((key for key in ("dino_cross_entropy", "dino_loss") if key in metrics.curves), "loss")
+        charts.append(_loss_chart("Loss" if loss == "loss" else "Loss of DINO", metrics, "", loss, prototypes))
+    if has_ibot:
+        charts.append(_loss_chart("Masked patches (iBOT)", metrics, "ibot_", "ibot_cross_entropy", ibot_prototypes))
+    return charts
+
+
+def _loss_chart(title: str, metrics: Metrics, prefix: str, loss: str, prototypes: int | None) -> Chart:
     """The KL divergence is drawn on top of the entropy; together they are the loss."""
-    entropy = metrics["teacher_entropy"]
-    loss = next(key for key in ("dino_cross_entropy", "dino_loss", "loss") if key in metrics.curves or key == "loss")
+    entropy = metrics[f"{prefix}teacher_entropy"]
     lines = [
         Line("teacher entropy", entropy, 1, "area"),
-        Line("+ KL", metrics["kl"], 4, "hidden"),
+        Line("+ KL", metrics[f"{prefix}kl"], 4, "hidden"),
         Line(f"= {loss}", metrics[loss], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
-    return Chart("Loss" if loss == "loss" else "Loss of DINO", "nats", lines, levels, zero=True)
-
-
-def ibot_chart(metrics: Metrics, prototypes: int | None = None) -> Chart:
-    """As `loss_chart`, of masked patches."""
-    entropy = metrics["ibot_teacher_entropy"]
-    lines = [
-        Line("teacher entropy", entropy, 1, "area"),
-        Line("+ KL", metrics["ibot_kl"], 4, "hidden"),
-        Line("= cross-entropy", metrics["ibot_cross_entropy"], 4, "area", base=entropy),
-    ]
-    levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
-    return Chart("Masked patches (iBOT)", "nats", lines, levels, zero=True)
-
-
-def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes: int | None = None) -> list[Chart]:
-    """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
-    terms = [key for key in ("teacher_entropy", "ibot_teacher_entropy") if key in metrics.curves]
-    several = any(key.endswith("_loss") for key in metrics.curves)
-    if not several and "ibot_teacher_entropy" not in terms:
-        return [loss_chart(metrics, prototypes)]
-    charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
-    charts += [loss_chart(metrics, prototypes)] if "teacher_entropy" in terms else []
-    return charts + ([ibot_chart(metrics, ibot_prototypes)] if "ibot_teacher_entropy" in terms else [])
+    return Chart(title, "nats", lines, levels, zero=True)
 
 
 def knn_chart(metrics: Metrics) -> Chart:
     found = summarise_knn(metrics) or {}
-    names = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
-    levels = [Level(name, found[key]) for key, name in names.items() if key in found]
+    levels = [Level(name, found[key]) for key, name in KNN_BASELINES.items() if key in found]
     return Chart("k-NN top-1", "%", [Line("teacher", metrics[KNN], 3, "dots")], levels)
 
 

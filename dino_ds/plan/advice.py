@@ -116,9 +116,14 @@ def advise(data: Data, gpus: Gpus) -> list[Row]:
     rows = [_start(data, gpus, weights), _backbone(data, gpus, recipe, weights), _objective(recipe, weights)]
     rows.append(_crops(data, gpus, recipe))
     if not gpus.count:
-        rows.append(_cpu_length())
+        why = (
+            "12 minutes of two cores on CIFAR-10; batch, learning rate and momentum are the recipe's "
+            "(docs/quickstart.md)"
+        )
+        rows.append(Row("length", "600,000 images", why, {}))
     elif recipe.startswith("dinov2"):
-        rows.append(_as_recipe())
+        why = "batch 2048, learning rate and momentum are the recipe's: dinov2's config for ImageNet"
+        rows.append(Row("length", "125,000 steps", why, {}))
     else:
         rows += _schedule(data, gpus, recipe, weights)
     return rows
@@ -189,16 +194,6 @@ def _sizes(sizes: tuple[int, int]) -> dict[str, str]:
 
 def _tiny_patch(data: Data) -> int:
     return 4 if data.side < 64 else 8
-
-
-def _cpu_length() -> Row:
-    why = "12 minutes of two cores on CIFAR-10; batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
-    return Row("length", "600,000 images", why, {})
-
-
-def _as_recipe() -> Row:
-    why = "batch 2048, learning rate and momentum are the recipe's: dinov2's config for ImageNet"
-    return Row("length", "125,000 steps", why, {})
 
 
 def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[Row]:

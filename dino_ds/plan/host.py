@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes
@@ -42,7 +42,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         "loaded batches": (workers * _PREFETCHED + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients lie beside the state.
         "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
-        "offloaded weights": element_bytes(config) * here if _offloads_weights(config) else 0,
+        "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
         "offloaded frozen teacher": host_bytes_of_frozen(recipe, config, gpus, world_size),
         _SAVED: (_STATE + _FP32) * (weights * gpus // world_size),
     }
@@ -54,8 +54,3 @@ def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -
     parts = host_bytes(recipe, config, gpus, world_size)
     left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
     return sum(size for name, size in parts.items() if name not in left_out)
-
-
-def _offloads_weights(config: DsConfig) -> bool:
-    device = config.raw["zero_optimization"].get("offload_param", {}).get("device", "none")
-    return device == "cpu"

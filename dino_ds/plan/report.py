@@ -8,12 +8,11 @@ from typing import Any
 from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import saved_bytes
+from dino_ds.costs.activations import MicroBatch
 from dino_ds.costs.communication import recipe_traffic
 from dino_ds.costs.flops import recipe_step_flops
-from dino_ds.costs.frozen import is_unknown
 from dino_ds.costs.memory import GIB, count_parameters
-from dino_ds.costs.objective import accumulation_notes
+from dino_ds.costs.objective import accumulation_notes, frozen_spec
 from dino_ds.measure.tables import markdown_table, short
 from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
@@ -96,7 +95,7 @@ def _not_counted(recipe: Recipe) -> list[str]:
         return [
             f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
         ]
-    if not is_unknown(recipe):
+    if teacher.source is None or frozen_spec(recipe) is not None:
         return []
     return [
         f"teacher.source {teacher.source} does not say its architecture without being read: neither its memory "
@@ -109,7 +108,7 @@ def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
     without = {key: value for key, value in setup.ds.items() if key != _TOGGLE}
     variants = {"without_checkpointing": without, "with_checkpointing": {**without, _TOGGLE: {}}}
     configs = {name: setup.with_ds(ds).fit(micro_batch).config for name, ds in variants.items()}
-    return {name: saved_bytes(setup.recipe, config) for name, config in configs.items()}
+    return {name: MicroBatch(setup.recipe, config).saved for name, config in configs.items()}
 
 
 def page(result: Mapping[str, Any]) -> str:

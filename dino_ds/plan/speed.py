@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dino_ds.config.ds_check import offloads_optimizer
+from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes
@@ -198,7 +198,7 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, kept: f
         copies = element * mine * (config.accumulation if config.stage > 1 else 1) + element * mine + 4 * mine
         on_host = ASSUMPTIONS["optimizer_bytes"] * mine * cluster.gpus / (ASSUMPTIONS["host_bandwidth"] * _GIGA)
         seconds += copies / pcie + on_host
-    if zero.get("offload_param", {}).get("device", "none") != "none":
+    if offloads_weights(zero):
         seconds += 2 * config.accumulation * element * mine / pcie
     if config.checkpoint_on_cpu:
         seconds += 2 * config.accumulation * kept / pcie

@@ -1,7 +1,4 @@
-"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit.
-
-No torch here: what the machine has is the caller's to find.
-"""
+"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit."""
 
 from __future__ import annotations
 
@@ -48,6 +45,26 @@ class Machine:
             self.fp16 and other.fp16,
             max(self.libraries, other.libraries),
         )
+
+
+def find_machine() -> Machine:
+    """What this rank has."""
+    import torch
+
+    from dino_ds import distributed
+    from dino_ds.engine.device import device, fp16_supported, memory_gib
+    from dino_ds.measure.machine import host_memory_gib
+
+    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
+    return Machine(
+        distributed.world_size(),
+        distributed.local_world_size(),
+        host_memory_gib()[0],
+        card.total_memory / 2**30 if card else None,
+        bf16=card is None or card.major >= 8,
+        fp16=fp16_supported(),
+        libraries=round(memory_gib() * 2**30),
+    )
 
 
 @dataclass(frozen=True)
@@ -191,11 +208,11 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[st
     config = start.config
     images = recipe.data.global_batch // machine.ranks
     stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
-    recompute = {"activation_checkpointing.number_checkpoints": "auto"}
+    recompute = {} if config.checkpoint_blocks else {"activation_checkpointing.number_checkpoints": "auto"}
     copies = config.keeps_teacher_copy(machine.card_gib is not None, count_parameters(recipe))
     no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
-    lighter = [{}, no_copy, {} if config.checkpoint_blocks else recompute]
-    for more in [*lighter[:1], *filter(None, lighter[1:]), *([no_copy | recompute] if all(lighter[1:]) else [])]:
+    both = no_copy | recompute if no_copy and recompute else {}
+    for more in ({}, *filter(None, (no_copy, recompute, both))):
         for size in micro_batches(recipe.data.global_batch, machine.ranks):
             if size < config.micro_batch or (more and size == config.micro_batch):
                 accumulated = stage if size < images else {}

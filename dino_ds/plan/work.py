@@ -13,8 +13,7 @@ from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes, recomputed_blocks
 from dino_ds.costs.flops import recipe_step_flops, tokens_of, vit_of
-from dino_ds.costs.frozen import frozen_spec
-from dino_ds.costs.objective import groups_of_steps
+from dino_ds.costs.objective import frozen_spec, groups_of_steps
 from dino_ds.costs.parameters import recipe_sizes
 
 ASSUMPTIONS = {

@@ -176,19 +176,17 @@ _BASELINES = {RAW_PIXELS: "raw pixels", CHANCE: "chance"}
 
 
 def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
-    """mark: the best of a row. Of earlier files, which name no evaluation, a figure joins that of the same name."""
-    found: dict[str, list[float | None]] = {}
-    groups: dict[str, str] = {}
+    """mark: the best of a row."""
+    found: dict[tuple[str, str], list[float | None]] = {}
     for i, run in enumerate(runs):
         for evaluation in run.evaluations:
             for metric, value in evaluation.results.items():
-                found.setdefault(metric, [None] * len(runs))[i] = value
-                groups[metric] = groups.get(metric) or evaluation.name
+                found.setdefault((evaluation.name, metric), [None] * len(runs))[i] = value
     if not found:
         return []
     rows: list[list[Cell]] = [
-        [groups[metric], metric, *_marked(values, number, mark and not metric.endswith(_NO_BEST))]
-        for metric, values in found.items()
+        [name, metric, *_marked(values, number, mark and not metric.endswith(_NO_BEST))]
+        for (name, metric), values in found.items()
     ]
     return [*rows, ["", "step of the teacher", *map(_step, runs)]]
 

@@ -135,21 +135,16 @@ def _read_recipe(run: RunFiles) -> None:
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
-    """Of {name: {"results": {metric: value}, "step": ..., ...}}, and of earlier versions' {metric: value}."""
+    """Of {name: {"results": {metric: value}, "step": ..., ...}}."""
     file = path / RESULTS
     if not file.exists():
         return []
     content: dict[str, Any] = _read(notes, file, _read_object, {}, "no evaluations are shown")
     found = []
-    if flat := _numbers(content):
-        step = {"step": flat.pop("step")} if "step" in flat else {}
-        found.append(Evaluation("", flat, step))
     for name, entry in content.items():
-        if isinstance(entry, dict):
-            inside = entry.get("results")
+        if isinstance(entry, dict) and isinstance(entry.get("results"), dict):
             about = {key: value for key, value in entry.items() if isinstance(value, str)} | _numbers(entry)
-            results = _numbers(inside if isinstance(inside, dict) else entry)
-            found.append(Evaluation(name, results, about if isinstance(inside, dict) else {}))
+            found.append(Evaluation(name, _numbers(entry["results"]), about))
     return [evaluation for evaluation in found if evaluation.results]
 
 

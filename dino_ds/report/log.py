@@ -34,7 +34,6 @@ KINDS = (
     Kind("note", "plain", re.compile(r"note {5}|evals {4}")),
 )
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)Z ")
-"""Before each line; logs of earlier versions have none."""
 _FACTS = re.compile(r"(images|length|engine|kernels|memory|saves) {2,}(.*)")
 _ENDS = {"done": "finished", "stopped": "stopped", "error": "failed", "images": ""}
 _STEPS = re.compile(r"(\d+) steps = (\d+) images = ([\d.]+) epochs(?:, stopping after step (\d+))?")

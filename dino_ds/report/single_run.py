@@ -7,7 +7,16 @@ from typing import Any
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import ObjectiveCosts
-from dino_ds.pictures.charts import LARGE, SMALL, Series, knn_chart, loss_charts, other_series, rolling_chart
+from dino_ds.pictures.charts import (
+    KNN_BASELINES,
+    LARGE,
+    SMALL,
+    Series,
+    knn_chart,
+    loss_charts,
+    other_series,
+    rolling_chart,
+)
 from dino_ds.pictures.series import Metrics
 from dino_ds.report.folder import Evaluation, RunFiles
 from dino_ds.report.html import Tag, render
@@ -25,7 +34,6 @@ _STATES = {
     "running": "still running",
     "unfinished": "not finished",
 }
-_BASELINES = {"teacher": "teacher", "untrained": "untrained network", "raw_pixels": "raw pixels", "chance": "chance"}
 _OPEN_LINES = 12
 
 
@@ -96,9 +104,8 @@ def _images(run: RunFiles) -> str:
 
 
 def _baselines(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    colours = {"teacher": 3}
-    shown = [(key, name) for key, name in _BASELINES.items() if key in knn]
-    return [(name, percent(knn[key]), [(colours.get(key, 8), knn[key])]) for key, name in shown]
+    names = {"teacher": "teacher", **KNN_BASELINES}
+    return [(names[key], percent(knn[key]), [(3 if key == "teacher" else 8, knn[key])]) for key in names if key in knn]
 
 
 def _alarms(run: RunFiles) -> list[str]:
@@ -183,12 +190,9 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
 
 def _incidents(run: RunFiles) -> dict[str, Any]:
     found = run.log.incidents
-    timed = any(incident.time for incident in found)
-    labels = [Tag(incident.kind.name, f"incident {incident.kind.level}") for incident in found]
-    rows = [(incident.time, label, incident.line) for incident, label in zip(found, labels, strict=True)]
     return {
-        "header": ("UTC", "", "") if timed else (),
-        "rows": rows if timed else [row[1:] for row in rows],
+        "header": ("UTC", "", ""),
+        "rows": [(one.time, Tag(one.kind.name, f"incident {one.kind.level}"), one.line) for one in found],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in run.log.counts.items()),
         "most": max(run.log.counts.values(), default=0),
     }

@@ -41,7 +41,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "memory_predicted_gib": _last(metrics["memory_predicted_gib"]),
         "skipped_steps": _count(metrics["skipped_steps"]),
         "bad_images": _count(metrics["bad_images"]),
-        "evaluations": {e.name or "earlier": {**e.about, "results": e.results} for e in run.evaluations},
+        "evaluations": {e.name: {**e.about, "results": e.results} for e in run.evaluations},
         "incidents": run.log.counts,
         "notes": run.notes,
     }

@@ -100,8 +100,7 @@ def _ds_config(config: str) -> tuple[int, str]:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import torch
 
-    from dino_ds.plan.here import find_machine
-    from dino_ds.plan.start import chosen, fitting, given
+    from dino_ds.plan.start import chosen, find_machine, fitting, given
 
     ranks, recipe = max(1, torch.cuda.device_count()), load_recipe(config, {})
     machine = dataclasses.replace(find_machine(), ranks=ranks, ranks_per_node=ranks)

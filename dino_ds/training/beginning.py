@@ -22,7 +22,7 @@ from dino_ds.training.other_images import OtherImages
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.saver import Saver
 from dino_ds.weights.find import teacher_weights
-from dino_ds.weights.read import Weights
+from dino_ds.weights.tensors import Weights
 
 _CONTINUE = "continue"
 _SAYS_HOW = ("stage_start", "model.init_from")

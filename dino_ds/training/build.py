@@ -46,8 +46,8 @@ from dino_ds.training.frozen import begin_centers, build_frozen, feature_terms, 
 from dino_ds.training.gram import build_gram_teacher, build_gram_term, gram_schedule
 from dino_ds.training.step import TrainingStep
 from dino_ds.weights.frozen import FrozenSource
-from dino_ds.weights.read import Weights
 from dino_ds.weights.start import InitialWeights, find_start
+from dino_ds.weights.tensors import Weights
 
 
 def build_step(

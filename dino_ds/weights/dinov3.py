@@ -6,9 +6,8 @@ them, masked to zero, and the periods of the rotation are rounded to bfloat16.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,19 +30,6 @@ _NAMES = {
     ".mlp.w2.": ".mlp.fc1_x.",
     ".mlp.w3.": ".mlp.fc2.",
 }
-_OURS = re.compile(
-    r"cls_token|reg_token|(patch_embed\.proj|norm|cls_norm|local_cls_norm)\.(weight|bias)|"
-    r"blocks\.\d+\.((norm1|norm2|attn\.proj|mlp\.(fc1|fc1_g|fc1_x|fc2))\.(weight|bias)|"
-    r"attn\.(qkv\.weight|q_bias|v_bias)|gamma_[12])"
-)
-
-
-class Found(NamedTuple):
-    """Tensors under our names; what else they tell, as in a config.json; what was not taken."""
-
-    backbone: dict[str, Tensor]
-    facts: dict[str, Any]
-    notes: list[str]
 
 
 def has_rope(backbone: Mapping[str, Tensor]) -> bool:
@@ -56,8 +42,8 @@ def is_dinov3(names: Mapping[str, Tensor]) -> bool:
     return "storage_tokens" in names or _PERIODS in names
 
 
-def from_dinov3(theirs: Mapping[str, Tensor]) -> Found:
-    """Their backbone's tensors under our names, unknown names unchanged.
+def from_dinov3(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Their tensors under our names, unknown names unchanged; what else they tell, as in a config.json; notes.
 
     Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
     """
@@ -68,20 +54,15 @@ def from_dinov3(theirs: Mapping[str, Tensor]) -> Found:
             continue
         if name.endswith(_BIAS):
             mask = theirs.get(name.replace(_BIAS, _MASK))
-            out |= split_bias(name.removesuffix(".qkv.bias"), tensor if mask is None else tensor * mask)
+            q, k, v = (tensor if mask is None else tensor * mask).chunk(3)
+            check_keys(name, k)
+            attention = name.removesuffix(".qkv.bias")
+            out |= {f"{attention}.q_bias": q.contiguous(), f"{attention}.v_bias": v.contiguous()}
             continue
         for old, new in _NAMES.items():
             name = name.replace(old, new)
         out[name] = tensor
-    return Found(out, facts, notes)
-
-
-def split_bias(attention: str, bias: Tensor) -> dict[str, Tensor]:
-    """A bias (3 d,) of queries, keys and values, in the parts that we have. Raises CheckpointError where keys' is not
-    zero."""
-    q, k, v = bias.chunk(3)
-    check_keys(f"{attention}.qkv.bias", k)
-    return {f"{attention}.q_bias": q.contiguous(), f"{attention}.v_bias": v.contiguous()}
+    return out, facts, notes
 
 
 def check_keys(name: str, bias: Tensor) -> None:
@@ -127,8 +108,3 @@ def split_local_norm(backbone: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     """A backbone without the norm of local crops' CLS tokens, which is of use in training only; and that norm."""
     local = {name: tensor for name, tensor in backbone.items() if name.startswith(LOCAL_NORM)}
     return {name: tensor for name, tensor in backbone.items() if name not in local}, local
-
-
-def unknown_names(backbone: Mapping[str, Tensor]) -> list[str]:
-    """Those that no ViT with rotary positions has."""
-    return sorted(name for name in backbone if not _OURS.fullmatch(name))

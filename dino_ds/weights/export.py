@@ -25,7 +25,6 @@ from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
-from dino_ds.weights.huggingface_dinov3 import hf_config_dinov3, to_huggingface_dinov3
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
@@ -77,11 +76,9 @@ def export_hf(model: Backbone, out: Path) -> str:
         _write_folder(out, _tensors(model), model_card(model, "transformers", out.name), {"config.json": config})
         return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
     arch, size = model.vit.arch, model.image_size
-    tensors, mask = _tensors(model), _mask_token(model)
-    if arch.rope is None:
-        config, tensors = hf_config(arch, size, mask is not None), to_huggingface(tensors, arch, mask)
-    else:
-        config, tensors = hf_config_dinov3(arch, size), to_huggingface_dinov3(tensors, mask)
+    mask = _mask_token(model)
+    config = hf_config(arch, size, mask is not None)
+    tensors = to_huggingface(_tensors(model), arch, mask)
     card = model_card(model, "transformers", out.name)
     jsons = {"config.json": config, "preprocessor_config.json": hf_processor(size, model.normalisation)}
     _write_folder(out, tensors, card, jsons)
@@ -155,7 +152,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
         try:
             program = torch.onnx.export(
                 _plain(model),
-                (_example(model) if 2 in shape else _native(model),),
+                (_example(model, 2 in shape),),
                 dynamo=True,
                 dynamic_shapes=(shape,),
                 input_names=["images"],
@@ -176,10 +173,11 @@ def export_torchscript(model: Backbone, out: Path) -> str:
     Of a network that is not made for several sizes, its native one only. Raises ConfigError for one that can't be
     exported.
     """
-    only = "" if _takes_any_size(model) else f", images of {model.image_size} pixels only"
+    any_size = _takes_any_size(model)
+    only = "" if any_size else f", images of {model.image_size} pixels only"
     with _quiet(), torch.no_grad():
         try:
-            traced = torch.jit.trace(_plain(model), _example(model))
+            traced = torch.jit.trace(_plain(model), _example(model, any_size))
         except Exception as error:  # whatever a foreign network raises
             if model.is_vit:
                 raise
@@ -219,9 +217,7 @@ def _name(model: Backbone) -> str:
 
 def _plain(model: Backbone) -> nn.Module:
     """The network as exporters want it. Raises ConfigError where it can't be built."""
-    if isinstance(model.network, ForeignBackbone):
-        return PlainForeign(model.network)
-    return PlainBackbone(model.vit)
+    return PlainForeign(model.network) if isinstance(model.network, ForeignBackbone) else PlainBackbone(model.vit)
 
 
 def _takes_any_size(model: Backbone) -> bool:
@@ -241,16 +237,10 @@ def _example_sides(model: Backbone) -> tuple[int, int]:
     return (grid + 1) * size, (grid + 2) * size
 
 
-def _example(model: Backbone) -> Tensor:
+def _example(model: Backbone, any_size: bool) -> Tensor:
     """Two images."""
-    if not _takes_any_size(model):
-        return _native(model)
-    return _native(model).new_zeros(2, model.network.spec.in_chans, *_example_sides(model))
-
-
-def _native(model: Backbone) -> Tensor:
-    device = next(model.network.parameters()).device
-    return torch.zeros(2, model.network.spec.in_chans, model.image_size, model.image_size, device=device)
+    sides = _example_sides(model) if any_size else (model.image_size, model.image_size)
+    return torch.zeros(2, model.network.spec.in_chans, *sides, device=next(model.network.parameters()).device)
 
 
 def _write_folder(out: Path, tensors: dict[str, Tensor], card: str, jsons: dict[str, dict[str, Any]]) -> None:

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -22,13 +21,12 @@ from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import MODEL_FORMS, did_you_mean
-from dino_ds.weights.checks import check_beside, checked
-from dino_ds.weights.dinov3 import LOCAL_NORM, has_rope
+from dino_ds.weights.dinov3 import has_rope, split_local_norm
 from dino_ds.weights.normalisation import timm_statistics
-from dino_ds.weights.read import Weights, read_weights
+from dino_ds.weights.read import read_weights
 from dino_ds.weights.reference import split_network
+from dino_ds.weights.tensors import Weights, checked
 
-_TEACHER, _MASK_TOKEN = "teacher.", "teacher.backbone.mask_token"
 _SECONDS = 5.0
 """For the hub to answer."""
 
@@ -41,7 +39,7 @@ def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights
     else.
     """
     path = Path(os.path.expanduser(place))
-    if not path.exists() and _is_timm_name(str(place)):
+    if not path.exists() and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
     if not path.exists():
         near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
@@ -72,14 +70,11 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
             raise CheckpointError(f"{folder.relative_to(run)} is not there")
         manifest = read_manifest(folder)
         check_present(folder, manifest)
-        whole = SavedCheckpoint(folder, manifest).whole()
-        heads, mask_token = heads_of(whole), whole.get(_MASK_TOKEN)
-        start = f"{_TEACHER}backbone."
-        local = {n.removeprefix(start): t for n, t in whole.items() if n.startswith(f"{start}{LOCAL_NORM}")}
-        check_beside(folder, heads | ({"backbone": local} if local else {}), mask_token)
+        saved = teacher_weights(SavedCheckpoint(folder, manifest))
+        saved.check_beside(folder)
     except (CheckpointError, OSError) as error:
         return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
-    return replace(weights, heads=heads, mask_token=mask_token, local_norm=local)
+    return replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
 
 
 def checkpoint_of(run: Path) -> Path | None:
@@ -97,32 +92,33 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
     """Those of the EMA teacher of a verified checkpoint, its heads among them."""
-    whole, prefix = saved.whole(), f"{_TEACHER}backbone."
-    backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
-    mask_token = backbone.pop(_MASK_TOKEN.removeprefix(prefix), None)
-    local = {name: backbone.pop(name) for name in list(backbone) if name.startswith(LOCAL_NORM)}
-    return Weights("dino_ds", backbone, heads_of(whole), mask_token=mask_token, local_norm=local)
+    parts = teacher_parts(saved.whole())
+    backbone, local = split_local_norm(parts.pop("backbone"))
+    mask_token = backbone.pop("mask_token", None)
+    return Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
 
 
-def heads_of(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Of the tensors of a checkpoint those of the teacher's heads, by the head's name."""
-    heads: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+def teacher_parts(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Of the tensors of a checkpoint those of the teacher's backbone and of its heads, by the part's name."""
+    parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in whole.items():
-        head, _, inside = name.removeprefix(_TEACHER).partition(".")
-        if name.startswith(_TEACHER) and head != "backbone":
-            heads[head][inside] = tensor
-    return dict(heads)
+        network, _, rest = name.partition(".")
+        part, _, inside = rest.partition(".")
+        if network == "teacher":
+            parts.setdefault(part, {})[inside] = tensor
+    return parts
 
 
-def _is_timm_name(name: str) -> bool:
+def _may_be_downloaded(name: str) -> bool:
     base, _, tag = name.partition(".")
-    if base in BACKBONES:
-        return True
-    if not re.fullmatch(r"\w+", base) or tag in ("pth", "pt", "bin", "ckpt", "safetensors"):
-        return False
+    return base in BACKBONES or (tag not in ("pth", "pt", "bin", "ckpt", "safetensors") and is_timm_name(base))
+
+
+def is_timm_name(name: object) -> TypeGuard[str]:
+    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
     import timm
 
-    return bool(timm.is_model(base))
+    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))
 
 
 def _from_timm(name: str) -> Weights:

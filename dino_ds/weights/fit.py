@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import VITS, ViTSpec
+from dino_ds.backbones import VITS, BackboneSpec, ViTSpec
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
-from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.dinov3 import BASE, EPS, has_rope
-from dino_ds.weights.read import Weights
-from dino_ds.weights.reference import few
+from dino_ds.weights.tensors import Weights, few
 
 _USUAL_SIZE, _MOST_SIZE = 224, 16384
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
@@ -89,20 +87,6 @@ def _checked_heads(heads: object, width: int) -> int:
     return heads
 
 
-@torch.no_grad()
-def take_weights(network: VisionTransformer, tensors: dict[str, Tensor]) -> None:
-    """Copy `tensors` into `network` by name; a position embedding of another size is resized as the network does.
-
-    Raises CheckpointError for other shapes, and where a tensor of the network is not there.
-    """
-    own = dict(network.named_parameters())
-    shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-    resizing = network.options.pos_embed_interpolation
-    fitting = fit_tensors(tensors, shapes, resizing, "the weights lack", "the weights are")
-    for name, parameter in own.items():
-        parameter.copy_(fitting[name].to(parameter.dtype))
-
-
 def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
@@ -117,7 +101,7 @@ def fit_tensors(
     if surplus:
         raise CheckpointError(f"{are} of another architecture: {len(surplus)} tensors too many, {few(surplus)}")
     fitting = {
-        name: fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
+        name: _fitted(tensors[name], shape, interpolation) if name.endswith("pos_embed") else tensors[name]
         for name, shape in shapes.items()
     }
     wrong = [
@@ -130,7 +114,7 @@ def fit_tensors(
     return fitting
 
 
-def fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
+def _fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
     """A position embedding (1, special + n, d) for the grid of `shape`; the CLS token's stays.
 
     As it is where widths or special tokens differ.
@@ -146,14 +130,20 @@ def fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor
 
 @dataclass(frozen=True)
 class Description:
-    """Architecture, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
+    """The network, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
     gives the number of attention heads; `notes`: what was assumed."""
 
-    arch: ViTSpec
+    spec: BackboneSpec
     image_size: int
     interpolation: str
     heads_stated: bool = True
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def arch(self) -> ViTSpec:
+        """The network of weights that have no `spec`."""
+        assert isinstance(self.spec, ViTSpec)
+        return self.spec
 
 
 def describe(weights: Weights, heads: int | None = None) -> Description:
@@ -162,6 +152,8 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     Without either they are those of the known backbone of this width and depth, and a note says so. Raises
     CheckpointError where there is none, and where the tensors contradict a file.
     """
+    if weights.spec is not None:
+        return Description(weights.spec, weights.image_size, "antialias")
     if weights.kind == "dino_ds":
         return _described_by_us(weights)
     about = weights.about

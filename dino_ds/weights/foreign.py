@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from torch import Tensor
 from dino_ds.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
+from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.reference import HEAD, head_to_ours
+from dino_ds.weights.tensors import Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 """Told by the shapes of their tensors; torchvision and timm name them alike."""
@@ -31,27 +33,16 @@ _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
 Shapes = dict[str, tuple[int, ...]]
 
 
-class Other(NamedTuple):
-    """A network: its spec, the side of its native images in pixels, its tensors by its names, the heads beside it by
-    ours; `notes`: what was left out."""
-
-    spec: BackboneSpec
-    image_size: int
-    backbone: dict[str, Tensor]
-    heads: dict[str, dict[str, Tensor]]
-    notes: list[str]
-
-
 def other_network(
-    tensors: dict[str, Tensor], about: Mapping[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
-) -> Other | None:
+    tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
+) -> Weights | None:
     """What a file holds if it is not a ViT of ours.
 
     about: the JSON beside it. asked: what somebody says it is. trusts: each MODULE:CLASS that may be imported. Raises
     CheckpointError for an unusable JSON.
     """
     if (spec := stated_spec(about, tensors, trusts)) is not None:
-        return Other(spec, _size(about.get("image_size")), tensors, {}, [])
+        return Weights("dino_ds", tensors, about=about, spec=spec, image_size=_size(about.get("image_size")))
     if isinstance(about.get("architecture"), str):
         return _of_timm_folder(tensors, about)
     network, heads = _split(tensors)
@@ -59,9 +50,10 @@ def other_network(
     if found is None:
         return None
     spec, own = found
-    own, heads, notes = _without_classifier(own, spec, heads if own is network else {})
-    size = f"no file says the size of its images: taken for {_USUAL_SIZE} pixels"
-    return Other(spec, _USUAL_SIZE, own, heads, [*notes, size])
+    heads = heads if own is network else {}
+    own, notes = _without_classifier(own, spec)
+    notes.append(f"no file says the size of its images: taken for {_USUAL_SIZE} pixels")
+    return Weights("dino or timm", own, heads, about, notes, spec=spec, image_size=_USUAL_SIZE)
 
 
 def stated_spec(
@@ -130,7 +122,7 @@ def _size(size: object) -> int:
     return size
 
 
-def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Other | None:
+def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Weights | None:
     """By timm's config.json; None for one of our ViTs. Raises CheckpointError."""
     name, given, pretrained = config["architecture"], config.get("model_args") or {}, config.get("pretrained_cfg")
     if name in BACKBONES:
@@ -148,7 +140,9 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Ot
     sizes = (pretrained if isinstance(pretrained, dict) else config).get("input_size")
     size = _size(given.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else _USUAL_SIZE))
     own = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
-    return Other(spec, size, *_without_classifier(own, spec, {}))
+    own, notes = _without_classifier(own, spec)
+    about = {"timm_name": name, **timm_statistics(pretrained)}
+    return Weights("timm", own, about=about, notes=notes, spec=spec, image_size=size)
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -192,14 +186,12 @@ def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
     return own == shapes
 
 
-def _without_classifier(
-    tensors: dict[str, Tensor], spec: ForeignSpec, heads: dict[str, dict[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], list[str]]:
-    """Tensors, heads, and what to say of a classifier."""
+def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[dict[str, Tensor], list[str]]:
+    """The others, and what to say of a classifier."""
     shapes, classifiers = shapes_of(spec)
     dropped = [name for name in tensors if name not in shapes and name.startswith(classifiers)]
     notes = [f"its classifier is left out: {', '.join(sorted(dropped))}"] if dropped else []
-    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, heads, notes
+    return {name: tensor for name, tensor in tensors.items() if name not in dropped}, notes
 
 
 @functools.cache

@@ -19,12 +19,11 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
-from dino_ds.weights.find import checkpoint_of, find_weights, heads_of
+from dino_ds.weights.find import checkpoint_of, find_weights, teacher_parts
 from dino_ds.weights.fit import describe
-from dino_ds.weights.normalisation import normalisation_of
-from dino_ds.weights.read import check_beside, check_numbers, range_of
+from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.tensors import check_numbers
 
-_BACKBONE = "teacher.backbone."
 _CENTERS = ("center", "ibot_center")
 
 
@@ -93,10 +92,9 @@ def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
     except ValidationError as error:
         raise CheckpointError(f"its recipe is of another version: {error.errors()[0]['msg']}") from None
     whole = SavedCheckpoint(folder, manifest).whole()
-    backbone = {name.removeprefix(_BACKBONE): t for name, t in whole.items() if name.startswith(_BACKBONE)}
-    heads = heads_of(whole)
-    check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()})
-    check_beside(folder, heads, None)
+    heads = teacher_parts(whole)
+    backbone = heads.pop("backbone")
+    check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
     free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]
     return FrozenSource(
         place,
@@ -115,16 +113,10 @@ def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
 
 def _of_weights(place: str) -> FrozenSource:
     weights = find_weights(place)
-    notes, interpolation = list(weights.notes), "antialias"
-    if weights.spec is None:
-        found = describe(weights)
-        spec: BackboneSpec = found.arch
-        size, interpolation = found.image_size, found.interpolation
-        notes += found.notes
-    else:
-        spec, size = weights.spec, weights.image_size
-    normalisation = normalisation_of(weights.about, spec.in_chans)
-    own = place, spec, size, interpolation, weights.backbone, weights.heads
+    found = describe(weights)
+    notes = [*weights.notes, *found.notes]
+    normalisation = normalisation_of(weights.about, found.spec.in_chans)
+    own = place, found.spec, found.image_size, found.interpolation, weights.backbone, weights.heads
     return FrozenSource(*own, normalisation, range_of(weights.about), notes=notes)
 
 

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions, BackboneSpec, backbone_name, backbone_spec
+from dino_ds.backbones import BackboneOptions, backbone_name, backbone_spec
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
@@ -29,9 +29,8 @@ from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
-from dino_ds.weights.fit import describe, fit_tensors, take_weights
-from dino_ds.weights.normalisation import normalisation_of
-from dino_ds.weights.read import Weights, range_of
+from dino_ds.weights.fit import Description, describe, fit_tensors
+from dino_ds.weights.normalisation import normalisation_of, range_of
 
 
 class Backbone(nn.Module):
@@ -182,27 +181,20 @@ def load(
     anything else, and where heads or the backbone must be named.
     """
     weights = find_weights(path, None if backbone is None else _asked(backbone))
-    if weights.spec is not None:
-        named = backbone_name(weights.spec)
-        if backbone not in (None, named):
-            raise CheckpointError(f"{path}: --backbone {backbone}, and the file is of a {named}: leave it out")
-        if heads is not None:
-            raise CheckpointError(f"{path}: --heads {heads}: a {named} is not a ViT; leave it out")
-        return _load_other(weights.spec, weights, str(path)).to(device)
-    if backbone is not None:
-        raise CheckpointError(f"{path}: --backbone {backbone}, and the file is of a Vision Transformer: leave it out")
+    named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
     try:
+        if backbone not in (None, named):
+            raise CheckpointError(f"--backbone {backbone}, and the file is of a {named}: leave it out")
+        if heads is not None and weights.spec is not None:
+            raise CheckpointError(f"--heads {heads}: a {named} is not a ViT; leave it out")
         found = describe(weights, heads)
-        if heads not in (None, found.arch.heads):
+        if weights.spec is None and heads not in (None, found.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        vit = VisionTransformer(
-            found.arch, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
-        )
-        take_weights(vit, weights.backbone)
-    except CheckpointError as error:
+        network = _filled(found, weights.backbone)
+    except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
-    model = Backbone(vit, found.image_size, str(path), weights.about, weights.heads, notes)
+    model = Backbone(network, found.image_size, str(path), weights.about, weights.heads, notes)
     model.mask_token = weights.mask_token
     return model.to(device)
 
@@ -218,16 +210,12 @@ def _asked(name: str) -> ForeignSpec:
     return spec
 
 
-def _load_other(spec: BackboneSpec, weights: Weights, source: str) -> Backbone:
-    """A backbone that is not a Vision Transformer of ours. Raises CheckpointError where the tensors are not its own."""
-    size = weights.image_size
-    try:
-        with torch.device("meta"):
-            wanted = build_backbone(spec, size).state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
-        fitting = fit_tensors(weights.backbone, shapes, "antialias", "the weights lack", "the weights are")
-        network = build_backbone(spec, size)
-        network.load_state_dict(fitting)
-    except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{source}: {error}") from None
-    return Backbone(network, size, source, weights.about, weights.heads, weights.notes)
+def _filled(found: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
+    """The network with these tensors. Raises CheckpointError where they are not its own, before it takes memory."""
+    how = found.spec, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in build_backbone(*how).state_dict().items()}
+    fitting = fit_tensors(tensors, shapes, found.interpolation, "the weights lack", "the weights are")
+    network = build_backbone(*how)
+    network.load_state_dict(fitting)
+    return network

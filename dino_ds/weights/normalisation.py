@@ -1,4 +1,4 @@
-"""What the files beside weights say of the mean and standard deviation that were removed of training images."""
+"""What the files beside weights say of training images: what was removed of them, and what was black and white."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
 
@@ -28,6 +29,21 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
             f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
         ) from None
     return Normalisation(mean, std)
+
+
+def range_of(about: Mapping[str, Any]) -> ValueRange | None:
+    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
+    if "value_range" not in about:
+        return None
+    try:
+        low, high = (float(value) for value in about["value_range"])
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
+        ) from None
+    return low, high
 
 
 def processor_statistics(processor: dict[str, Any]) -> dict[str, Any]:

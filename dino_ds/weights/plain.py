@@ -10,7 +10,6 @@ from dino_ds.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.blocks import Block
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.rope import frequencies, table
-from dino_ds.models.rotary import RotaryAttention, RotaryBlock
 from dino_ds.models.vit import VisionTransformer
 
 
@@ -59,36 +58,23 @@ class PlainBackbone(nn.Module):
             cls = torch.cat((cls, vit.reg_token.expand(images.shape[0], -1, -1)), dim=1)
         x = torch.cat((cls, patches), dim=1)
         for block in vit.blocks:
-            x = _run(block, x) if turns is None else _run_rotary(block, x, turns)
+            x = _run(block, x, turns)
         norm = vit.norm if vit.cls_norm is None else vit.cls_norm
         features: Tensor = norm(x[:, 0])
         return features
 
 
-def _run(block: nn.Module, x: Tensor) -> Tensor:
-    """Tokens (b, n, d) -> (b, n, d)."""
+def _run(block: nn.Module, x: Tensor, turns: Tensor | None) -> Tensor:
+    """Tokens (b, n, d), which end with the patches, and RoPE's table (2, patches, c / 2) or None -> (b, n, d)."""
     assert isinstance(block, Block)
     attention, heads = block.attn, block.attn.heads
-    qkv = F.linear(block.norm1(x), attention.qkv.weight, attention.qkv.bias)
+    qkv = F.linear(block.norm1(x), attention.qkv.weight, attention.qkv_bias())
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
+    if turns is not None:
+        q, k = (_rotated(t, turns) for t in (q, k))
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    x = x + block.ls1(attention.proj(mixed))
-    return x + block.ls2(block.mlp(block.norm2(x)))
-
-
-def _run_rotary(block: nn.Module, x: Tensor, turns: Tensor) -> Tensor:
-    """Tokens (b, n, d), which end with the patches, and RoPE's table `turns` (2, patches, c / 2) -> (b, n, d)."""
-    assert isinstance(block, RotaryBlock) and isinstance(block.attn, RotaryAttention)
-    attention, heads = block.attn, block.attn.heads
-    qkv = F.linear(block.norm1(x), attention.qkv.weight)
-    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in qkv.chunk(3, dim=-1))
-    if attention.q_bias is not None and attention.v_bias is not None:
-        q, v = (t + bias.view(heads, 1, -1) for t, bias in ((q, attention.q_bias), (v, attention.v_bias)))
-    q, k = (_rotated(t, turns) for t in (q, k))
-    branch = attention.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-    x = x + (branch if block.gamma_1 is None else branch * block.gamma_1)
-    branch = block.mlp(block.norm2(x))
-    return x + (branch if block.gamma_2 is None else branch * block.gamma_2)
+    x = x + block.scale1(attention.proj(mixed))
+    return x + block.scale2(block.mlp(block.norm2(x)))
 
 
 def _rotated(x: Tensor, turns: Tensor) -> Tensor:

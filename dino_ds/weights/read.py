@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,15 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.backbones import VITS, BackboneSpec
-from dino_ds.data.images import ValueRange
+from dino_ds.backbones import VITS
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
-from dino_ds.weights.checks import check_beside, check_numbers, checked
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
-from dino_ds.weights.huggingface import from_huggingface
-from dino_ds.weights.huggingface_dinov3 import from_huggingface_dinov3, is_huggingface_dinov3
+from dino_ds.weights.huggingface import from_huggingface, is_huggingface
 from dino_ds.weights.normalisation import processor_statistics, timm_statistics
-from dino_ds.weights.reference import few, split_network
+from dino_ds.weights.reference import split_network
+from dino_ds.weights.tensors import Weights, check_numbers, checked, few
 
 _STARTS = (b"PK\x03\x04", b"\x80")
 """A zip archive, or a bare pickle as torch wrote them before 1.6."""
@@ -36,25 +33,6 @@ _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 """Of a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and what else in it tells of their architecture."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
-    `Network`; `about`: the JSON beside it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d):
-    what hidden patches are, None where the file does not say; `local_norm`: of the CLS tokens of local crops, by its
-    names in the backbone, which is without it. `spec`: of a network that is not one of our ViTs, whose
-    names and buffers it then has, made for images of `image_size` pixels a side."""
-
-    kind: str
-    backbone: dict[str, Tensor]
-    heads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    mask_token: Tensor | None = None
-    local_norm: dict[str, Tensor] = field(default_factory=dict)
-    spec: BackboneSpec | None = None
-    image_size: int = 0
 
 
 def read_weights(
@@ -70,20 +48,19 @@ def read_weights(
         about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
     trusts = (trusted, asked.name if asked else None)
     try:
-        of_dinov3 = is_huggingface_dinov3(tensors)
-        if of_dinov3 or any(".attention.attention.query." in name for name in tensors):
+        if is_huggingface(tensors):
             _check_huggingface(about)
-            backbone, mask_token, notes = (from_huggingface_dinov3 if of_dinov3 else from_huggingface)(tensors)
             if path.is_dir():
                 about = about | processor_statistics(_read_json(path / "preprocessor_config.json"))
-            weights = Weights("huggingface", checked(backbone), {}, about, notes, mask_token)
+            weights = from_huggingface(tensors)
+            weights = replace(weights, backbone=checked(weights.backbone), about=about)
         else:
             weights = _of_network(tensors, about, network, asked, trusts)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     is_vit = weights.spec is None
     check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
-    check_beside(path, {**weights.heads, "backbone": weights.local_norm}, weights.mask_token)
+    weights.check_beside(path)
     return weights
 
 
@@ -107,17 +84,12 @@ def _of_network(
             other = None if is_said_to_be_other else other_network(tensors, about, asked, trusts)
             if other is None:
                 raise
-    kind = "dino_ds" if "backbone" in about else "dino or timm"
-    if isinstance(about.get("architecture"), str):
-        kind, about = "timm", {"timm_name": about["architecture"], **timm_statistics(about.get("pretrained_cfg"))}
-    found = Weights(kind, other.backbone, other.heads, about, other.notes)
-    return replace(found, spec=other.spec, image_size=other.image_size)
+    return other
 
 
 def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any], network: str) -> Weights:
     found = split_network(tensors, network)
-    kind = "dinov2" if any(".ls1." in n for n in found.backbone) else "dino or timm"
-    own, notes = found.backbone, found.notes
+    kind, own, notes = found.kind, found.backbone, found.notes
     if is_dinov3(own):
         kind, (own, facts, more) = "dinov3", from_dinov3(own)
         about, notes = about | facts, [*notes, *more]
@@ -128,7 +100,7 @@ def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any], network: str) -> 
         kind, about = "timm", _from_timm_config(about)
     elif "architecture" in about:
         kind = "dino_ds"
-    return Weights(kind, own, found.heads, about, notes, found.mask_token, local_norm)
+    return replace(found, kind=kind, backbone=own, about=about, notes=notes, local_norm=local_norm)
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -269,18 +241,3 @@ def _check_huggingface(config: dict[str, Any]) -> None:
     wanted = "silu" if gated else "gelu"
     if activation != wanted and not config.get("use_swiglu_ffn"):
         raise CheckpointError(f"its MLP has {activation}, and dino_ds's has {wanted}")
-
-
-def range_of(about: dict[str, Any]) -> ValueRange | None:
-    """The range of values of training images deeper than 8 bits. Raises CheckpointError for anything but a range."""
-    if "value_range" not in about:
-        return None
-    try:
-        low, high = (float(value) for value in about["value_range"])
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise CheckpointError(
-            f"the JSON beside the weights has an unusable value_range: {str(about['value_range'])[:80]}"
-        ) from None
-    return low, high

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dino_ds.errors import CheckpointError
+from dino_ds.weights.tensors import Weights, few, unused
 
 _PATCHES = "patch_embed.proj.weight"
 _DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
@@ -29,17 +29,7 @@ _PLAIN = "last_layer.weight"
 """Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
 
 
-class Network(NamedTuple):
-    """A backbone under our names, the heads beside it by their names here, and its mask token (1, d) or None; `notes`:
-    what was left out, in words."""
-
-    backbone: dict[str, Tensor]
-    heads: dict[str, dict[str, Tensor]]
-    mask_token: Tensor | None
-    notes: list[str]
-
-
-def split_network(tensors: dict[str, Tensor], network: str) -> Network:
+def split_network(tensors: dict[str, Tensor], network: str) -> Weights:
     """Backbone and heads of `network` (teacher or student) among the tensors of a file, whatever wraps them.
 
     What DDP and torch.compile put into names is dropped. The backbone is what lies beside the patch embedding; its
@@ -66,8 +56,10 @@ def split_network(tensors: dict[str, Tensor], network: str) -> Network:
             backbone[inside] = tensor
         else:
             others.append(name)
-    ours = {name: head_to_ours(head) for name, head in heads.items()}
-    return Network(_backbone(backbone), ours, None if mask is None else mask.reshape(1, -1), unused(others))
+    heads = {name: head_to_ours(head) for name, head in heads.items()}
+    kind = "dinov2" if any(".ls1." in name for name in backbone) else "dino or timm"
+    mask = None if mask is None else mask.reshape(1, -1)
+    return Weights(kind, _backbone(backbone), heads, notes=unused(others), mask_token=mask)
 
 
 def _prefix(tensors: dict[str, Tensor], network: str) -> str:
@@ -161,13 +153,3 @@ def _is_swiglu(backbone: dict[str, Tensor]) -> bool:
     if "blocks.0.mlp.fc1.weight" not in backbone:
         return False
     return backbone["blocks.0.mlp.fc1.weight"].shape[0] == 2 * backbone["blocks.0.mlp.fc2.weight"].shape[1]
-
-
-def unused(names: list[str]) -> list[str]:
-    """What to say of tensors that are left out."""
-    return [f"{len(names)} tensors not used ({few(sorted(names))})"] if names else []
-
-
-def few(names: list[str]) -> str:
-    """The first three names."""
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -21,9 +21,9 @@ from dino_ds.models.weights import Placer
 from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
 from dino_ds.weights.dinov3 import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.find import find_weights
-from dino_ds.weights.fit import Description, describe, fit_tensors
-from dino_ds.weights.normalisation import normalisation_of
-from dino_ds.weights.read import Weights, range_of
+from dino_ds.weights.fit import describe, fit_tensors
+from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.tensors import Weights
 
 _MASK_TOKEN = "backbone.mask_token"
 
@@ -37,62 +37,70 @@ def find_start(
     CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`.
     """
     assert model.init_from is not None
-    wanted = model.spec()
-    weights = find_weights(model.init_from, wanted if isinstance(wanted, ForeignSpec) else None)
-    if not isinstance(wanted, ViTSpec) or weights.spec is not None:
-        notes = [*weights.notes, *_notes_on_other(weights, model, value_range)]
-        return replace(weights, notes=notes + _notes_on_normalisation(weights, wanted.in_chans, normalisation))
-    ours = wanted
-    if ours.rope is not None:
+    ours = model.spec()
+    weights = find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
+    if isinstance(ours, ViTSpec) and ours.rope is not None and weights.spec is None:
         own, said = with_biases(weights.backbone, ours.qkv_bias)
         weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
     try:
-        found, theirs = describe(weights, ours.heads), range_of(weights.about)
+        is_vit = isinstance(ours, ViTSpec) and weights.spec is None
+        notes = [*weights.notes, *(_notes_on_vit if is_vit else _notes_on_other)(weights, model)]
+        if weights.kind == "dino_ds":
+            notes += _notes_on_images(weights, value_range, normalisation or Normalisation.usual(ours.in_chans))
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
+    return replace(weights, notes=notes)
+
+
+def _notes_on_vit(weights: Weights, model: ModelSection) -> list[str]:
+    """Raises CheckpointError for another architecture."""
+    ours = model.spec()
+    assert isinstance(ours, ViTSpec)
+    found = describe(weights, ours.heads)
     if other := differences(found.arch, ours):
         flags = flags_for(found.arch, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
         advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(found.arch)
-        raise CheckpointError(
-            f"model.init_from {model.init_from} is of another architecture: it has {', '.join(other)}; {advice}"
+        raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
+    notes = []
+    if not found.heads_stated:
+        notes.append(f"no file says its attention heads: {ours.heads} as the model")
+    if found.arch.norm_eps != ours.norm_eps:
+        notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {found.arch.norm_eps:g} there")
+    if ours.rope is None and found.interpolation != model.pos_embed_interpolation:
+        notes.append(
+            f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
+            f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
         )
-    notes = [*weights.notes, *_notes(found, model, ours), *_notes_on_range(weights, theirs, value_range)]
-    return replace(weights, notes=notes + _notes_on_normalisation(weights, ours.in_chans, normalisation))
+    return notes
 
 
-def _notes_on_other(weights: Weights, model: ModelSection, value_range: ValueRange | None) -> list[str]:
+def _notes_on_other(weights: Weights, model: ModelSection) -> list[str]:
     """Where the run or the weights are of a network that is not one of our ViTs. Raises CheckpointError."""
-    ours, theirs, start = model.spec(), weights.spec, f"model.init_from {model.init_from}"
-    if theirs is None:
-        raise CheckpointError(
-            f"{start} is a Vision Transformer, not a {model.backbone}; start with --model.backbone {FROM_SOURCE}"
-        )
-    if (name := backbone_name(theirs)) != (wanted := backbone_name(ours)):
-        wanted = "Vision Transformer" if isinstance(ours, ViTSpec) else wanted
-        raise CheckpointError(f"{start} is a {name}, not a {wanted}; start with --model.backbone {name}")
+    ours, theirs = model.spec(), weights.spec
+    wanted = "Vision Transformer" if isinstance(ours, ViTSpec) else backbone_name(ours)
+    name = "Vision Transformer" if theirs is None else backbone_name(theirs)
+    if theirs is None or name != wanted:
+        flag = FROM_SOURCE if theirs is None else name
+        raise CheckpointError(f"it is a {name}, not a {wanted}; start with --model.backbone {flag}")
     if theirs.in_chans != ours.in_chans:
         raise CheckpointError(
-            f"{start} is for images of {theirs.in_chans} channels, this run's have {ours.in_chans} (model.in_chans): "
+            f"it is for images of {theirs.in_chans} channels, this run's have {ours.in_chans} (model.in_chans): "
             "start without it, or from weights for as many"
         )
     given = [getattr(spec, "arguments", "{}") for spec in (theirs, ours)]
-    notes = [f"it was made with model.arguments {given[0]}, this run's are {given[1]}"] if given[0] != given[1] else []
-    return [*notes, *_notes_on_range(weights, range_of(weights.about), value_range)]
+    return [f"it was made with model.arguments {given[0]}, this run's are {given[1]}"] if given[0] != given[1] else []
 
 
-def _notes_on_range(weights: Weights, theirs: ValueRange | None, ours: ValueRange | None) -> list[str]:
-    if weights.kind != "dino_ds" or theirs == ours:
-        return []
-    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
-    return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
-
-
-def _notes_on_normalisation(weights: Weights, channels: int, ours: Normalisation | None) -> list[str]:
-    theirs, ours = normalisation_of(weights.about, channels), ours or Normalisation.usual(channels)
-    if weights.kind != "dino_ds" or theirs == ours:
-        return []
-    return [f"its images had {theirs} removed, this run's have {ours} (--data.mean, --data.std)"]
+def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalisation) -> list[str]:
+    """Where those of the run whose weights these are were others. Raises CheckpointError for an unusable JSON."""
+    theirs, before, notes = normalisation_of(weights.about, len(ours.mean)), range_of(weights.about), []
+    if before != value_range:
+        old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
+        notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
+    if theirs != ours:
+        notes.append(f"its images had {theirs} removed, this run's have {ours} (--data.mean, --data.std)")
+    return notes
 
 
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
@@ -135,20 +143,6 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
                 "weights; set --model.arguments {}"
             )
     return {"model.backbone": backbone_name(spec), "model.in_chans": str(spec.in_chans), **arguments}
-
-
-def _notes(found: Description, model: ModelSection, ours: ViTSpec) -> list[str]:
-    notes = []
-    if not found.heads_stated:
-        notes.append(f"no file says its attention heads: {ours.heads} as the model")
-    if found.arch.norm_eps != ours.norm_eps:
-        notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {found.arch.norm_eps:g} there")
-    if ours.rope is None and found.interpolation != model.pos_embed_interpolation:
-        notes.append(
-            f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
-            f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
-        )
-    return notes
 
 
 class InitialWeights:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from dino_ds.backbones import backbone_name
 from dino_ds.errors import ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, create, timm_arguments
+from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
 
 
@@ -68,16 +68,9 @@ def _of_vit(model: Backbone) -> tuple[str, dict[str, Any]] | None:
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None else like
     stated = model.about.get("timm_name")
-    known = arch.timm_model(stated if _is_timm_name(stated) else usual)
+    known = arch.timm_model(stated if is_timm_name(stated) else usual)
     if known is None:
         return None
     name, arguments = known
     ratio = {} if arch.rope is not None else {"mlp_ratio": arch.mlp_ratio}
     return name, arguments | {"img_size": model.image_size, **ratio}
-
-
-def _is_timm_name(name: object) -> TypeGuard[str]:
-    """Whether timm itself has a model of this name; a run folder's JSON may hold anything, such as a hub's address."""
-    import timm
-
-    return isinstance(name, str) and re.fullmatch(r"\w+", name) is not None and bool(timm.is_model(name))

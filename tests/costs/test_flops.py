@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,7 @@ from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import gram_flops, recipe_step_flops, step_flops, vit_of
-from dino_ds.costs.frozen import frozen_spec
-from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, hidden_patches
+from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, frozen_spec, hidden_patches
 from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.process import init_distributed
@@ -27,6 +27,7 @@ from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import by_group, centered, dino_network
+from tests.sample import sampled
 
 IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1", "crops__mask_share": "0.8"}
 SINKHORN = {"objective__centering": "sinkhorn"}
@@ -65,9 +66,9 @@ def _count_flops():
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm})
 
 
-@pytest.mark.parametrize("cls_only", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "packed", "cls_only"), sampled(itertools.product(ARCHS.values(), (True, False), (True, False)))
+)
 @pytest.mark.slow
 def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     """Exactly. Attention by the plain formula: FlopCounterMode adds what fused attention computes twice."""
@@ -87,23 +88,21 @@ def test_student_and_teacher_cost_what_the_model_says(arch, packed, cls_only):
     assert counted.get_total_flops() == 2 * sum(step_flops(arch, objective, groups, cls_only).values())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        SINKHORN,
-        IBOT,
-        IBOT | SINKHORN | {"objective__ibot_head": "shared", "model__registers": "2", "head__learned_lengths": "true"},
-        IBOT | SINKHORN | {"ibot_head__prototypes": "96", "ibot_head__hidden": "40", "objective__dino_weight": "0"},
-        IBOT | {"objective__koleo_weight": "0.1", "ibot_head__prototypes": "80", "crops__num_local": "0"},
-        IBOT | {"model__backbone": "vit_small_plus_patch16_dinov3_qkvb", "model__rope_rescale": "2"},
-        GRAM,
-        IBOT | GRAM | {"gram__crop_size": "64", "gram__whole_batch": "true"},
-        GRAM | {"gram__teacher": "ema"},
-    ],
-    ids=lambda changes: "+".join(changes.values()) or "dino",
-)
-@pytest.mark.parametrize("cls_only", [True, False])
+STEPS = [
+    {},
+    SINKHORN,
+    IBOT,
+    IBOT | SINKHORN | {"objective__ibot_head": "shared", "model__registers": "2", "head__learned_lengths": "true"},
+    IBOT | SINKHORN | {"ibot_head__prototypes": "96", "ibot_head__hidden": "40", "objective__dino_weight": "0"},
+    IBOT | {"objective__koleo_weight": "0.1", "ibot_head__prototypes": "80", "crops__num_local": "0"},
+    IBOT | {"model__backbone": "vit_small_plus_patch16_dinov3_qkvb", "model__rope_rescale": "2"},
+    GRAM,
+    IBOT | GRAM | {"gram__crop_size": "64", "gram__whole_batch": "true"},
+    GRAM | {"gram__teacher": "ema"},
+]
+
+
+@pytest.mark.parametrize(("changes", "cls_only"), sampled(itertools.product(STEPS, (False, True))))
 def test_a_whole_training_step_costs_what_the_model_says(changes, cls_only):
     """Exactly, with the masks' own number of hidden patches. Engine, loss, optimizer and teacher add no matrix product,
     but for KoLeo's, a product of the images' features with each other."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -23,6 +24,7 @@ from dino_ds.training.build import build_network
 from tests.costs.cnn import CONVNEXT, NETWORKS, RESNET, cnn_recipe
 from tests.costs.test_memory import _saved_by, peak_bytes
 from tests.measure.tiny import tiny_ds
+from tests.sample import sampled
 
 BF16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 
@@ -47,8 +49,10 @@ def test_the_low_precision_copy_is_of_the_same_tensors(network):
     assert copied == copied_names(recipe)
 
 
-@pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}, {"activation_checkpointing": {}}], ids=str)
-@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+@pytest.mark.parametrize(
+    ("network", "sections"),
+    sampled(itertools.product(NETWORKS.values(), ({}, {"bf16": {"enabled": True}}, {"activation_checkpointing": {}}))),
+)
 def test_the_backbone_keeps_what_autograd_saves(network, sections):
     """Within 2 %: BatchNorm's averages are kept too, of a step whose maps are small."""
     recipe = cnn_recipe(network)
@@ -99,8 +103,8 @@ def test_grouped_convolutions_cost_twice_their_forward_pass():
 @pytest.mark.parametrize(
     ("network", "sections", "prototypes"),
     [
-        (RESNET, {}, "64"),
-        (CONVNEXT, {}, "64"),
+        pytest.param(RESNET, {}, "64", marks=pytest.mark.full),
+        pytest.param(CONVNEXT, {}, "64", marks=pytest.mark.full),
         (RESNET, {"activation_checkpointing": {}}, "64"),
         (RESNET, BF16, "2048"),
         (CONVNEXT, {}, "32768"),

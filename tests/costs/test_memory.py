@@ -102,9 +102,13 @@ def _saved_by(run, network) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [{}, {"swiglu": True, "mlp_ratio": 5.0}, {"layer_scale": 1e-5, "registers": 4}, ROPE])
-@pytest.mark.parametrize("attention", ["sdpa", "naive"])
+KINDS = [{}, {"swiglu": True, "mlp_ratio": 5.0}, {"layer_scale": 1e-5, "registers": 4}, ROPE]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "attention"),
+    sampled(itertools.product((torch.float32, torch.bfloat16), KINDS, ("sdpa", "naive"))),
+)
 def test_activations_are_those_that_autograd_saves(dtype, kind, attention):
     """Exact in FP32; in bf16 a CPU keeps the norms' statistics in bf16 too, a GPU in FP32.
 
@@ -186,14 +190,14 @@ BF16 = {"bf16": {"enabled": True}}
 PEAKS = [
     ({}, 131072, {}),
     ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, {}),
-    ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
     ({}, 32768, IBOT | {"ibot_head.prototypes": "16384", "objective.centering": "sinkhorn"}),
-    ({}, 32768, SHARED | {"model.registers": "4"}),
     ({"zero_optimization": {"stage": 1}, **BF16}, 16384, IBOT | {"optimizer.clip_by": "part"}),
     ({}, 64, ROTARY | IBOT),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | PLAIN_ROPE | {"gram.crop_size": "128"}),
 ]
 MORE_PEAKS = [
+    ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
+    ({}, 32768, SHARED | {"model.registers": "4"}),
     ({}, 64, {}),
     ({}, 16384, {}),
     ({"zero_optimization": {"stage": 1}, **BF16}, 2048, {}),
@@ -221,8 +225,10 @@ def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):
     assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06), predicted
 
 
-@pytest.mark.parametrize("changes", [IBOT, SHARED | {"model.registers": "4"}, ROTARY | IBOT], ids=["", "one", "rope"])
-@pytest.mark.parametrize("cls_only", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "cls_only"),
+    sampled(itertools.product((IBOT, SHARED | {"model.registers": "4"}, ROTARY | IBOT), (True, False))),
+)
 def test_with_patches_the_blocks_keep_what_autograd_saves(changes, cls_only):
     """Within 1 %: masks, indices of rows and the local crops' own norm are kept too. Heads and prototypes left out."""
     recipe = tiny_recipe(**changes, **{"model.depth": "2", "model.drop_path": "0"})

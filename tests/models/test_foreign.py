@@ -60,3 +60,18 @@ def test_a_low_precision_copy_has_what_autocast_casts():
     torch._foreach_copy_(copies, [network.backbone.get_parameter(f"last.{name}") for name in ("weight", "bias")])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(running(images)["cls"], network(images)["cls"])
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(None, False), (False, False), (True, True)])
+def test_images_are_channels_last_where_it_is_asked_for(wanted, found):
+    """On a CPU not by default. The features are the same to 1e-5: sums in another order."""
+    images, seen = torch.randn(2, 3, 64, 64), []
+    spec = ForeignSpec("resnet18", arguments='{"channels": [8, 8, 8, 8], "layers": [1, 1, 1, 1]}')
+    backbone = ForeignBackbone(spec, 64, BackboneOptions(channels_last=wanted)).eval()
+    backbone.conv1.register_forward_pre_hook(
+        lambda module, given: seen.append(given[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    other = ForeignBackbone(spec, 64, BackboneOptions(channels_last=not found)).eval()
+    other.load_state_dict(backbone.state_dict())
+    torch.testing.assert_close(backbone.features(images), other.features(images), rtol=1e-5, atol=1e-5)
+    assert seen == [found]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import timm
 import torch
-import torch._dynamo
-from torch._dynamo.utils import counters
 
 from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS
@@ -19,7 +16,6 @@ from dino_ds.models.weights import init_weights_in_pieces
 
 _PLAIN = ViTSpec(8, 32, 4, 2)
 _OTHER = dataclasses.replace(_PLAIN, layer_scale=0.5, registers=3)
-_PATCHES = "patches/global"
 
 
 def _model(arch=_PLAIN, **options):
@@ -46,45 +42,6 @@ def _outputs_and_gradients(model, crops=None, patches=("global",), masks=None):
     found = model(crops or _crops(), sample_keys(0, 0, torch.arange(5)), patches, _masks() if masks is None else masks)
     sum((t * torch.linspace(-1, 1, t.numel()).double().view_as(t)).sum() for t in found.values()).backward()
     return {name: t.detach() for name, t in found.items()} | {n: p.grad for n, p in model.named_parameters()}
-
-
-def _assert_equal(ours, theirs):
-    """In double precision, sums in another order: 1e-10 of the largest entry (positions are resized alike, in FP32)."""
-    assert ours.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        largest = max(float(expected.abs().max()), 1.0)
-        torch.testing.assert_close(
-            ours[name], expected, rtol=0, atol=1e-10 * largest, msg=lambda m, n=name: f"{n}: {m}"
-        )
-
-
-@pytest.mark.numerical
-@pytest.mark.parametrize("arch", [_PLAIN, _OTHER], ids=["plain", "registers"])
-@pytest.mark.parametrize("depth", ["per_image", "batched"])
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"packed": False}, {"attention": "naive"}, {"attention": "varlen"}, {"checkpointed": True}],
-    ids=lambda c: next(iter(c), "as is"),
-)
-def test_patches_of_one_group_equal_the_whole_last_block(change, depth, arch, monkeypatch):
-    """Values and gradients, against all tokens everywhere."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
-    options = {name: value for name, value in change.items() if name != "checkpointed"}
-    drop = {"drop_path": 0.5, "stochastic_depth": depth, "packed": options.pop("packed", True)}
-    ours = _model(arch, **drop, **options)
-    ours.checkpoint_segments(None if "checkpointed" in change else 0)
-    _assert_equal(_outputs_and_gradients(ours), _outputs_and_gradients(_model(arch, cls_only_last_block=False, **drop)))
-
-
-def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
-    """What the CUDA kernel does, sequence by sequence."""
-    out = []
-    for s in range(len(bounds_k) - 1):
-        rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
-        assert bounds_q[s + 1] - bounds_q[s] <= longest_q and bounds_k[s + 1] - bounds_k[s] <= longest_k
-        weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
-        out.append(torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys]))
-    return torch.cat(out)
 
 
 @pytest.mark.numerical
@@ -170,48 +127,6 @@ def test_growth_of_drop_path_is_a_choice(depth):
         _outputs_and_gradients(_model(drop_path_growth=growth, **options))[CLS] for growth in ("linear", "uniform")
     )
     assert (linear - uniform).abs().max() > 1e-3
-
-
-@pytest.mark.slow
-def test_blocks_that_give_patches_compile_without_graph_breaks():
-    """Student: two programs, that of the last block with a selection. Same numbers."""
-    torch._dynamo.reset()
-    counters.clear()
-    ours = _model(drop_path=0.3)
-    ours.compile_segments(backend="aot_eager")
-    for _ in range(2):
-        ours.zero_grad()
-        found = _outputs_and_gradients(ours)
-    assert counters["stats"]["unique_graphs"] <= 2, counters["stats"]
-    assert not counters["graph_break"], counters["graph_break"]
-    _assert_equal(found, _outputs_and_gradients(_model(drop_path=0.3)))
-
-
-@pytest.mark.numerical
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("vit_small_patch16_224", {"registers": 4, "layer_scale": 1e-5}),
-        ("vit_small_patch16_224", {"layer_scale": 0.1}),
-        ("vit_small_patch14_reg4_dinov2", {"registers": 0}),
-        ("vit_small_patch14_dinov2", {"registers": 2}),
-        ("vit_giant_patch14_dinov2", {"registers": 1, "layer_scale": 0.1}),
-    ],
-)
-def test_timm_builds_what_a_recipe_changed(name, changes):
-    """Registers and LayerScale: same parameters, same start of LayerScale, same features. Other kernels: 1e-4."""
-    arch = dataclasses.replace(BACKBONES[name], width=48, heads=3, depth=2, **changes)
-    timm_name, arguments = arch.timm_model(name)
-    size = 4 * arch.patch_size
-    theirs = timm.create_model(timm_name, img_size=size, num_classes=0, **arguments).eval()
-    ours = VisionTransformer(arch, size)
-    assert torch.all(theirs.blocks[1].ls2.gamma == torch.tensor(arch.layer_scale))
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        theirs.load_state_dict(ours.state_dict())
-        images = torch.randn(2, 3, size, size)
-        torch.testing.assert_close(ours.features(images), theirs(images), rtol=1e-4, atol=1e-4)
 
 
 def test_timm_s_own_networks_need_no_more_arguments():

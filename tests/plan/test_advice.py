@@ -23,23 +23,7 @@ from dino_ds.plan.advice import (
     released_weights,
 )
 
-COUNTS = [
-    100,
-    101,
-    300,
-    1000,
-    2999,
-    10_000,
-    49_999,
-    50_000,
-    99_999,
-    100_000,
-    999_999,
-    1_000_000,
-    1_280_000,
-    10**7,
-    10**9,
-]
+COUNTS = [100, 101, 300, 1000, 2999, 10_000, 49_999, 50_000, 99_999, 100_000, 999_999, 10**6, 1_280_000, 10**7, 10**9]
 SOURCES = ("arXiv", "dino", "LightlyTrain", "lightly", "docs/", RULE, "released weights")
 CARD = {"none": Gpus(), "one of 24 GB": Gpus(1, 23.6), "three of 8 GB": Gpus(3, 7.6), "eight of 80 GB": Gpus(8, 79.1)}
 CARD["64 of 80 GB"] = Gpus(64, 79.1)

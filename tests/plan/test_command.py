@@ -19,9 +19,10 @@ def _plan(capsys, *words: str):
 
 
 @pytest.mark.slow
-def test_planning_loads_no_torch():
+def test_planning_and_reports_load_no_torch():
     words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--backbone", "vit_giant_patch14_dinov2"]
-    code = f"import sys; from dino_ds.cli import main; main({words!r}); assert 'torch' not in sys.modules"
+    code = f"import sys, dino_ds.report.command; from dino_ds.cli import main; main({words!r})"
+    code += "; assert 'torch' not in sys.modules"
     page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert "recommended: ZeRO" in page and "fragmentation margin" in page and "all-reduce" in page
 

@@ -9,7 +9,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.costs.objective import accumulation_notes
 from dino_ds.errors import ConfigError
-from dino_ds.plan.config_advice import advise
+from dino_ds.plan.command import costly_settings
 from dino_ds.plan.fit import FRAGMENTATION, Setup, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.plan.gpus import GPUS
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
@@ -121,13 +121,13 @@ def test_where_nothing_fits_the_least_is_named():
 )
 def test_costly_settings_are_named(gpu, config, overrides, words):
     recipe = load_recipe("vits16", {})
-    found = advise(Setup(recipe, _ds(config, **overrides), config, _cluster(gpu)))
+    found = costly_settings(Setup(recipe, _ds(config, **overrides), config, _cluster(gpu)))
     assert any(words in line for line in found) if words else not found
 
 
 def test_no_advice_against_what_is_needed():
     recipe = load_recipe("vitl16", {"data.global_batch": "1024"})
-    assert not advise(Setup(recipe, _ds("zero2_bf16_checkpointing"), "x", _cluster("a100-40g")))
+    assert not costly_settings(Setup(recipe, _ds("zero2_bf16_checkpointing"), "x", _cluster("a100-40g")))
 
 
 def test_a_node_holds_what_is_offloaded_and_saved():

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import saved_bytes
+from dino_ds.costs.activations import MicroBatch
 from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import count_parameters, state_bytes
 from dino_ds.costs.parameters import recipe_sizes
@@ -93,4 +93,4 @@ def test_activations_are_what_autograd_saves(name, checkpointing):
             network(by_group(views))
         saved = sum(storage.nbytes() for storage in found.values())
     prototypes = 4 * recipe.head.prototypes * recipe.head.bottleneck
-    assert saved_bytes(recipe, config) + prototypes == pytest.approx(saved, rel=0.01)
+    assert MicroBatch(recipe, config).saved + prototypes == pytest.approx(saved, rel=0.01)

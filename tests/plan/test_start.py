@@ -19,11 +19,14 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.measure import machine as measured
+from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.plan.fit import FILLED, fit
+from dino_ds.plan.host import checkpoint_bytes
 from dino_ds.plan.start import Machine, check_fits, chosen, given, kept, predict
+from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, image_folder, log_of, train_tiny
 
@@ -39,7 +42,7 @@ def _given(name, machine=RTX3090, recipe="vits16", **changes):
 
 def _readme_command() -> list[str]:
     """What the README gives for one process."""
-    found = re.search(r"`(dino-ds train --data\.root /images)`", (REPOSITORY / "README.md").read_text())
+    found = re.search(r"(dino-ds train --data\.root /images)\b", (REPOSITORY / "README.md").read_text())
     return shlex.split(found[1])[1:]
 
 
@@ -175,3 +178,21 @@ def test_a_prediction_is_that_of_the_device():
     recipe, start = _given("zero2_bf16_offload")
     on_gpu, on_cpu = (predict(recipe, start.config, machine).parts for machine in (RTX3090, Machine(1, 1, 64.0)))
     assert "masters and moments" in on_cpu and "masters and moments" not in on_gpu
+
+
+def _saved_bytes(stage: int) -> int:
+    """What this rank has for a checkpoint: its part of the engine's state, and half of what both ranks hold."""
+    trial = build_trial(*resolve(tiny_recipe(), tiny_ds(stage), "test.json", 2))
+    trial.run()
+    step = trial.step
+    shared = sum(tensor.nbytes for tensor in step.state().values())
+    return sum(tensor.nbytes for tensor in step.engine.state().tensors.values()) + shared // 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_all_ranks_tensors_make_up_the_checkpoint(stage):
+    """Within 0.5 %: shards are padded."""
+    recipe = tiny_recipe()
+    saved = sum(run_on_ranks(_saved_bytes, stage))
+    assert saved == pytest.approx(checkpoint_bytes(recipe), rel=0.005)
+    assert count_parameters(recipe) * 16 < saved

@@ -67,8 +67,12 @@ def page(tmp_path_factory):
     return folder / "report.html"
 
 
-def test_a_laptop_shows_everything(page):
-    found = _measured(page)
+@pytest.fixture(scope="module")
+def found(page):
+    return _measured(page)
+
+
+def test_a_laptop_shows_everything(found):
     assert len(found["charts"]) >= 9
     for left, _, width, height in found["charts"]:
         assert width > 250 and height > 120
@@ -82,13 +86,12 @@ def test_a_laptop_shows_everything(page):
     assert found["safe"]
 
 
-def test_pointing_at_a_chart_shows_its_values(page):
+def test_pointing_at_a_chart_shows_its_values(page, found):
     """The last step's, exactly."""
-    found = _measured(page)["tip"]
     last = json.loads((page.parent / "metrics.jsonl").read_text().splitlines()[10])
-    assert found.startswith("100 steps"), found
+    assert found["tip"].startswith("100 steps"), found
     for key in ("loss", "teacher_entropy", "kl"):
-        assert f"{last[key]:.4g}" in found
+        assert f"{last[key]:.4g}" in found["tip"]
 
 
 def test_runs_side_by_side_are_seen(page):

@@ -15,7 +15,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.run import InitOptions
-from dino_ds.plan import here
+from dino_ds.plan import start
 from dino_ds.plan.start import Machine
 from dino_ds.tools import project as project_room
 from dino_ds.tools.project import check, run
@@ -25,7 +25,7 @@ from dino_ds.tools.project import check, run
 def project(tmp_path, monkeypatch):
     """That of a machine of 24 GiB of host memory without a GPU, in a folder with a space in its name."""
     assert device().type == "cpu"
-    monkeypatch.setattr(here, "find_machine", lambda: Machine(1, 1, 24.0))
+    monkeypatch.setattr(start, "find_machine", lambda: Machine(1, 1, 24.0))
     run(InitOptions(dir=str(tmp_path / "my project"), recipe="vits16", root=str(tmp_path / "my images")))
     return tmp_path / "my project"
 
@@ -40,7 +40,7 @@ def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project)
 
 
 def test_on_gpus_the_ds_json_is_the_planner_s(tmp_path, monkeypatch):
-    monkeypatch.setattr(here, "find_machine", lambda: Machine(1, 1, 64.0, card_gib=23.6))
+    monkeypatch.setattr(start, "find_machine", lambda: Machine(1, 1, 64.0, card_gib=23.6))
     run(InitOptions(dir=str(tmp_path), recipe="vits16"))
     ds = load_ds_config(str(tmp_path / "ds.json"), {})
     assert ds["bf16"]["enabled"] and ds["train_micro_batch_size_per_gpu"] < 512

@@ -1,4 +1,5 @@
-"""The networks of facebookresearch/dino and dinov2 in short: their modules' names, and their arithmetic as published.
+"""The networks of facebookresearch/dino and dinov2 in short: their modules' names, and their arithmetic as published;
+and how features of theirs and ours are compared.
 
 Sources: dino `vision_transformer.py` (VisionTransformer, DINOHead); dinov2 `models/vision_transformer.py` with its
 layers Mlp, SwiGLUFFN and LayerScale, and how its `hub/backbones.py` builds the released ones.
@@ -158,3 +159,28 @@ class OriginalHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(b, width) -> logits (b, prototypes)."""
         return self.last_layer(F.normalize(self.mlp(features), dim=-1))
+
+
+def images(height: int = 32, width: int = 32, count: int = 3, channels: int = 3) -> Tensor:
+    return torch.randn(count, channels, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def randomised(network: nn.Module) -> nn.Module:
+    """Weights and statistics that matter everywhere."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(std=0.2)
+        for name, buffer in network.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer.fill_(7)
+            elif "running" in name:
+                buffer.uniform_(0.5, 2)
+    return network.eval()
+
+
+def assert_same(ours: Tensor, theirs: Tensor, close: float = 1e-5) -> None:
+    """Of features that are not all alike, relative to the largest: other programs run other kernels, in FP32 too."""
+    ours, theirs = ours.detach(), theirs.detach()
+    assert theirs.std() > 0.05
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=close * max(1.0, float(theirs.abs().max())))

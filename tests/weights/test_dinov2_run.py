@@ -56,6 +56,13 @@ def test_heads_and_mask_token_of_a_run_by_name(place):
     assert {name for name in whole if name.endswith("center")} == {"center", "ibot_center"}
 
 
+def test_heads_with_numbers_that_are_none_are_left_out(place, monkeypatch):
+    bad = whole_tensors(place / "run", 3) | {"teacher.head.mlp.0.bias": torch.full((48,), torch.nan)}
+    monkeypatch.setattr("dino_ds.weights.find.SavedCheckpoint.whole", lambda _: bad)
+    model = load(place / "run")
+    assert not model.heads and model.notes[0].startswith("its head is not available") and "NaN" in model.notes[0]
+
+
 @pytest.mark.parametrize("format", ["safetensors", "timm", "hf", "dino", "dinov2", "torchscript"])
 def test_every_export_of_it_is_read_by_those_it_is_for(place, tmp_path, format):
     """Strictly, with the same features: 1e-5."""

@@ -20,23 +20,22 @@ from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_network
-from dino_ds.weights.dinov3 import from_dinov3
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.start import as_source
+from tests.weights.originals import assert_same, images
 
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]
-SIZE, TOLERANCE = 64, 1e-4
+SIZE = 64
 
 
 def _images(*size: int) -> Tensor:
-    return torch.randn(2, 3, *(size or (SIZE, SIZE)), generator=torch.Generator().manual_seed(1))
+    return images(*(size or (SIZE, SIZE)), count=2)
 
 
 def _same(ours: Tensor, theirs: Tensor) -> None:
-    assert theirs.std() > 0.05
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same(ours, theirs, 1e-4)
 
 
 def _random(model: nn.Module) -> nn.Module:
@@ -56,7 +55,7 @@ def _spec(name: str, whole: bool) -> ViTSpec:
     spec = VITS[name]
     if whole and spec.width < 2000:
         return dataclasses.replace(spec, depth=min(spec.depth, 24 if spec.width < 1280 else 8))
-    width = min(spec.width, 512)
+    width = 128
     return dataclasses.replace(spec, depth=2, width=width, heads=width * spec.heads // spec.width)
 
 
@@ -67,9 +66,8 @@ def _backbone(name: str, **changes: object) -> Backbone:
     return Backbone(vit, SIZE, "a test", {"timm_name": name, "step": 3, "images": 24})
 
 
-WHOLE = ("vit_tiny_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3")
 CELLS = [(name, False) for name in KINDS]
-CELLS += [pytest.param(name, True, marks=pytest.mark.slow if name in WHOLE else pytest.mark.full) for name in KINDS]
+CELLS += [pytest.param(name, True, marks=pytest.mark.slow if "tiny" in name else pytest.mark.full) for name in KINDS]
 
 
 @pytest.mark.parametrize(("name", "whole"), CELLS)
@@ -174,7 +172,6 @@ def test_what_can_t_be_taken_is_said(tmp_path):
     assert "--heads 4, and the file says 2" in line({}, heads=4)
     assert "ViT with rotary positions has no projectors.0.weight" in line({"projectors.0.weight": torch.ones(1)})
     assert "it lacks" in line({"cls_token": None}) or "class token" in line({"cls_token": None})
-    assert len(from_dinov3(released).notes) == 1
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3_qkvb"])
@@ -185,7 +182,7 @@ def test_hugging_face_both_ways(name, tmp_path):
     model.mask_token = torch.randn(1, 128)
     export_hf(model, tmp_path / "ours")
     theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(info.values()) and theirs.config.model_type == "dinov3_vit"
+    assert not any(info.values()) and theirs.config.architectures == [type(theirs).__name__] == ["DINOv3ViTModel"]
     theirs = theirs.eval()
     theirs.save_pretrained(tmp_path / "theirs")
     with torch.no_grad():
@@ -242,7 +239,7 @@ def test_torchscript(tmp_path):
 @pytest.mark.slow
 def test_onnx(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
-    model = _backbone("vit_small_patch16_dinov3_qkvb")
+    model = _backbone("vit_small_patch16_dinov3_qkvb", depth=1)
     export_onnx(model, tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     for size in ((SIZE, SIZE), (96, 48), (128, 128)):

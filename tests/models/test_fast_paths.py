@@ -1,0 +1,219 @@
+"""What makes our ViT faster changes nothing in its results, with learned and rotary positions and hidden patches."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor
+from torch._dynamo.utils import counters
+
+from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.models import attention
+from dino_ds.models.base import CLS
+from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys, step_key
+from dino_ds.models.packing import Packing
+from dino_ds.models.vit import VisionTransformer
+
+ARCHS = {
+    "learned": ViTSpec(8, 32, 4, 2, layer_scale=0.5, registers=3),
+    "plain": ViTSpec(8, 32, 4, 2),
+    "rotary": ViTSpec(
+        8, 32, 4, 2, layer_scale=0.5, registers=2, swiglu=True, mlp_ratio=5.0, norm_eps=1e-5, rope="separate",
+        local_cls_norm=True,
+    ),
+}  # fmt: skip
+WAYS = {
+    "packed": {"packed": False},
+    "last block": {"cls_only_last_block": False},
+    "naive": {"attention": "naive"},
+    "math": {"attention_backend": "math"},
+    "varlen": {"attention": "varlen"},
+    "recomputed": {},
+}
+_DROP = {"drop_path": 0.6, "rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
+
+
+def _model(arch, **options):
+    """In double precision, with weights so large that attention is far from uniform."""
+    torch.manual_seed(1)
+    vit = VisionTransformer(ARCHS[arch], 32, BackboneOptions(mask_token=True, **_DROP, **options))
+    for parameter in vit.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return vit.double()
+
+
+def _crops():
+    generator = torch.Generator().manual_seed(2)
+    sizes = {"global": (2, 32), "local": (3, 16)}
+    return {n: [torch.randn(5, 3, s, s, generator=generator).double() for _ in range(v)] for n, (v, s) in sizes.items()}
+
+
+def _run(vit, patches=("global",)):
+    """Features and gradients by name."""
+    masks = {"global": torch.rand(10, 16, generator=torch.Generator().manual_seed(3)) < 0.4} if patches else {}
+    found = vit(_crops(), sample_keys(0, 1, torch.arange(5)), patches, masks, step_key(0, 3))
+    sum((t * torch.linspace(-1, 1, t.numel()).double().view_as(t)).sum() for t in found.values()).backward()
+    return {name: t.detach() for name, t in found.items()} | {n: p.grad for n, p in vit.named_parameters()}
+
+
+@functools.cache
+def _usual(arch, depth, patches):
+    return _run(_model(arch, stochastic_depth=depth), patches)
+
+
+def _assert_equal(ours, theirs, close=1e-10):
+    """In double precision, sums in another order; of the largest entry (positions are resized alike, in FP32)."""
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        largest = max(float(expected.abs().max()), 1.0)
+        assert (ours[name] - expected).abs().max() <= close * largest, name
+
+
+def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+    """What the CUDA kernel of varlen does, sequence by sequence."""
+    out = []
+    for s in range(len(bounds_k) - 1):
+        rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
+        assert bounds_q[s + 1] - bounds_q[s] <= longest_q and bounds_k[s + 1] - bounds_k[s] <= longest_k
+        weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys]))
+    return torch.cat(out)
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("patches", [(), ("global",)], ids=["cls", "patches"])
+@pytest.mark.parametrize("depth", ["per_image", "batched"])
+@pytest.mark.parametrize("arch", ["learned", "rotary"])
+def test_they_change_nothing(arch, depth, patches, way, monkeypatch):
+    """Values and gradients, against what all have by default; recomputed blocks to the bit."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
+    vit = _model(arch, stochastic_depth=depth, **WAYS[way])
+    vit.checkpoint_segments(None if way == "recomputed" else 0)
+    found, usual = _run(vit, patches), _usual(arch, depth, patches)
+    _assert_equal(found, usual)
+    assert way != "recomputed" or all(torch.equal(found[name], tensor) for name, tensor in usual.items())
+
+
+@pytest.mark.numerical
+@pytest.mark.parametrize("arch", ["learned", "plain"])
+def test_batched_stochastic_depth_equals_masks_over_all_sequences(arch, monkeypatch):
+    """Skipping the work equals multiplying it by 0, and the kept by sequences / kept ones."""
+
+    def masks(draws, rates):
+        """(blocks, 2, sequences) scales of the same decisions, for the two sizes that these sequences have."""
+        scales = torch.zeros(draws.shape)
+        for block, own in enumerate(draws):
+            for branch in range(2):
+                for at, size in ((0, 10), (10, 15)):
+                    kept = max(1, round(size * (1 - block * rates[1] / 3)))
+                    order = own[branch, at : at + size].argsort(descending=True)[:kept] + at
+                    scales[block, branch, order] = size / kept
+        return scales
+
+    monkeypatch.setattr("dino_ds.models.vit.drop_path_scales", masks)
+    _assert_equal(_run(_model(arch, stochastic_depth="batched")), _run(_model(arch)))
+
+
+def test_batched_stochastic_depth_computes_an_exact_part_of_each_size():
+    packing = Packing.of([(8, 17), (24, 5)], torch.device("cpu"))
+    draws = drop_path_draws(sample_keys(0, 0, torch.arange(8)), 4, 3)
+    kept = kept_sequences(draws, (0.0, 0.5), packing, packing.first_and_last([17, 1]))
+    assert [block[0].packing.groups for block in kept] == [((n, 17), (3 * n, 5)) for n in (8, 6, 4)]
+    assert not torch.equal(kept[1][0].rows, kept[1][1].rows)
+    read, last = kept[2]
+    large, small = read.rows[: 4 * 17], read.rows[4 * 17 :].view(12, 5)
+    assert torch.equal(read.places, torch.cat((large, 8 * 17 + (small[:, 0] - 8 * 17) // 5)))
+    assert torch.equal(read.rows[read.selection.rows], torch.cat((large, small[:, 0])))
+    assert not torch.equal(read.places, last.places)
+
+
+def test_batched_stochastic_depth_is_not_used_in_evaluation():
+    (batched, plain) = (_model("plain", stochastic_depth=depth)(_crops())[CLS] for depth in ("batched", "per_image"))
+    assert torch.equal(batched, plain)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_the_gradients_of_queries_keys_and_values_are_put_together_exactly(parts):
+    """They are only moved: equal to the bit to what autograd makes of slices."""
+    groups, heads, width = ((2, 5), (3, 4)), 2, 6
+    x = torch.randn(22, parts * heads * width, requires_grad=True)
+    theirs = []
+    for start, (sequences, tokens) in ((0, groups[0]), (10, groups[1])):
+        rows = x[start : start + sequences * tokens].view(sequences, tokens, parts, heads, width)
+        theirs += [rows[:, :, part].transpose(1, 2) for part in range(parts)]
+    ours = attention._PerSize.apply(x, groups, parts, heads)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    grads = [torch.randn_like(piece) for piece in theirs]
+    (a,), (b,) = (torch.autograd.grad(pieces, x, grads) for pieces in (ours, theirs))
+    assert torch.equal(a, b)
+
+
+def test_the_kernel_that_runs_has_a_name():
+    def name():
+        return attention.chosen_kernel(2, 16, 17, torch.float32, torch.device("cpu"))
+
+    assert name() == "flash"  # torch's CPU flash attention
+    with attention._kernel("math"):
+        assert name() == "math"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cls_only, patches", [(True, ()), (True, ("global",)), (False, ())])
+@pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
+def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only, patches):
+    """And its gradients, with one query of some or all sequences in the last block, where torch may choose cuDNN.
+
+    bf16 has 8 bits: 2 % of the largest feature, 5 % of a gradient's norm.
+    """
+    arch = dataclasses.replace(ARCHS["plain"], width=128)
+    results = []
+    for kind, dtype in ((implementation, torch.bfloat16), ("naive", torch.float32)):
+        torch.manual_seed(0)
+        model = VisionTransformer(arch, 32, BackboneOptions(attention=kind, cls_only_last_block=cls_only))
+        crops = {name: [crop.cuda().to(dtype) for crop in group] for name, group in _crops().items()}
+        found = model.cuda().to(dtype)(crops, patches=patches)
+        features = torch.cat([feature.flatten() for feature in found.values()]).float()
+        (features * torch.linspace(-1, 1, features.numel(), device="cuda").view_as(features)).sum().backward()
+        results.append((features.detach(), [block.attn.qkv.weight.grad.float() for block in model.blocks]))
+    (ours, gradients), (exact, expected) = results
+    assert (ours - exact).abs().max() < 0.02 * exact.abs().max()
+    assert all((a - b).norm() < 0.05 * b.norm() for a, b in zip(gradients, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "mode, theirs",
+    [("default", None), ("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead", "reduce-overhead")],
+)
+def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    _model("plain").compile_segments(mode)
+    assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
+    assert theirs is None or torch._inductor.list_mode_options(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["learned", "rotary"])
+def test_all_blocks_compile_to_four_programs(arch):
+    """Of student and teacher, one for the blocks before the last and one for the last; two sizes, growing drop path.
+
+    1e-5: compiled, the rotation is in FP32.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    student, teacher = _model(arch), _model(arch)
+    for model in (student, teacher):
+        model.compile_segments(backend="aot_eager")
+    for _ in range(3):
+        with torch.no_grad():
+            teacher({"global": _crops()["global"]})
+        student.zero_grad()
+        found = _run(student)
+    assert counters["stats"]["unique_graphs"] <= 4, counters["stats"]
+    assert not counters["graph_break"], counters["graph_break"]
+    _assert_equal(found, _usual(arch, "per_image", ("global",)), 1e-5)
