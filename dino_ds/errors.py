@@ -68,9 +68,9 @@ class StorageError(UserError):
     exit_code = 5
 
 
-def unwritable(what: object, error: OSError) -> StorageError:
-    """The StorageError for `what` that could not be written."""
-    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --run_dir")
+def unwritable(what: object, error: OSError, option: str = "run_dir") -> StorageError:
+    """The StorageError for `what`, of --`option`, that could not be written."""
+    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --{option}")
 
 
 class PeerError(UserError):

@@ -7,18 +7,16 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError
 from dino_ds.measure.machine import find_gpus
 from dino_ds.measure.tables import print_result
 from dino_ds.options.data import AdviseOptions
@@ -67,23 +65,28 @@ def run(options: AdviseOptions) -> None:
             f"{len(source)} images are too few to learn from (LightlyTrain recommends several thousand): take released "
             f"features, dino-ds embed vit_small_patch16_224.dino {_named(options)} --out features.parquet"
         )
-    facts = _look(source, options)
+    facts = look_at(source, options.sample, 0, options.workers, load_recipe(None, {}).data.max_pixels)
+    found = summarise(facts, source)
     data = _decisive(source, facts)
     gpus = Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
     rows = advise(data, gpus)
-    words = _train_words(options, recipe_for(data, gpus), rows)
-    found = summarise(facts, source)
+    name = recipe_for(data, gpus)
+    flags = _train_flags(options, name, rows)
+    recipe = load_recipe(name, flags)
     result: dict[str, Any] = {
         "decisive": vars(data),
         "found": found,
         "gpu": None if cluster is None else cluster.gpu.name,
         "gpus": gpus.count,
         "advice": [vars(row) for row in rows],
-        "prediction": None if cluster is None else _predict(words, data.images, cluster),
+        "prediction": None if cluster is None else _predict(recipe, data.images, cluster),
         "expected_knn": list(expected_knn(data, gpus)),
-        "command": _command(words, options.nodes, gpus.count),
-        "remedies": _remedies(words),
-        "notes": [*_notes(data, gpus, words, options), *_about_images(data, found, _images(options))],
+        "command": _command(name, flags, options.nodes, gpus.count),
+        "remedies": _remedies(recipe),
+        "notes": [
+            *_notes(data, gpus, options, recipe.eval.root is not None),
+            *_about_images(data, found, _images(options)),
+        ],
     }
     print_result(_page(result, options), result, options.json)
 
@@ -102,17 +105,6 @@ def _cluster(options: AdviseOptions) -> Cluster | None:
     return Cluster(card, options.gpus or 1, options.nodes, card.network)
 
 
-def _look(source: Source, options: AdviseOptions) -> list[Facts]:
-    count = min(options.sample, len(source))
-    chosen = np.sort(np.random.default_rng(0).choice(len(source), count, replace=False)).tolist()
-    with closing(look_at(source, chosen, options.workers, load_recipe(None, {}).data.max_pixels)) as facts:
-        found = list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
-    if all(fact.problem for fact in found):
-        name, why = source.name(found[0].index), found[0].problem
-        raise DataError(f"none of the {count} images looked at can be read; the first is {name} ({why})")
-    return found
-
-
 def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
     good = [fact for fact in facts if fact.problem is None]
     channels = Counter(len(fact.mean) for fact in good)
@@ -120,15 +112,14 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
     return Data(len(source), side, channels.most_common(1)[0][0])
 
 
-def _train_words(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> list[str]:
-    """What follows `dino-ds train`; checked as `train` checks it."""
+def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
+    """What `dino-ds train` gets beside the recipe."""
     flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
     for row in rows:
         flags |= row.flags
-    load_recipe(recipe, flags)
-    return ["--config", recipe, *(word for name, value in flags.items() for word in (f"--{name}", value))]
+    return flags
 
 
 def _test_images(options: AdviseOptions) -> str | None:
@@ -138,14 +129,8 @@ def _test_images(options: AdviseOptions) -> str | None:
     return next((str(one) for name in _TESTS if (one := Path(options.root).with_name(name)).is_dir()), None)
 
 
-def _recipe_of(words: Sequence[str]) -> Recipe:
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    return load_recipe(given.pop("--config"), {name.removeprefix("--"): value for name, value in given.items()})
-
-
-def _predict(words: Sequence[str], images: int, cluster: Cluster) -> dict[str, Any]:
+def _predict(recipe: Recipe, images: int, cluster: Cluster) -> dict[str, Any]:
     """By the planner, as `train` chooses its ds config. Raises ConfigError."""
-    recipe = _recipe_of(words)
     best = recommend(recipe, cluster, FILLED * cluster.gpu.memory_gib)
     steps = recipe.length.in_steps(recipe.data.global_batch, images // recipe.data.global_batch)
     hours = steps * best.time.seconds / 3600
@@ -158,18 +143,18 @@ def _predict(words: Sequence[str], images: int, cluster: Cluster) -> dict[str, A
     }
 
 
-def _command(words: Sequence[str], nodes: int, gpus: int) -> str:
+def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> str:
     if nodes > 1:
         start = ["dino-ds", "launch", "--hostfile", "HOSTS", "--"]
     elif gpus > 1:
         start = ["dino-ds", "launch", "--ranks", str(gpus), "--"]
     else:
         start = ["dino-ds", "train"]
-    return shlex.join([*start, *words])
+    given = {"config": recipe, **flags}
+    return shlex.join([*start, *(word for name, value in given.items() for word in (f"--{name}", value))])
 
 
-def _remedies(words: Sequence[str]) -> list[str]:
-    recipe = _recipe_of(words)
+def _remedies(recipe: Recipe) -> list[str]:
     outputs = recipe.head.prototypes
     continued = recipe.model.init_from is not None
     slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
@@ -184,7 +169,7 @@ def _remedies(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _notes(data: Data, gpus: Gpus, words: Sequence[str], options: AdviseOptions) -> Iterator[str]:
+def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
     images = _images(options)
@@ -202,7 +187,7 @@ def _notes(data: Data, gpus: Gpus, words: Sequence[str], options: AdviseOptions)
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     else:
         yield f"images must be read and cropped as fast as they are trained on\n  dino-ds find-workers {images}"
-    if "--eval.root" not in words and options.source == "folder":
+    if not has_tests and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
 
 
@@ -284,17 +269,16 @@ def _folded(command: str) -> str:
 
 
 def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
+    wrapper = textwrap.TextWrapper(
+        _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    )
     return [
         line
         for text in texts
         for part in text.splitlines()
-        for line in (_indented(part) if part.startswith("  dino-ds ") else _filled(part, indent))
+        for line in (
+            textwrap.indent(_folded(part.strip()), "  ").splitlines()
+            if part.startswith("  dino-ds ")
+            else wrapper.wrap(part)
+        )
     ]
-
-
-def _indented(command: str) -> list[str]:
-    return ["  " + line for line in _folded(command.strip()).splitlines()]
-
-
-def _filled(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -48,9 +48,7 @@ def run(options: AttentionVideoOptions) -> None:
         raise ConfigError(f"--head {options.head} is for --show attention; --show {options.show} has all heads")
     path, form = _destination(options.clip, options.out, options.format)
     if options.fps is not None and form == "png":
-        raise ConfigError(
-            f"--fps {options.fps:g} is for videos and animations; a folder of images has no rate: leave it out"
-        )
+        raise ConfigError(f"--fps {options.fps:g} is for videos and animations, images have no rate: leave it out")
     frames = open_clip(options.clip)
     rate = options.fps or frames.fps
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
@@ -61,23 +59,19 @@ def run(options: AttentionVideoOptions) -> None:
     short = side_of(backbone, options.size)
     count, sample = survey(frames, _SAMPLE)
     height, width = _network_size(sample[0], short, backbone.stride)
-    paint = _painter(
-        backbone,
-        torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample]),
-        options.show,
-        options.head,
-    )
+    frames_of_all = torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample])
+    paint = _painter(backbone, frames_of_all, options.show, options.head)
     zoom = max(1, -(-_SHORT // min(height, width)))
     began = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with clip_writer(path, form, rate) as writer, tqdm(total=count, unit=" frames", disable=None) as bar:
+        with clip_writer(path, form, rate) as add_frame, tqdm(total=count, unit=" frames", disable=None) as bar:
             stream = frames.frames()
             while batch := list(itertools.islice(stream, MAPS_AT_ONCE)):
                 shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
                 images = [_cut(frame, height, width, backbone.normalisation) for frame in batch]
                 for picture in paint(torch.stack(images), shown):
-                    writer.add((255 * picture).round().astype(np.uint8))
+                    add_frame((255 * picture).round().astype(np.uint8))
                 bar.update(len(batch))
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror or error}; fix --out") from None

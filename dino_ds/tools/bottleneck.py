@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 INPUT_SHARE = 0.10
 BUSY_SHARE = 0.70
@@ -37,21 +36,8 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of an operator: its own seconds on the device, without those of operators inside it."""
-
-    name: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """resource: what bounds the step; reason: the figures; advice: what to change."""
-
-    resource: str
-    reason: str
-    advice: str
+Call = tuple[str, float]
+"""An operator and one call's own seconds on the device, without those of operators inside it."""
 
 
 def kind_of(operator: str) -> str:
@@ -62,13 +48,14 @@ def kind_of(operator: str) -> str:
     return "compute" if any(part in name for part in _COMPUTE) else "memory"
 
 
-def judge(seconds: float, data_seconds: float, calls: Sequence[Call], on_gpu: bool) -> Verdict:
-    """Of steps that took `seconds` in all, `data_seconds` of them waiting for data."""
+def judge(seconds: float, data_seconds: float, calls: Sequence[Call], on_gpu: bool) -> dict[str, str]:
+    """What bounds steps that took `seconds` in all, `data_seconds` of them waiting for data; the figures; what to
+    change."""
     waiting = data_seconds / seconds
     by_kind = {"compute": 0.0, "memory": 0.0, "communication": 0.0}
-    for call in calls:
-        if on_gpu or call.seconds >= CALL_SECONDS:
-            by_kind[kind_of(call.name)] += call.seconds
+    for name, own_seconds in calls:
+        if on_gpu or own_seconds >= CALL_SECONDS:
+            by_kind[kind_of(name)] += own_seconds
     busy = min(1.0, sum(by_kind.values()) / max(seconds - data_seconds, 1e-9))
     largest = max(by_kind, key=lambda kind: by_kind[kind])
     if waiting >= INPUT_SHARE:
@@ -79,4 +66,4 @@ def judge(seconds: float, data_seconds: float, calls: Sequence[Call], on_gpu: bo
     else:
         share = by_kind[largest] / sum(by_kind.values())
         resource, reason = largest, f"{100 * share:.0f} % of the device's time is {_WORDS[largest]}"
-    return Verdict(resource, reason, _ADVICE[resource])
+    return {"bound_by": resource, "reason": reason, "advice": _ADVICE[resource]}

@@ -7,12 +7,11 @@ import glob
 import itertools
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import GifImagePlugin, Image, ImageSequence
@@ -21,6 +20,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import EXTENSIONS, NamedFiles
 from dino_ds.data.images import FORMATS, to_rgb
+from dino_ds.durable import discard
 from dino_ds.errors import ConfigError, DataError
 
 IMAGES_FPS = 25.0
@@ -28,6 +28,9 @@ IMAGES_FPS = 25.0
 _ANIMATED = (".gif", ".webp", ".png", ".apng")
 _CONTAINERS = "mov matroska avi mpeg mpegts mpegvideo h264 hevc m4v ivf av1 obu mjpeg flv asf ogg mxf dv yuv4mpegpipe"
 """FFmpeg's names of what is read: others draw text files, or are lists of further files and addresses to open."""
+
+AddFrame = Callable[[np.ndarray], None]
+"""Takes the next frame, uint8 (h, w, 3); all have one size."""
 
 
 @dataclass(frozen=True)
@@ -170,92 +173,63 @@ def _broken(path: str, index: int, error: Exception) -> DataError:
     return DataError(f"{path} can't be read at frame {index}: {reason}")
 
 
-class Writer(Protocol):
-    """Takes frames of equal size, uint8 (h, w, 3)."""
-
-    def add(self, frame: np.ndarray) -> None: ...
-
-
 @contextlib.contextmanager
-def clip_writer(path: Path, form: str, fps: float) -> Iterator[Writer]:
+def clip_writer(path: Path, form: str, fps: float) -> Iterator[AddFrame]:
     """`form` is a key of FORMS. What was begun is removed after an error. Raises OSError; ConfigError without PyAV."""
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
-        with FORMS[form](partial, fps) as writer:
-            yield writer
+        with FORMS[form](partial, fps) as add:
+            yield add
         os.replace(partial, path)
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
+        discard(partial)
 
 
-class _Mp4:
+@contextlib.contextmanager
+def _mp4(path: Path, fps: float) -> Iterator[AddFrame]:
     """H.264 as everything plays it, MPEG-4 where FFmpeg was built without."""
+    av = import_av()
+    codec, options = ("libx264", {"crf": "18"}) if "libx264" in av.codecs_available else ("mpeg4", {"qscale": "3"})
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.pix_fmt, stream.options = "yuv420p", options
 
-    def __init__(self, path: Path, fps: float) -> None:
-        self._av = import_av()
-        self._path, self._rate = path, Fraction(fps).limit_denominator(1001)
-        self._stream: Any = None
+        def add(frame: np.ndarray) -> None:
+            # Colours are at half the resolution: odd sides get their last row or column twice.
+            even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
+            if not stream.is_open:
+                stream.height, stream.width = even.shape[:2]
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")))
 
-    def __enter__(self) -> _Mp4:
-        self._container = self._av.open(str(self._path), "w")
-        return self
-
-    def add(self, frame: np.ndarray) -> None:
-        # Colours are at half the resolution: odd sides get their last row or column twice.
-        even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
-        if self._stream is None:
-            codec = "libx264" if "libx264" in self._av.codecs_available else "mpeg4"
-            self._stream = self._container.add_stream(codec, rate=self._rate)
-            self._stream.height, self._stream.width = even.shape[:2]
-            self._stream.pix_fmt = "yuv420p"
-            self._stream.options = {"crf": "18"} if codec == "libx264" else {"qscale": "3"}
-        picture = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(even), format="rgb24")
-        self._container.mux(self._stream.encode(picture))
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._stream is not None:
-            self._container.mux(self._stream.encode(None))
-        self._container.close()
+        yield add
+        container.mux(stream.encode(None))
 
 
-class _Gif:
+@contextlib.contextmanager
+def _gif(path: Path, fps: float) -> Iterator[AddFrame]:
     """256 colours a frame, for ever. Pillow's own writer keeps all frames until the last one is there."""
+    numbers = itertools.count()
+    with path.open("wb") as file:
 
-    def __init__(self, path: Path, fps: float) -> None:
-        self._path, self._fps = path, fps
-        self._frames = 0
-        self._file: IO[bytes]
+        def add(frame: np.ndarray) -> None:
+            image, number = Image.fromarray(frame).quantize(256), next(numbers)
+            if not number:
+                blocks, _ = GifImagePlugin.getheader(image.copy(), info={"loop": 0, "optimize": False})
+                file.writelines(blocks)
+            # A frame lasts hundredths of a second: rounded so that the clip as a whole keeps its time.
+            begin, end = (round(100 * frames / fps) for frames in (number, number + 1))
+            duration = 10 * max(end - begin, 1)
+            file.writelines(GifImagePlugin.getdata(image, duration=duration, include_color_table=True))
 
-    def __enter__(self) -> _Gif:
-        self._file = self._path.open("wb")
-        return self
-
-    def add(self, frame: np.ndarray) -> None:
-        image = Image.fromarray(frame).quantize(256)
-        if not self._frames:
-            blocks, _ = GifImagePlugin.getheader(image.copy(), info={"loop": 0, "optimize": False})
-            self._file.writelines(blocks)
-        # A frame lasts hundredths of a second: rounded so that the clip as a whole keeps its time.
-        begin, end = (round(100 * frames / self._fps) for frames in (self._frames, self._frames + 1))
-        duration = 10 * max(end - begin, 1)
-        self._file.writelines(GifImagePlugin.getdata(image, duration=duration, include_color_table=True))
-        self._frames += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._file.write(b";")
-        self._file.close()
+        yield add
+        file.write(b";")
 
 
-class _Pngs(contextlib.nullcontext["_Pngs"]):
-    def __init__(self, path: Path, fps: float) -> None:
-        super().__init__(self)
-        self._path, self._numbers = path, itertools.count()
-        path.mkdir()
-
-    def add(self, frame: np.ndarray) -> None:
-        Image.fromarray(frame).save(self._path / f"{next(self._numbers):06d}.png")
+@contextlib.contextmanager
+def _pngs(path: Path, fps: float) -> Iterator[AddFrame]:
+    numbers = itertools.count()
+    path.mkdir()
+    yield lambda frame: Image.fromarray(frame).save(path / f"{next(numbers):06d}.png")
 
 
-FORMS: dict[str, Any] = {"mp4": _Mp4, "gif": _Gif, "png": _Pngs}
+FORMS = {"mp4": _mp4, "gif": _gif, "png": _pngs}

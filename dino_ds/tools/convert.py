@@ -33,19 +33,17 @@ def run(options: ConvertOptions) -> None:
     """
     begin = time.monotonic()
     if options.student and options.ranks is not None:
-        raise ConfigError(
-            f"--ranks {options.ranks} is for a checkpoint, and --student writes only weights: leave one out"
-        )
+        raise ConfigError(f"--ranks {options.ranks} is for a checkpoint, --student writes only weights: leave one out")
     saved, place = _open(Path(options.checkpoint).expanduser()), Path(options.out).expanduser().absolute()
-    parameters = SavedParameters(saved)
+    parameters, ranks = SavedParameters(saved), None if options.student else options.ranks or 1
     try:
-        bytes_written = _write(saved, parameters, place, None if options.student else options.ranks or 1)
+        bytes_written = _write(saved, parameters, place, ranks)
     except OSError as error:
         raise StorageError(f"{place} can't be written: {error.strerror or error}; fix --out") from error
     result = {
         "out": options.out,
         "step": saved.manifest.step,
-        "ranks": None if options.student else options.ranks or 1,
+        "ranks": ranks,
         "parameters": len(parameters.shapes),
         "bytes": bytes_written,
         "seconds": round(time.monotonic() - begin, 3),
@@ -54,10 +52,9 @@ def run(options: ConvertOptions) -> None:
         print(json.dumps(result))
         return
     old = saved.manifest.world_size
-    what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {result['ranks']}"
-    print(
-        f"step {result['step']}: {what}, {bytes_written / 2**30:.3g} GiB in {options.out} ({result['seconds']:.1f} s)"
-    )
+    what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {ranks}"
+    size, seconds = f"{bytes_written / 2**30:.3g} GiB", f"{result['seconds']:.1f} s"
+    print(f"step {result['step']}: {what}, {size} in {options.out} ({seconds})")
 
 
 def _open(folder: Path) -> SavedCheckpoint:
@@ -80,7 +77,8 @@ def _write(saved: SavedCheckpoint, parameters: SavedParameters, place: Path, ran
         raise ConfigError(f"{place} is there already: give --out a new folder")
     place.parent.mkdir(parents=True, exist_ok=True)
     elements = sum(math.prod(shape) for shape in parameters.shapes.values())
-    needed = 4 * elements * (1 if ranks is None else 3) + (0 if ranks is None else _whole_bytes(saved))
+    whole = sum(record.bytes for name, record in saved.manifest.files.items() if name.startswith("whole_"))
+    needed = 4 * elements if ranks is None else 12 * elements + whole
     free = shutil.disk_usage(place.parent).free
     if needed > free:
         raise StorageError(f"{place}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free; fix --out")
@@ -94,10 +92,6 @@ def _write(saved: SavedCheckpoint, parameters: SavedParameters, place: Path, ran
         else:
             records = _write_checkpoint(saved, parameters, temporary, ranks, bar)
     return sum(record.bytes for record in records.values())
-
-
-def _whole_bytes(saved: SavedCheckpoint) -> int:
-    return sum(record.bytes for name, record in saved.manifest.files.items() if name.startswith("whole_"))
 
 
 def _write_student(saved: SavedCheckpoint, parameters: SavedParameters, folder: Path, bar: tqdm) -> FileRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_image
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
+from dino_ds.errors import DataError
 
 MAX_DISTANCE = 3
 """Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
@@ -60,15 +62,20 @@ class Facts:
 
 
 def look_at(
-    source: Source, indices: Sequence[int], workers: int | None, max_pixels: int, channels: int = 3
-) -> Generator[Facts, None, None]:
-    """Facts in the order of `indices`, each image decoded once; `workers` as for `worker_options`, `channels` as for
-    `open_image`."""
+    source: Source, count: int, seed: int, workers: int | None, max_pixels: int, channels: int = 3
+) -> list[Facts]:
+    """Facts of `count` images drawn at random (0: all), in the source's order, each decoded once; `workers` as for
+    `worker_options`, `channels` as for `open_image`."""
+    count = min(count or len(source), len(source))
+    chosen = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False)).tolist()
     facts, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
-    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=indices, collate_fn=list, **options)
-    with started(loader, source) as batches:
+    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
+    found: list[Facts] = []
+    with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
-            yield from batch
+            found += batch
+            bar.update(len(batch))
+    return found
 
 
 class _FactsOf(Dataset[Facts]):
@@ -79,19 +86,16 @@ class _FactsOf(Dataset[Facts]):
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         try:
             if read is None:
-                return self._of_pixels(index)
-            data = read(index)
-            image = EncodedImage(data, self._source.name(index), self._max_pixels, channels=self._channels)
+                size, image = None, open_image(self._source, index, self._max_pixels)
+            else:
+                data, name = read(index), self._source.name(index)
+                size, image = len(data), EncodedImage(data, name, self._max_pixels, channels=self._channels)
             found = _facts_of_values(image.values())
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
-        return Facts(index, image.width, image.height, image.mode, image.format or _NO_FORMAT, len(data), **found)
-
-    def _of_pixels(self, index: int) -> Facts:
-        array = open_image(self._source, index, self._max_pixels).values()
-        height, width, channels = array.shape
-        mode = {1: "L", 3: "RGB"}.get(channels, f"{channels} channels")
-        return Facts(index, width, height, mode, _NO_FORMAT, **_facts_of_values(array))
+        mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
+        mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
+        return Facts(index, image.width, image.height, mode, form, size, **found)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -148,15 +152,22 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
-    """What `dino-ds look-data --json` prints; sizes are of the readable images. At least one must be readable."""
-    good = [fact for fact in facts if fact.problem is None]
+    """What `dino-ds look-data --json` prints; sizes are of the readable images. Raises DataError where none is."""
+    good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
+    if not good:
+        first = f"{source.name(bad[0].index)} ({bad[0].problem})"
+        raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
     widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
     shorter = np.minimum(widths, heights)
     sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
     return {
         "images": len(source),
         "looked_at": len(facts),
-        "unreadable": _unreadable([fact for fact in facts if fact.problem is not None], source),
+        "unreadable": {
+            "count": len(bad),
+            "reasons": _counts(fact.problem or "" for fact in bad),
+            "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
+        },
         "width": _spread(widths),
         "height": _spread(heights),
         "shorter_side": {**_spread(shorter), "histogram": _histogram(shorter, SHORTER_SIDES)},
@@ -172,21 +183,11 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
 
 def _values(good: Sequence[Facts]) -> dict[str, Any]:
     """By type of the values stored: images, and the extremes of types deeper than uint8."""
-    found: dict[str, Any] = {}
-    for name, images in _counts(fact.type for fact in good).items():
-        found[name] = {"images": images}
-        if name != "uint8":
-            some = [fact for fact in good if fact.type == name]
-            found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+    found: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
+    for name in found.keys() - {"uint8"}:
+        some = [fact for fact in good if fact.type == name]
+        found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
     return found
-
-
-def _unreadable(bad: Sequence[Facts], source: Source) -> dict[str, Any]:
-    return {
-        "count": len(bad),
-        "reasons": _counts(fact.problem or "" for fact in bad),
-        "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
-    }
 
 
 def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:

@@ -66,12 +66,8 @@ def _looks(recipe: Recipe, config: DsConfig, run_dir: Path, quick: bool) -> list
     from dino_ds.tools.doctor_machine import look_at_gpus, look_at_network, look_at_system
     from dino_ds.tools.doctor_speed import measure_data, measure_sums
 
-    looks: list[Look] = [
-        lambda: look_at_gpus(config, recipe),
-        lambda: look_at_compilers(config),
-        lambda: look_at_system(recipe, run_dir),
-        look_at_network,
-    ]
+    looks: list[Look] = [lambda: look_at_gpus(config, recipe), lambda: look_at_compilers(config)]
+    looks += [lambda: look_at_system(recipe, run_dir), look_at_network]
     return looks if quick else [*looks, lambda: measure_data(recipe), measure_sums]
 
 

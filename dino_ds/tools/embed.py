@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dino_ds.durable import why_not_writable
-from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import EmbedOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dino_ds.data.images import ValueRange
-    from dino_ds.evals.features import Reading
     from dino_ds.weights.load import Backbone
 
 _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
@@ -51,8 +49,14 @@ def run(options: EmbedOptions) -> None:
     from dino_ds import distributed
 
     facts = write(options)
-    if distributed.rank() == 0:
-        _say(facts, options.json)
+    if distributed.rank():
+        return
+    if options.json:
+        print(json.dumps(facts))
+        return
+    for note in facts["notes"]:
+        print(note, file=sys.stderr)
+    print(f"{facts['out']}: {' x '.join(map(str, facts['shape']))} {facts['dtype']}; rows as {facts['first']}, ...")
 
 
 def write(options: EmbedOptions) -> dict[str, Any]:
@@ -60,9 +64,11 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     of a folder is that of their sorted paths; an image that can't be read has a row of NaN and is named. Raises
     UserError."""
     from dino_ds import distributed
+    from dino_ds.data.eval_crops import EvalCrop
     from dino_ds.engine.device import device
     from dino_ds.engine.process import init_distributed
-    from dino_ds.tools.embedding_parts import WRITERS, Parts
+    from dino_ds.evals.features import Reading
+    from dino_ds.tools.embedding_parts import Parts, put_together
     from dino_ds.tools.model_options import find_images, range_for, side_of
     from dino_ds.weights.frozen import digest
     from dino_ds.weights.load import load
@@ -84,7 +90,8 @@ def write(options: EmbedOptions) -> dict[str, Any]:
             weights = digest(model.network.state_dict())
             parts.begin({"what": options.what, "size": size, "images": images, "weights": weights})
     distributed.barrier()
-    reading = _reading(options, model, size, value_range)
+    crop = EvalCrop(size, model.normalisation)
+    reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
         bad = parts.write(_features(model, options.what), source, reading)
     bad = [text for texts in distributed.gather_objects(bad) for text in texts]
@@ -92,32 +99,16 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         if distributed.rank() == 0:
             if len(bad) == len(source):
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            try:
-                WRITERS[place.suffix](place, parts, source)
-            except OSError as error:
-                raise unwritable(place, error) from None
-            parts.remove()
+            put_together(place, parts, source)
+    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
     return {
         "out": str(place),
         "shape": [parts.images, *parts.shape],
         "dtype": parts.dtype,
         "first": source.name(0),
-        "notes": [*([words] if words else []), *_about(bad)],
+        "notes": [note for note in (words, unread) if note],
     }
-
-
-def _say(facts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(facts))
-        return
-    for note in facts["notes"]:
-        print(note, file=sys.stderr)
-    print(f"{facts['out']}: {' x '.join(map(str, facts['shape']))} {facts['dtype']}; rows as {facts['first']}, ...")
-
-
-def _about(bad: list[str]) -> list[str]:
-    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-    return [f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}"] if bad else []
 
 
 def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
@@ -141,11 +132,3 @@ def _features(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
     if what == "patches":
         return model.patch_tokens
     return lambda images: model.patch_tokens(images).mean(dim=(1, 2))
-
-
-def _reading(options: EmbedOptions, model: Backbone, size: int, value_range: ValueRange | None) -> Reading:
-    from dino_ds.data.eval_crops import EvalCrop
-    from dino_ds.evals.features import Reading
-
-    crop = EvalCrop(size, model.normalisation)
-    return Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)

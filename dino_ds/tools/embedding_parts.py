@@ -60,7 +60,7 @@ class Parts:
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_file(own, about)
         except OSError as error:
-            raise unwritable(self.folder, error) from None
+            raise unwritable(self.folder, error, "out") from None
 
     def write(self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading) -> list[str]:
         """This rank's parts that are not there yet; the texts that name unreadable images of all its parts."""
@@ -111,15 +111,22 @@ class Parts:
             with replacing(self._file(part)) as temporary, temporary.open("wb") as file:
                 np.save(file, rows)
         except OSError as error:
-            raise unwritable(self.folder, error) from None
+            raise unwritable(self.folder, error, "out") from None
 
     def __iter__(self) -> Iterator[tuple[range, Rows]]:
         """(rows, their features) of every part, in order."""
         for part in range(-(-self.images // self.length)):
             yield self._rows(part), np.load(self._file(part))
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+def put_together(place: Path, parts: Parts, source: Source) -> None:
+    """Write the file, as its ending says, and remove the parts. Raises StorageError."""
+    write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
+    try:
+        write(place, parts, source)
+    except OSError as error:
+        raise unwritable(place, error, "out") from None
+    shutil.rmtree(parts.folder, ignore_errors=True)
 
 
 def _label_of(source: Source, index: int) -> tuple[int, str]:
@@ -130,12 +137,13 @@ def _label_of(source: Source, index: int) -> tuple[int, str]:
 
 def _write_npy(place: Path, parts: Parts, source: Source) -> None:
     """The array, and beside it a .csv with name, label and class of every row."""
-    with replacing(place.with_suffix(".csv")) as temporary, temporary.open("w", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(("name", "label", "class"))
-        lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
-    with replacing(place) as temporary:
-        _fill(temporary, parts)
+    # Both at the end: a .csv alone, after an interruption, would be taken for somebody else's.
+    with replacing(place.with_suffix(".csv")) as names, replacing(place) as array:
+        with names.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(("name", "label", "class"))
+            lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
+        _fill(array, parts)
 
 
 def _fill(path: Path, parts: Parts) -> None:
@@ -182,12 +190,3 @@ def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
             features = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(found.reshape(-1)), type=kind)
             columns = [[source.name(i) for i in rows], [one for one, _ in labels], [name for _, name in labels]]
             writer.write_table(pyarrow.table([*columns, features], schema=schema))
-
-
-WRITERS: dict[str, Callable[[Path, Parts, Source], None]] = {
-    ".npy": _write_npy,
-    ".pt": _write_pt,
-    ".csv": _write_csv,
-    ".parquet": _write_parquet,
-}
-"""By the file's ending."""

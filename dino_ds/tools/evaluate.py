@@ -54,7 +54,7 @@ class Evaluated(NamedTuple):
 
 def run(options: EvalOptions) -> None:
     """Evaluate, and print the results."""
-    run_evals(options, _show_json if options.json else _show)
+    run_evals(options, lambda found: print(json.dumps(found.to_json())) if options.json else _show(found))
 
 
 def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
@@ -63,7 +63,6 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     On rank 0 `show` gets them all, where one fails those before it. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
-    named = {"source": options.source, "root": options.root, "test_root": options.test_root}
     init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options.model, options.out)
@@ -73,7 +72,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
-    subject = EvalContext(backbone, settings, device(), lambda: _data(options.model, **named))
+    subject = EvalContext(backbone, settings, device(), lambda: _data(options))
     of_images = [name for name in options.evals if name not in BENCHMARKS]
     for name in of_images:
         preflight_eval(name, settings, lambda: subject.sources)
@@ -85,7 +84,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     results: dict[str, Any] = {}
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-            results[name] = _timed(name, subject, backbone.about, _name_of(**named))
+            results[name] = _timed(name, subject, backbone.about, options)
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, options.model, options.out)
@@ -104,21 +103,19 @@ def _settings(options: EvalOptions) -> Settings:
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
-def _timed(name: str, subject: EvalContext, about: dict[str, Any], data: str | None) -> dict[str, Any]:
+def _timed(name: str, subject: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
     start = time.monotonic()
     values = evaluate(name, subject)
     seconds = time.monotonic() - start
+    source, root = options.source, options.test_root or options.root
+    data = name_images(source or "folder", root) if source or root else None  # None: the run's
     return describe_result(name, subject, values, seconds, about, data)
 
 
-def _name_of(source: str | None, root: str | None, test_root: str | None) -> str | None:
-    """What the images are called that the numbers are of; None: the run's."""
-    return name_images(source or "folder", test_root or root) if source or root or test_root else None
-
-
-def _data(model: str, source: str | None, root: str | None, test_root: str | None) -> tuple[Source, Source | None]:
+def _data(options: EvalOptions) -> tuple[Source, Source | None]:
     """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
-    if recipe := recipe_of(model, source, root):
+    source, root, test_root = options.source, options.root, options.test_root
+    if recipe := recipe_of(options.model, source, root):
         data = recipe.data
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
@@ -159,10 +156,6 @@ def _places(model: str, out: str | None) -> list[Path]:
 def _not_written(place: Path, reason: object) -> ConfigError:
     or_else = "evaluate its teacher.safetensors, with --out" if place.name == RESULTS else "name another with --out"
     return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
-
-
-def _show_json(found: Evaluated) -> None:
-    print(json.dumps(found.to_json()))
 
 
 def _show(found: Evaluated) -> None:

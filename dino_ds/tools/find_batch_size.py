@@ -36,7 +36,7 @@ from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import clock_of, synchronize
 from dino_ds.measure.trial import Trial, build_trial, resolve
 from dino_ds.options.machine import FindBatchSizeOptions
-from dino_ds.plan.fit import with_batch
+from dino_ds.plan.fit import micro_batches, with_batch
 
 WARMUP = 2
 """The second step is the first with Adam's moments: the highest."""
@@ -57,11 +57,10 @@ def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any],
     images = recipe.data.global_batch // ranks
     largest = find_largest(lambda size: trials.take(size).fits, images)
     if largest == 0:
-        raise ConfigError(
-            f"not one image fits into {_memory_text(limit, bool(gpus))}: recompute activations "
-            "(activation_checkpointing), shard or offload more (zero_optimization), or take a smaller model"
-        )
-    trials.take(largest_divisor(images, largest))
+        what = "recompute activations (activation_checkpointing), shard or offload more (zero_optimization)"
+        room = _memory_text(limit, bool(gpus))
+        raise ConfigError(f"not one image fits into {room}: {what}, or take a smaller model")
+    trials.take(next(size for size in micro_batches(recipe.data.global_batch, ranks) if size <= largest))
     best = fastest(trials.tried.values(), images)
     accumulation = images // best.micro_batch
     result = {
@@ -177,11 +176,6 @@ def find_largest(fits: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is <= `most`."""
-    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
 def fastest(tried: Iterable[Tried], images_per_rank: int) -> Tried:

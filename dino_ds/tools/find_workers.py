@@ -56,7 +56,6 @@ def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, _ = with_value_range(recipe, source)
-    data = recipe.data
     counts = _counts(options.max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     check_shared_memory(recipe.batch_bytes(_MICRO_BATCH), counts[-1])
@@ -156,11 +155,8 @@ def _bottleneck(seconds: dict[str, list[float]], workers: int) -> dict[str, Any]
     in_worker = {name: stage["share"] for name, stage in stages.items() if name in WORKER_STAGES}
     name = max(in_worker, key=lambda stage: in_worker[stage])
     device = stages["device"]["images_per_second"]
-    if workers and device <= _ideal(seconds, workers):
-        return {"stage": "device", "share": None}
-    if not workers and stages["device"]["milliseconds"]["median"] > stages[name]["milliseconds"]["median"]:
-        return {"stage": "device", "share": None}
-    return {"stage": name, "share": in_worker[name]}
+    narrow = device <= _ideal(seconds, workers) if workers else device < stages[name]["images_per_second"]
+    return {"stage": "device", "share": None} if narrow else {"stage": name, "share": in_worker[name]}
 
 
 def _recommend(rates: dict[int, float], cores: int, wanted: float | None) -> dict[str, Any]:
@@ -193,26 +189,15 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _page(found: dict[str, Any]) -> str:
-    rows = [
-        [
-            str(row["workers"]),
-            f"{rate['median']:,.1f}",
-            f"{rate['low']:,.1f} to {rate['high']:,.1f}",
-            f"{rate['median'] / row['ideal']:.0%}",
-        ]
-        for row in found["workers"]
-        for rate in [row["images_per_second"]]
-    ]
-    stages = [
-        [
-            _NAMES[stage],
-            f"{values['milliseconds']['median']:.2f}",
-            f"{values['milliseconds']['low']:.2f} to {values['milliseconds']['high']:.2f}",
-            f"{values['images_per_second']:,.0f}",
-            values["where"] if values["share"] is None else f"{values['share']:.0%}",
-        ]
-        for stage, values in found["stages"].items()
-    ]
+    rows, stages = [], []
+    for row in found["workers"]:
+        rate, count = row["images_per_second"], str(row["workers"])
+        spread = f"{rate['low']:,.1f} to {rate['high']:,.1f}"
+        rows.append([count, f"{rate['median']:,.1f}", spread, f"{rate['median'] / row['ideal']:.0%}"])
+    for stage, values in found["stages"].items():
+        ms, rate = values["milliseconds"], f"{values['images_per_second']:,.0f}"
+        share = values["where"] if values["share"] is None else f"{values['share']:.0%}"
+        stages.append([_NAMES[stage], f"{ms['median']:.2f}", f"{ms['low']:.2f} to {ms['high']:.2f}", rate, share])
     where = found["root"] or found["source"]
     return "\n".join(
         [

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tqdm import tqdm
 
 from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
@@ -52,21 +50,21 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
     """
-    png = _check(options.images, options.sample, options.out)
+    png = _check(options.images, options.out)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, words = _with_some_range(recipe, source)
     check_transform(recipe, source)
-    facts = _look(source, options.sample, recipe)
-    found = _describe(facts, source, recipe) | {"value_range": words, "shown": how_visible(recipe.model.in_chans)}
+    channels = recipe.model.in_chans
+    facts = look_at(source, options.sample, recipe.seed, data.workers, data.max_pixels, channels)
+    if hasattr(source, "read"):
+        facts = [_unless_skipped(fact, channels) for fact in facts]
+    found = _describe(facts, source, recipe) | {"value_range": words, "shown": how_visible(channels)}
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
-        raise DataError(f"no image has model.in_chans {recipe.model.in_chans} channels; found are {_modes(found)}")
+        raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(found)}")
     if len(rows) < options.images:
-        print(
-            f"note: {len(rows)} images on the sheet, {options.images} were asked for: there are no more",
-            file=sys.stderr,
-        )
+        print(f"note: {len(rows)} images on the sheet, {options.images} were asked for", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
     html = png.with_suffix(".html")
     with replacing(png) as path:
@@ -93,25 +91,15 @@ def _modes(found: dict[str, Any]) -> str:
     return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
 
 
-def _check(images: int, sample: int, out: str) -> Path:
+def _check(images: int, out: str) -> Path:
     if not 1 <= images <= _MOST_IMAGES:
         raise ConfigError(f"--images {images}: a sheet has 1 to {_MOST_IMAGES}")
-    if sample < 0:
-        raise ConfigError(f"--sample {sample} is not a number of images: give 1 or more, or 0 for all")
     path = Path(out).expanduser()
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
-
-
-def _look(source: Source, sample: int, recipe: Recipe) -> list[Facts]:
-    count, channels = min(sample or len(source), len(source)), recipe.model.in_chans
-    chosen = np.sort(np.random.default_rng(recipe.seed).choice(len(source), count, replace=False)).tolist()
-    with closing(look_at(source, chosen, recipe.data.workers, recipe.data.max_pixels, channels)) as facts:
-        found = list(tqdm(facts, total=count, unit="image", desc="looking", disable=None))
-    return [_unless_skipped(fact, channels) for fact in found] if hasattr(source, "read") else found
 
 
 def _unless_skipped(fact: Facts, wanted: int) -> Facts:
@@ -121,19 +109,14 @@ def _unless_skipped(fact: Facts, wanted: int) -> Facts:
 
 
 def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:
-    if all(fact.problem for fact in facts):
-        first = facts[0]
-        raise DataError(
-            f"none of the {len(facts)} images looked at can be read; the first is {source.name(first.index)} "
-            f"({first.problem}): look at these files and data.root"
-        )
+    summary = summarise(facts, source)
     measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
     given = recipe.data.mean is not None
     advice = advise_normalisation(measured, Normalisation.of(recipe), given) if measured else ""
     return {
         "source": recipe.data.source,
         "root": recipe.data.root,
-        **summarise(facts, source),
+        **summary,
         "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
         "enlarged_crops": _enlarged(facts, recipe),
     }

@@ -127,10 +127,8 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
 
 def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions) -> list[str]:
     """Those that the network has; options.only None asks for all that can be had. Raises ConfigError."""
-    if options.foreground:
-        _ = backbone.vit  # the side at which the CLS token looks is its foreground
-    if options.only and "attention" in options.only:
-        _ = backbone.vit
+    if options.foreground or "attention" in (options.only or ()):
+        _ = backbone.vit  # the side at which the CLS token looks is the foreground
     if options.only and set(options.only) & set(_OF_PATCHES) and not backbone.has_patches:
         backbone.network.patch_grid(backbone.image_size, backbone.image_size)  # says why not
     left_out = () if backbone.is_vit else _OF_PATCHES[:1] if backbone.has_patches else _OF_PATCHES
@@ -146,7 +144,7 @@ def _patch_figures(
     middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
     patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
-    pictures = _pictures(pixels, backbone.normalisation)
+    pictures = draw.picture_of(pixels, backbone.normalisation.mean, backbone.normalisation.std)
     attention = in_parts(backbone.attention, pixels) if backbone.is_vit else None
     if "attention" in kinds and attention is not None:
         yield "attention", draw.draw_attention(pictures, attention)
@@ -198,12 +196,9 @@ def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Fi
         others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBOURS]
         found.append([image.thumbnail for image, _ in others])
         captions.append([query.group or "", *[f"{cosine:.2f} {image.group or ''}" for image, cosine in others]])
-        same_class.append([_same(query.group, image.group) for image, _ in others])
+        groups = [image.group for image, _ in others]
+        same_class.append([None if None in (query.group, group) else query.group == group for group in groups])
     return draw.draw_neighbours([query.thumbnail for query in queries], found, captions, same_class)
-
-
-def _same(one: str | None, other: str | None) -> bool | None:
-    return None if one is None or other is None else one == other
 
 
 def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:
@@ -225,16 +220,11 @@ def _read_metrics(path: Path) -> Metrics:
     return metrics
 
 
-def _pictures(pixels: Tensor, normalisation: Normalisation) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3)."""
-    return draw.picture_of(pixels, normalisation.mean, normalisation.std)
-
-
 def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> np.ndarray:
     """Normalised images (b, c, h, w) -> uint8 (b, h, w, 3)."""
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
-    return (255 * _pictures(pixels, normalisation)).round().byte().numpy()
+    return (255 * draw.picture_of(pixels, normalisation.mean, normalisation.std)).round().byte().numpy()
 
 
 class PictureFiles:
@@ -259,16 +249,13 @@ class PictureFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, figure_png(figure))
             if self._board is not None:
-                self._show(f"pictures/{name}", figure, self._board)
+                from torch.utils.tensorboard import SummaryWriter
+
+                with SummaryWriter(self._board) as writer:
+                    writer.add_image(f"pictures/{name}", figure_tensor(figure), self._step)
         except OSError as error:
             raise _not_written(path, error.strerror or error) from None
         self.written.append(str(path))
-
-    def _show(self, name: str, figure: Figure, board: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        with SummaryWriter(board) as writer:
-            writer.add_image(name, figure_tensor(figure), self._step)
 
 
 def _not_written(path: Path, reason: object) -> ConfigError:

@@ -111,35 +111,31 @@ def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: P
 def _summarise(profiler: profile, parts: dict[str, float], steps: int, on_gpu: bool) -> dict[str, Any]:
     events = list(profiler.events() or [])
     seconds = sum(e.time_range.elapsed_us() for e in events if e.name.startswith("ProfilerStep")) / 1e6
-    calls = []
+    calls: list[Call] = []
     for event in events:
         if event.name in PARTS or event.name.startswith("ProfilerStep") or event.device_type.name != "CPU":
             continue  # kernels of a GPU are counted with the operator that launched them
         own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if own > 0:
-            calls.append(Call(event.name, own / 1e6))
-    bound = judge(seconds, parts.get("data", 0.0), calls, on_gpu)
+            calls.append((event.name, own / 1e6))
     return {
         "tool": "torch",
         "steps": steps,
         "step_seconds": seconds / steps,
         "parts": {part: parts[part] / steps for part in PARTS if part in parts},
         "operators": _by_operator(calls, steps),
-        "bound_by": bound.resource,
-        "reason": bound.reason,
-        "advice": bound.advice,
+        **judge(seconds, parts.get("data", 0.0), calls, on_gpu),
     }
 
 
 def _by_operator(calls: list[Call], steps: int) -> list[dict[str, Any]]:
-    totals: dict[str, tuple[float, int]] = {}
-    for call in calls:
-        seconds, count = totals.get(call.name, (0.0, 0))
-        totals[call.name] = (seconds + call.seconds, count + 1)
-    slowest = sorted(totals.items(), key=lambda item: -item[1][0])[:_OPERATORS]
+    by_name: dict[str, list[float]] = {}
+    for name, seconds in calls:
+        by_name.setdefault(name, []).append(seconds)
+    slowest = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_OPERATORS]
     return [
-        {"name": name, "kind": kind_of(name), "calls": count / steps, "seconds": seconds / steps}
-        for name, (seconds, count) in slowest
+        {"name": name, "kind": kind_of(name), "calls": len(each) / steps, "seconds": sum(each) / steps}
+        for name, each in slowest
     ]
 
 
@@ -189,9 +185,8 @@ def run_for_nsight(step: Callable[[], object], warmup: int, steps: int, folder: 
 
 @contextmanager
 def _annotate(name: str) -> Iterator[None]:
-    with record_function(name), contextlib.ExitStack() as stack:
-        if torch.cuda.is_available():
-            stack.enter_context(torch.cuda.nvtx.range(name))
+    on_gpu = torch.cuda.is_available()
+    with record_function(name), torch.cuda.nvtx.range(name) if on_gpu else contextlib.nullcontext():
         yield
 
 

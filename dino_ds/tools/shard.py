@@ -31,7 +31,7 @@ CHECKSUMS = "checksums.sha256"
 _ABOUT = "shards.json"
 _RECORDS = "shards.jsonl"
 """One line for each finished shard."""
-_BAD = "unreadable.txt"
+BAD = "unreadable.txt"
 _UNITS = {"": 1, "images": 1, "mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 _SAMPLED = 200
 """Images looked at to find how many make a shard of so many bytes."""
@@ -169,7 +169,7 @@ def _finish(folder: Path, images: Source, plan: dict[str, Any], per_shard: int, 
         _write_whole(folder / CLASSES, "".join(f"{' '.join(name.split())}\n" for name in images.classes))
     bad = [text for record in records for text in record.bad]
     if bad:
-        _write_whole(folder / _BAD, "".join(f"{text}\n" for text in bad))
+        _write_whole(folder / BAD, "".join(f"{text}\n" for text in bad))
     if len(bad) == len(images):
         raise DataError(f"none of {len(images)} images can be read, the first one {bad[0]}")
     _write_whole(folder / CHECKSUMS, "".join(f"{record.sha256}  {record.name}\n" for record in records))
@@ -192,5 +192,5 @@ def _report(folder: Path, records: list[ShardRecord], seconds: float, in_json: b
     shards = "1 shard" if len(records) == 1 else f"{len(records)} shards"
     print(f"{images} images in {shards}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
     if bad:
-        print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / _BAD}")
+        print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / BAD}")
     print(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {CHECKSUMS}")

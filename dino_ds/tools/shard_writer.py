@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_raster
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.images import FORMATS, is_deep, to_rgb
 from dino_ds.durable import replacing
 from dino_ds.errors import DataError
 
@@ -69,8 +68,9 @@ def repack(source: Source, index: int, shrink: Shrink) -> tuple[str, bytes]:
     read = getattr(source, "read", None)
     data = _as_png(source.load(index), source.name(index)) if read is None else read(index)
     if shrink.side is not None:
-        data, changed = _shrunk(data, shrink.side, shrink.quality, source.name(index))
-        if changed:
+        smaller = _shrunk(data, shrink.side, shrink.quality, source.name(index))
+        if smaller is not None:
+            data = smaller
             stem, ending = os.path.splitext(name)
             name = f"{stem if ending.lower() in EXTENSIONS else name}.jpg"
     if not name.lower().endswith(EXTENSIONS):
@@ -89,33 +89,21 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
     return stream.getvalue()
 
 
-def _shrunk(data: bytes, side: int, quality: int, name: str) -> tuple[bytes, bool]:
-    """A JPEG whose shorter side is `side`, upright, and True; or the same bytes and False."""
-    try:
-        if open_raster(data, channels=3) is not None:
-            return data, False
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > _MAX_PIXELS:
-                raise UnreadableImage(name, f"{width} x {height} pixels are more than {_MAX_PIXELS}")
-            factor = side / min(width, height)
-            if factor >= 1 or is_deep(image, data):  # a JPEG has 8 bits
-                return data, False
-            # At least twice the pixels wanted, so that the resampling decides what is seen.
-            image.draft(None, (2 * round(width * factor), 2 * round(height * factor)))
-            image.load()
-            upright = to_rgb(ImageOps.exif_transpose(image))
-        factor = side / min(upright.size)
-        size = (max(side, round(upright.width * factor)), max(side, round(upright.height * factor)))
-        stream = io.BytesIO()
-        upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=quality)
-        return stream.getvalue(), True
-    except UnreadableImage:
-        raise
-    except UnidentifiedImageError:
-        raise UnreadableImage(name, "not an image") from None
-    except Exception as error:  # Pillow's decoders raise anything on broken files
-        raise UnreadableImage(name, str(error).partition("\n")[0] or type(error).__name__) from None
+def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
+    """A JPEG whose shorter side is `side`, upright; None: the file stays as it is. Raises UnreadableImage."""
+    image = EncodedImage(data, name, None)
+    shorter = min(image.width, image.height)
+    if shorter <= side or image.deep or open_raster(data, channels=3) is not None:  # a JPEG has 8 bits
+        return None
+    if image.width * image.height > _MAX_PIXELS:
+        raise UnreadableImage(name, f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS}")
+    # At least twice the pixels wanted, so that the resampling decides what is seen.
+    upright = Image.fromarray(image.decode(max((n for n in (2, 4, 8) if shorter >= 2 * side * n), default=1)))
+    factor = side / min(upright.size)
+    size = (max(side, round(upright.width * factor)), max(side, round(upright.height * factor)))
+    stream = io.BytesIO()
+    upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=quality)
+    return stream.getvalue()
 
 
 def _ending(data: bytes, name: str) -> str:
@@ -152,8 +140,7 @@ def write_shard(path: Path, first: int, last: int) -> ShardRecord:
     assert _source is not None
     record = ShardRecord(path.name)
     digest = hashlib.sha256()
-    names: set[str] = set()
-    keys: set[str] = set()
+    names, keys = set[str](), set[str]()
     with replacing(path) as part, open(part, "wb") as file:
 
         def add(name: str, data: bytes) -> None:

@@ -18,12 +18,11 @@ from dino_ds.data.shards import TarShards
 from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import UnshardOptions
-from dino_ds.tools.shard import CHECKSUMS
+from dino_ds.tools.shard import BAD, CHECKSUMS
 from dino_ds.tools.shard_writer import Shrink, member_of, names_digest, repack
 
 _MARK = ".unshard.json"
 """In the folder until all is written: whose images they are."""
-_BAD = "unreadable.txt"
 _THREADS = 8
 _AS_THEY_ARE = Shrink(None, 0)
 
@@ -50,7 +49,7 @@ def run(options: UnshardOptions) -> None:
         return
     print(f"{written} images in {folder} ({time.monotonic() - begin:.1f} s)")
     if bad:
-        print(f"{len(bad)} could not be read and are left out, such as {bad[0]}; all are in {folder / _BAD}")
+        print(f"{len(bad)} could not be read and are left out, such as {bad[0]}; all are in {folder / BAD}")
 
 
 def _write_all(images: Source, folder: Path) -> list[str]:
@@ -78,7 +77,7 @@ def _write_all(images: Source, folder: Path) -> list[str]:
         results = tqdm(_in_pool(pool, write, range(len(images))), total=len(images), desc="unsharding", unit=" images")
         bad = [text for text in results if text is not None]
     if bad:
-        (folder / _BAD).write_text("".join(f"{text}\n" for text in bad))
+        (folder / BAD).write_text("".join(f"{text}\n" for text in bad))
     mark.unlink()
     return bad
 

@@ -64,8 +64,8 @@ def _classify(place, out, *more):
     return finetune_classification.main([str(word) for word in (place / "teacher.safetensors", *parts, *QUICK, *more)])
 
 
-def _segment(place, out, *more, masked="masked"):
-    parts = ("--train", place / masked / "train", "--test", place / masked / "test", "--out", out)
+def _segment(place, out, *more):
+    parts = ("--train", place / "masked/train", "--test", place / "masked/test", "--out", out)
     words = (place / "teacher.safetensors", *parts, "--classes", ",".join(NAMES), *QUICK, *more)
     return finetune_segmentation.main([str(word) for word in words])
 
@@ -155,41 +155,26 @@ def test_the_commands_and_the_code_of_the_page_run(place, tmp_path, monkeypatch)
     exec(code, {})
 
 
-def _remove_mask(folder):
-    next((folder / "masks").iterdir()).unlink()
+SPOILT = {
+    "has no mask": lambda folder: _a_mask(folder).unlink(),
+    "is (9, 9) of mode L, and its image wants (48, 40)": lambda folder: Image.new("L", (9, 9)).save(_a_mask(folder)),
+    "has class 7: --classes names 0 to 2": lambda folder: Image.new("L", (48, 40), 7).save(_a_mask(folder)),
+    "of mode RGB": lambda folder: Image.new("RGB", (48, 40)).save(_a_mask(folder)),
+    "no images in": lambda folder: shutil.rmtree(folder / "images"),
+}
 
 
-def _resize_mask(folder):
-    Image.new("L", (9, 9)).save(next((folder / "masks").iterdir()))
+def _a_mask(folder):
+    return next((folder / "masks").iterdir())
 
 
-def _class_beyond(folder):
-    Image.new("L", (48, 40), 7).save(next((folder / "masks").iterdir()))
-
-
-def _coloured_mask(folder):
-    Image.new("RGB", (48, 40)).save(next((folder / "masks").iterdir()))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_remove_mask, "has no mask"),
-        (_resize_mask, "is (9, 9) of mode L, and its image wants (48, 40)"),
-        (_class_beyond, "has class 7: --classes names 0 to 2"),
-        (_coloured_mask, "of mode RGB"),
-        (lambda folder: shutil.rmtree(folder / "images"), "no images in"),
-    ],
-)
-def test_masks_that_do_not_fit_are_one_line(place, tmp_path, spoil, message):
-    shutil.copytree(place / "masked", tmp_path / "masked")
-    shutil.copy(place / "teacher.safetensors", tmp_path)
-    shutil.copy(place / "teacher.json", tmp_path)
-    spoil(tmp_path / "masked/test")
+@pytest.mark.parametrize("message", SPOILT)
+def test_masks_that_do_not_fit_are_one_line(place, tmp_path, message):
+    shutil.copytree(place / "masked/test", tmp_path / "test")
+    SPOILT[message](tmp_path / "test")
     with pytest.raises(SystemExit) as stopped:
-        _segment(tmp_path, tmp_path / "out")
+        finetune_segmentation.Masked(tmp_path / "test", 3, None)
     assert message in str(stopped.value) and "\n" not in str(stopped.value)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def _accepted(command):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory):
-    """A list of 50,000 images: 20 files, many times; and folders of classes, train and test."""
+    """Lists of 50,000 images, of 300 and of 7: the same 20 files, many times; and a folder of files that are broken."""
     path = tmp_path_factory.mktemp("advise")
     files = image_folder(path / "train", 20, classes=2).rglob("*.png")
     for file in [*files]:
@@ -42,6 +42,10 @@ def photographs(tmp_path_factory):
     lines = [str(file) for file in sorted((path / "train").rglob("*.png"))]
     (path / "list.txt").write_text("\n".join(lines * 2500))
     (path / "few.txt").write_text("\n".join(lines * 15))
+    (path / "seven.txt").write_text("\n".join(lines[:7]))
+    (path / "broken").mkdir()
+    for number in range(100):
+        (path / f"broken/{number}.jpg").write_text("text")
     return path
 
 
@@ -61,8 +65,8 @@ def test_fifty_thousand_photographs_on_one_card_of_24_gb(photographs, capsys):
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        ("list.txt", ()),
         ("few.txt", ("--gpu", "h100-80g", "--gpus", "8")),
+        ("few.txt", ()),
         ("list.txt", ("--memory_gib", "8", "--nodes", "2")),
     ],
 )
@@ -132,27 +136,15 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     [
         ([], "no images are given: dino-ds advise DIR"),
         (["{seven}"], "7 images are too few to learn from"),
-        (["{nothing}"], "no images under"),
         (["{broken}"], "none of the 20 images looked at can be read"),
-        (["{seven}/000.png"], "is a single image: give the folder"),
-        (["{seven}/none"], "does not exist"),
-        (["hf://datasets/x"], "is not a local path"),
-        (["--source", "cifar11"], "Did you mean cifar10"),
         (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
         (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
-        (["{good}", "--gpu", "t4-16g", "--gpus", "0"], "--gpus '0' is not a whole number > 0"),
         (["{good}", "--memory_gib", "0.2"], "nothing fits 0.194 GiB"),
         (["--data.root", "{good}"], "Did you mean --root?"),
-        (["{good}", "--epochs", "100"], "--epochs: unknown option"),
     ],
 )
-def test_mistakes_are_one_line(words, message, tmp_path, capsys):
-    for name, count in (("seven", 7), ("good", 100), ("broken", 0), ("nothing", 0)):
-        image_folder(tmp_path / name, count)
-        (tmp_path / name).mkdir(exist_ok=True)
-    for number in range(100):
-        (tmp_path / "broken" / f"{number}.jpg").write_text("text")
-    places = {name: str(tmp_path / name) for name in ("seven", "good", "broken", "nothing")}
+def test_mistakes_are_one_line(photographs, words, message, capsys):
+    places = {"good": photographs / "few.txt", "broken": photographs / "broken", "seven": photographs / "seven.txt"}
     with pytest.raises(SystemExit) as stopped:
         main(["advise", *(word.format(**places) for word in words), *QUICK])
     assert stopped.value.code != 0

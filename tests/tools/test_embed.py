@@ -18,9 +18,9 @@ import torch
 import dino_ds
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError, DataError, StorageError
 from dino_ds.options.model import EmbedOptions
-from dino_ds.tools import embed
+from dino_ds.tools import embed, embedding_parts
 from dino_ds.tools.model_options import range_for
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
@@ -127,6 +127,10 @@ def test_an_interrupted_embedding_goes_on(place, expected, tmp_path, monkeypatch
         embed.run(dataclasses.replace(options, what="mean"))
     computed.clear()
     monkeypatch.setattr(embed, "_features", counted)
+    with monkeypatch.context() as full:
+        full.setattr(embedding_parts, "_fill", lambda *_: Path("/dev/full/x").touch())
+        with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
+            embed.run(options)
     embed.run(options)
     assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
     _check(np.load(tmp_path / "x.npy"), expected["cls"])

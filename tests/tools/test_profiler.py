@@ -11,11 +11,14 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import ProfileOptions
 from dino_ds.ranges import PARTS, named_range
-from dino_ds.tools.bottleneck import Call, judge, kind_of
+from dino_ds.tools.bottleneck import judge
 from dino_ds.tools.profiler import profile_torch, run
 from tests.measure.tiny import tiny_ds, tiny_recipe
 
-FLAGS = {"batch": 4, "steps": 2, "warmup": 1, "threads": 1, "json": True}
+
+def _profile(out, tool, recipe, stage=0, json=True):
+    options = ProfileOptions(tool=tool, out=str(out), batch=4, steps=2, warmup=1, threads=1, json=json)
+    run(options, recipe=recipe, ds=tiny_ds(stage), ds_path="test.json")
 
 
 def _matrix_product():
@@ -32,7 +35,7 @@ def _slow_data():
 
 def _many_tiny_operators():
     a = torch.ones(4)
-    for _ in range(1000):
+    for _ in range(300):
         a = a + 1
 
 
@@ -61,39 +64,25 @@ def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
 @pytest.mark.parametrize(
     ("data", "calls", "on_gpu", "resource"),
     [
-        (0.11, [Call("aten::mm", 0.8)], False, "input"),
-        (0.09, [Call("aten::mm", 0.8)], False, "compute"),
-        (0.0, [Call("aten::mm", 0.69)], False, "host"),
-        (0.0, [Call("aten::mm", 0.00001)] * 90_000, False, "host"),
-        (0.0, [Call("aten::mm", 0.00001)] * 90_000, True, "compute"),
-        (0.0, [Call("aten::mm", 0.3), Call("aten::gelu", 0.25), Call("aten::copy_", 0.25)], True, "memory"),
-        (0.0, [Call("aten::mm", 0.3), Call("c10d::allreduce_", 0.5)], True, "communication"),
+        (0.11, [("aten::mm", 0.8)], False, "input"),
+        (0.09, [("aten::mm", 0.8)], False, "compute"),
+        (0.0, [("aten::mm", 0.69)], False, "host"),
+        (0.0, [("aten::mm", 0.00001)] * 90_000, False, "host"),
+        (0.0, [("aten::mm", 0.00001)] * 90_000, True, "compute"),
+        (0.0, [("aten::mm", 0.3), ("aten::_fused_adamw_", 0.25), ("aten::native_layer_norm", 0.25)], True, "memory"),
+        (0.0, [("aten::convolution", 0.3), ("aten::_flash_attention", 0.3), ("aten::gelu", 0.3)], True, "compute"),
+        (0.0, [("aten::mm", 0.3), ("c10d::allreduce_", 0.2), ("gloo:all_reduce", 0.3)], True, "communication"),
     ],
 )
 def test_the_rule(data, calls, on_gpu, resource):
     bound = judge(1.0, data, calls, on_gpu)
-    assert bound.resource == resource and bound.reason and bound.advice
-
-
-@pytest.mark.parametrize(
-    ("operator", "kind"),
-    [
-        ("aten::addmm", "compute"),
-        ("aten::convolution_backward", "compute"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "compute"),
-        ("aten::native_layer_norm", "memory"),
-        ("aten::_fused_adamw_", "memory"),
-        ("gloo:all_reduce", "communication"),
-    ],
-)
-def test_kinds_of_operators(operator, kind):
-    assert kind_of(operator) == kind
+    assert bound["bound_by"] == resource and bound["reason"] and bound["advice"]
 
 
 @pytest.mark.slow
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
-    run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(1), ds_path="test.json")
+    _profile(tmp_path, "torch", recipe, stage=1)
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "noise" and result["steps"] == 2
     assert set(result["parts"]) == set(PARTS[1:])
@@ -107,19 +96,14 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
 @pytest.mark.slow
 def test_real_images_are_used_when_given(tmp_path, capsys):
     recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
-    run(ProfileOptions(tool="torch", out=str(tmp_path), **FLAGS), recipe=recipe, ds=tiny_ds(0), ds_path="test.json")
+    _profile(tmp_path, "torch", recipe)
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "photos" and result["parts"]["data"] > 0
     assert {"student", "ema"} < set(result["parts"])
 
 
 def test_the_python_side(tmp_path, capsys):
-    run(
-        ProfileOptions(tool="cprofile", out=str(tmp_path), **FLAGS | {"json": False}),
-        recipe=tiny_recipe(),
-        ds=tiny_ds(0),
-        ds_path="test.json",
-    )
+    _profile(tmp_path, "cprofile", tiny_recipe(), json=False)
     page = capsys.readouterr().out
     assert "| function" in page and "run_backward" in page and (tmp_path / "rank0.prof").exists()
 
@@ -127,9 +111,6 @@ def test_the_python_side(tmp_path, capsys):
 def test_wrong_tools_and_folders_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be made"):
-        run(
-            ProfileOptions(tool="torch", out=str(tmp_path / "file" / "x"), **FLAGS),
-            recipe=tiny_recipe(),
-            ds=tiny_ds(0),
-            ds_path="test.json",
-        )
+        _profile(tmp_path / "file/x", "torch", tiny_recipe())
+    with pytest.raises(ConfigError, match="--tool nsight needs an NVIDIA GPU"):
+        _profile(tmp_path / "out", "nsight", tiny_recipe())

@@ -17,6 +17,7 @@ from dino_ds.options.flags import parse_flags
 from dino_ds.options.run import InitOptions
 from dino_ds.plan import start
 from dino_ds.plan.start import Machine
+from dino_ds.tools import project as project_room
 from dino_ds.tools.project import check, run
 
 
@@ -73,7 +74,7 @@ def test_scripts_train_with_the_files_beside_them(project, script, program, tmp_
 
 @pytest.mark.parametrize("recipe", ["cifar10", "quickstart", "resnet50"])
 def test_other_recipes_are_made_for_folders_too(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(start, "find_machine", lambda: Machine(1, 1, 64.0))
+    monkeypatch.setattr(project_room, "_ds_config", lambda config: (1, "{}"))
     run(InitOptions(dir=str(tmp_path), recipe=recipe))
     shipped, ours = load_recipe(recipe, {}), load_recipe(str(tmp_path / "recipe.yaml"), {})
     assert ours == shipped.model_copy(update={"data": shipped.data.model_copy(update={"source": "folder"})})
