@@ -20,7 +20,8 @@ from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp
 from dino_ds.evals.linear_sgd import Probes, augmented_batches, kinds_of, linear_sgd, probe_inputs
 from tests.ranks import run_on_ranks
-from tests.weights.test_weights import _backbone, _images
+from tests.weights import originals
+from tests.weights.test_weights import _backbone
 
 pytestmark = pytest.mark.numerical
 
@@ -58,7 +59,7 @@ def test_the_tokens_of_the_last_blocks():
     are left out."""
     for name in ("vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"):
         model = _backbone(name)
-        images = _images()
+        images = originals.images()
         found = model.last_tokens(images, 2)
         assert found.shape == (2, 3, 1 + 16, 64)
         torch.testing.assert_close(found[-1, :, 0], model.features(images))
