@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dino_ds import cli
 from dino_ds.bench import inference, ladder, scaling, step
 from dino_ds.bench.ladder_steps import all_steps, memory_steps
 from dino_ds.config.ds_config import CHECKOUT
@@ -210,15 +209,6 @@ def test_engine_steps(capsys, no_children):
     for row in rows:
         assert row["speedup_total"] == pytest.approx(rows[0]["step_seconds"] / row["step_seconds"])
         assert row["parts_seconds"]["ema"] > 0 and sum(row["parts_seconds"].values()) < 2 * row["step_seconds"]
-
-
-@pytest.mark.parametrize("word", ["engine", "memory", "attention", "data", "knn", "plan"])
-def test_a_bench_that_moved_is_named(word, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["bench", word])
-    assert stop.value.code == 2
-    moved = {"engine": "bench ladder --only engine", "memory": "bench ladder --only memory"}
-    assert moved.get(word, f"python -m scripts.bench_{word}") in capsys.readouterr().err
 
 
 def test_scaling(capsys, monkeypatch):
