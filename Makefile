@@ -35,16 +35,13 @@ NO_AVX := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRU
 test test-all: setup
 	@$(MAKE) --no-print-directory -k -j2 MARKS="$(MARKS)" test-ranks test-alone
 
-# Its ranks too: so both end at about the same time.
-WITH_ALONE := tests/test_api.py
 PYTEST := env -u MAKEFLAGS -u MFLAGS OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 test-ranks:
-	@$(PYTEST) -m "$(MARKS) and ranks" --ignore=$(WITH_ALONE)
+	@$(PYTEST) -m "$(MARKS) and ranks"
 
 test-alone:
 	@log=$$(mktemp); failed=; \
 	$(PYTEST) -m "$(MARKS) and not ranks" > $$log 2>&1 || failed="tests"; \
-	$(PYTEST) -m "$(MARKS) and ranks" $(WITH_ALONE) >> $$log 2>&1 || failed="$$failed ranks"; \
 	$(NO_AVX) $(PYTEST) -m "numerical and not gpu and $(MARKS)" >> $$log 2>&1 || failed="$$failed tests-without-AVX"; \
 	cat $$log; rm $$log; [ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
 
