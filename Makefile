@@ -22,7 +22,7 @@ format: setup
 lint: setup
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 
-# No ranks, no engines, nothing that takes half a second: at most a minute on two cores. TESTS=tests/data runs a part.
+# No ranks, no engines, nothing that takes a quarter of a second: at most a minute on two cores. TESTS=tests/data runs a part.
 TESTS ?=
 test-fast: setup
 	$(VENV)/bin/python -m pytest -q -m fast $(TESTS)

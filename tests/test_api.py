@@ -310,6 +310,7 @@ def test_a_rank_of_a_launcher_is_refused(monkeypatch, tmp_path):
             dino_ds.train("quickstart", run_dir=tmp_path / "run", ranks=ranks)
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_before_it_is_needed():
     code = "import sys, dino_ds; dino_ds.plan('vits16', gpu='t4-16g'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -48,6 +48,7 @@ DINOV2 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["softmax", "sinkhorn"])
 def test_the_plain_terms_are_ours(way):
     """To 1e-5 of the largest, gradients too: sums in another order, of cosines divided by 0.04, and then through the
@@ -167,6 +168,7 @@ def test_steps_that_a_resnet_does_not_have_are_left_out():
     assert [name for name, why in reasons.items() if why == "resnet18 is not one of our ViTs"] == left
 
 
+@pytest.mark.slow
 def test_exact_steps_of_a_resnet_are_its_plain_step():
     """To 1e-4 of the loss: BatchNorm divides what is rounded by deviations of few numbers."""
     kept = [step for step in EXACT if why_skipped(step, cnn_recipe(RESNET)) is None]

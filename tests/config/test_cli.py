@@ -320,6 +320,7 @@ def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeyp
     assert "ZeroDivisionError" in (folder / "error-0.txt").read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_help_and_checks_import_neither_torch_nor_deepspeed():
     code = (
         "import sys\nfrom dino_ds.cli import main\n"

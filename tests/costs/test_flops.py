@@ -102,6 +102,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changes", "cls_only"), sampled(itertools.product(STEPS, (False, True))))
 def test_a_whole_training_step_costs_what_the_model_says(changes, cls_only):
     """Exactly, with the masks' own number of hidden patches. Engine, loss, optimizer and teacher add no matrix product,

@@ -39,6 +39,7 @@ def test_parameters_and_groups_are_those_of_the_network(network, changes):
     assert sorted(group_sizes(recipe)) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_the_low_precision_copy_is_of_the_same_tensors(network):
     recipe = cnn_recipe(network)
@@ -49,6 +50,7 @@ def test_the_low_precision_copy_is_of_the_same_tensors(network):
     assert copied == copied_names(recipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "sections"),
     sampled(itertools.product(NETWORKS.values(), ({}, {"bf16": {"enabled": True}}, {"activation_checkpointing": {}}))),
@@ -83,6 +85,7 @@ class _Flops(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
 def test_a_training_step_computes_what_is_counted(network):
     """Exactly: engine, loss, optimizer and teacher add no matrix product."""
@@ -100,6 +103,7 @@ def test_grouped_convolutions_cost_twice_their_forward_pass():
     assert 2.8 * found.forward_flops < found.flops < 3 * found.forward_flops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "sections", "prototypes"),
     [

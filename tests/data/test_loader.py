@@ -191,6 +191,7 @@ def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
         assert all(torch.equal(x, y) for x, y in zip(crops, again, strict=True))
 
 
+@pytest.mark.slow
 @BOTH
 def test_resuming_on_other_ranks_with_another_micro_batch_gives_the_same_global_batches(augment):
     """From the middle of an epoch: 2 ranks x 2 images x 2 accumulated, after 1 rank x 8."""

@@ -55,6 +55,7 @@ def by_image(found: list[LoaderBatch]) -> dict[tuple[int, int], list[torch.Tenso
     return images
 
 
+@pytest.mark.slow
 def test_ranks_micro_batches_and_workers_share_out_what_one_process_has():
     """Sizes, crops and masks: 2 ranks x 2 micro-batches of 2, one of the ranks with a loader process."""
     whole = batches(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from unittest import mock
 
+import pytest
 import torch
 
 from dino_ds.engine.device import use_deterministic_kernels
@@ -44,6 +45,7 @@ def _cudnn(**sections: object) -> tuple[bool, bool]:
         return torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
 
 
+@pytest.mark.slow
 def test_convolutions_are_timed_and_in_fp32_exact():
     """Unless kernels have to be the same in every run."""
     init_distributed()

@@ -140,6 +140,7 @@ def test_lars_is_dino_s() -> None:
             torch.testing.assert_close(parameter.data, recorded[f"step{i}.{name}"], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_features_of_timm_s_resnets_are_torchvision_s(name: str) -> None:
     """With weights by the formula of meta.json, through the adapter in eval mode.

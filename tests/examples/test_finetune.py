@@ -98,6 +98,7 @@ def test_masks_are_learned_and_drawn(place, tmp_path, frozen):
     assert all(torch.equal(weights[f"backbone.{name}"], tensor) for name, tensor in before.items()) == bool(frozen)
 
 
+@pytest.mark.slow
 def test_logits_are_as_large_as_the_image_whatever_the_patches(place):
     backbone, _ = finetune_classification.load_teacher(str(place / "teacher.safetensors"), 0)
     network = finetune_segmentation.Segmenter(backbone, 3, True).eval()
@@ -106,6 +107,7 @@ def test_logits_are_as_large_as_the_image_whatever_the_patches(place):
     assert resnet(torch.zeros(1, 3, 64, 70)).shape == (1, 3, 64, 70)
 
 
+@pytest.mark.slow
 def test_any_size_is_taken_and_names_of_timm_build_the_network_again(place):
     for name in (str(place / "teacher.safetensors"), "vit_tiny_patch16_224.augreg_in21k", "resnet18"):
         network, about = finetune_classification.load_teacher(name, 3, random=True)

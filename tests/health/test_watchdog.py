@@ -99,6 +99,7 @@ def test_the_first_failure_is_claimed_once(heartbeats, tmp_path):
     assert not heartbeats.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
     """A FIFO that nobody writes to stands for it; a supervisor's view of the run folder too."""
     monkeypatch.setattr(Disk.__init__, "__defaults__", (0.2,))

@@ -91,6 +91,7 @@ def test_slurm_queues_a_job_again_that_has_saved(step, code, queued, programs):
     assert asked == (["requeue", "12345"] if queued else ["show", "hostnames", "n[1-2]"])
 
 
+@pytest.mark.slow
 def test_slurm_hands_the_warning_on_and_waits_until_the_ranks_have_saved(programs):
     step = "trap 'sleep 0.5; exit 75' USR1; touch started; while :; do sleep 0.05; done"
     (programs / "srun.sh").write_text(step.replace("started", f"{programs}/started"))

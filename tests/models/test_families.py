@@ -83,6 +83,7 @@ def _check(recipe, **performance: Any):
     check_levers(recipe, ds_config(0, "fp32", BATCH, dino_ds=performance).performance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -212,6 +213,7 @@ def test_where_a_frozen_teacher_lies_is_refused_without_one():
         _check(_recipe("vit_tiny_patch16_224"), frozen_teacher="sharded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -84,6 +84,7 @@ def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
     return torch.cat(out)
 
 
+@pytest.mark.slow
 @pytest.mark.numerical
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("patches", [(), ("global",)], ids=["cls", "patches"])

@@ -36,6 +36,7 @@ def _built(name, arguments="{}"):
     return ForeignBackbone(ForeignSpec(name, arguments=arguments), 64, BackboneOptions())
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_attention_biases_of_a_teacher_are_those_of_its_weights():
     """timm's TinyViT, LeViT, EfficientFormer and EfficientViT keep them from pass to pass in evaluation."""

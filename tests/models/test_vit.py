@@ -59,6 +59,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), CELLS)
 def test_equals_timm_forward_and_gradient(name, changes):
     """Two blocks of each kind, at full width up to 2000, or as a recipe changes them: same parameters, start of

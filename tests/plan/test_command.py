@@ -66,6 +66,7 @@ def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
     assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
 
 
+@pytest.mark.slow
 def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
     alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g")
     assert "stage" in alone["warnings"][0] and "vit_small" in alone["warnings"][0]

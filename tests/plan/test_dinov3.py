@@ -37,6 +37,7 @@ def _plan(capsys, *words: str):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "name", "of_the_others"),
     [

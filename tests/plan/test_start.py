@@ -83,6 +83,7 @@ def test_what_is_too_large_is_refused_with_flags_that_fit(name):
     assert config.precision == "fp32" or config.raw["data_types"]["grad_accum_dtype"] == "fp32"
 
 
+@pytest.mark.slow
 def test_where_no_batch_helps_the_planner_s_choice_or_a_smaller_model_is_named():
     recipe, start = _given("zero2_bf16", recipe="vitg14")
     with pytest.raises(ConfigError, match=r"leave --ds_config out, the planner has one that fits \(bf16, ZeRO"):

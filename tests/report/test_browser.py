@@ -72,6 +72,7 @@ def found(page):
     return _measured(page)
 
 
+@pytest.mark.slow
 def test_a_laptop_shows_everything(found):
     assert len(found["charts"]) >= 9
     for left, _, width, height in found["charts"]:
@@ -94,6 +95,7 @@ def test_pointing_at_a_chart_shows_its_values(page, found):
         assert f"{last[key]:.4g}" in found["tip"]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_seen(page):
     other = make_run(page.parent.parent / "other", recipe={"optimizer.lr": "0.002"})
     run(ReportOptions(run=str(page.parent), compare=(str(other),)))
@@ -103,6 +105,7 @@ def test_runs_side_by_side_are_seen(page):
     assert "run" in found["tip"] and "other" in found["tip"]
 
 
+@pytest.mark.slow
 def test_it_prints(page):
     paper = page.with_suffix(".pdf")
     _browse(page.parent, f"--print-to-pdf={paper}", page.as_uri())

@@ -30,6 +30,7 @@ def test_loss_and_ema(capsys):
     assert "loss: " in page and "x the time of a copy" in page
 
 
+@pytest.mark.slow
 def test_knn_with_and_without_faiss(capsys, monkeypatch):
     monkeypatch.setattr(bench_knn, "usable_cores", lambda: [0])
     tiny = {"queries": 40, "bank": 300, "width": 8, "k": 5, "images": 3}

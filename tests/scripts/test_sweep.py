@@ -21,6 +21,7 @@ def _is_png(path) -> bool:
     return path.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
     monkeypatch.setattr(sweeping, "BACKBONES", ("vit_giant_patch14_dinov2",))
     cells = {(c["backbone"], c["place"], c["card_gb"]): c for c in sweep(load_recipe("vits16", {}), 8)["cells"]}

@@ -49,6 +49,7 @@ def photographs(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_fifty_thousand_photographs_on_one_card_of_24_gb(photographs, capsys):
     found = _advise(capsys, str(photographs / "list.txt"), "--gpu", "rtx4090-24g")
     assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3}
@@ -78,6 +79,7 @@ def test_the_printed_command_is_one_that_train_takes(photographs, words, images,
     assert bool(found["prediction"]) == bool(words)
 
 
+@pytest.mark.slow
 def test_a_page_of_one_screen_whose_command_a_shell_reads(photographs, capsys):
     main(["advise", str(photographs / "few.txt"), "--gpu", "rtx4090-24g", *QUICK])
     page = capsys.readouterr().out
@@ -88,6 +90,7 @@ def test_a_page_of_one_screen_whose_command_a_shell_reads(photographs, capsys):
     _accepted(page[start : page.index("\n\n", start)].replace("\\\n", " "))
 
 
+@pytest.mark.slow
 def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monkeypatch, capsys):
     (tmp_path / "sixfold.py").write_text(
         "import numpy as np\n"

@@ -71,6 +71,7 @@ def _check(found, wanted):
     torch.testing.assert_close(torch.as_tensor(found), wanted, **CLOSE, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
     source = build_source("folder", str(place / "images"), "train", False)
     names = [source.name(i) for i in range(len(source))]

@@ -110,6 +110,7 @@ def test_workers_find_the_same(folder, looked, tmp_path):
     assert found | {"sheet": 0, "page": 0} == looked[0] | {"sheet": 0, "page": 0}
 
 
+@pytest.mark.slow
 def test_a_sample_and_a_sheet_of_fewer_images_and_no_local_crops(folder, tmp_path, capsys):
     text = look(folder, tmp_path, images=50, sample=5, as_json=False, **{"crops.num_local": "0"})
     assert "5 of them, drawn at random" in text and "(among those looked at)" in text and "look.png" in text

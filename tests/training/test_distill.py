@@ -43,6 +43,7 @@ def _whole(run, step):
     return SavedCheckpoint(folder, read_manifest(folder)).whole()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distill", ["heads", "features"])
 def test_distil_stop_and_resume(place, distill, monkeypatch):
     """The teacher's weights stay bit for bit, are in no checkpoint, and a resumed run ends as one that was not stopped,
@@ -73,6 +74,7 @@ def test_distil_stop_and_resume(place, distill, monkeypatch):
     assert about == {"source": str(place / "teacher"), "digest": teachers[0].about["digest"]}
 
 
+@pytest.mark.slow
 def test_a_resume_with_another_teacher_is_refused(place):
     assert _distil(place, "one", max_steps=1) is None
     assert train_tiny(place / "root", place / "other", max_steps=2, changes={**TEACHER, **IBOT, "seed": "1"}) is None
@@ -89,6 +91,7 @@ def test_softmax_centers_begin_as_the_teacher_s(place):
     assert torch.equal(_whole(place / "center", 1)["center"], theirs) and theirs.abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_file_without_heads_teaches_by_features_alone(place):
     file = place / "weights.safetensors"
     shutil.copy(place / "teacher/teacher.safetensors", file)

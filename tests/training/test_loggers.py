@@ -67,6 +67,7 @@ def root(tmp_path_factory):
     return image_folder(tmp_path_factory.mktemp("loggers"))
 
 
+@pytest.mark.slow
 def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -81,6 +82,7 @@ def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, mon
     assert _wandb_history(run) == _numbers(run)
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_number(root, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     where = (tmp_path / "store").as_uri()

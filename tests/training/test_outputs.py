@@ -106,6 +106,7 @@ def test_the_log_says_what_a_reader_wants(run):
     assert times == sorted(times) and abs(datetime.now(timezone.utc).replace(tzinfo=None) - times[-1]) < timedelta(1)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_machine_is_waited_for(tmp_path, monkeypatch):
     """NFS remembers for a while that a file was not there."""
     late = tmp_path / "late"

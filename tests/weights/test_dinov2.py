@@ -180,6 +180,7 @@ def test_a_mask_token_that_is_none_is_refused(tmp_path):
         _start(tmp_path / "a.pth")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"])
 def test_transformers_hides_patches_as_we_do(tmp_path, name):
     """Its Dinov2 and Dinov2WithRegisters have a mask token; back from there a run starts with it. 1e-5."""

@@ -100,6 +100,7 @@ class TestOut:
             (found,) = session.run(None, {"images": images.numpy()})
             assert_same(torch.from_numpy(found), model.features(images))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", SPECS)
     def test_torchscript(self, tmp_path, kind):
         model, place = _exported(kind, "torchscript", tmp_path)
@@ -125,6 +126,7 @@ class TestOut:
             _exported(kind, form, tmp_path)
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.slow
     def test_a_network_of_one_size_says_so(self, tmp_path):
         spec = ForeignSpec("swin_tiny_patch4_window7_224", 3, '{"depths": [1, 1, 1, 1], "embed_dim": 24}')
         model = _model(spec)
@@ -133,6 +135,7 @@ class TestOut:
 
 
 class TestIn:
+    @pytest.mark.slow
     def test_files_of_dino_s_training(self, tmp_path):
         """A ResNet-18 inside MultiCropWrapper, the student inside DDP; torchvision's names, recognised by shapes."""
         theirs = randomised(timm.create_model("resnet18", num_classes=0))
@@ -149,6 +152,7 @@ class TestIn:
         assert again.keys() - network.keys() == {"head.last_layer.weight_g"}
         assert all(torch.equal(again[name], tensor) for name, tensor in network.items())
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
     def test_a_classifier_is_left_out(self, tmp_path, name):
         """As dino_resnet50_linearweights or torchvision's own; of four channels too."""
@@ -161,6 +165,7 @@ class TestIn:
         assert ours.network.spec == ForeignSpec(name, 4)
         assert ours.notes == ["its classifier is left out: fc.bias, fc.weight", SIZE]
 
+    @pytest.mark.slow
     def test_a_name_where_no_file_has_one(self, tmp_path):
         theirs = randomised(timm.create_model("convnext_atto", num_classes=3))
         torch.save(theirs.state_dict(), tmp_path / "a.pth")
@@ -322,6 +327,7 @@ class TestStart:
 
 
 class TestModel:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["resnet", "own"])
     def test_benchmarks(self, tmp_path, kind):
         """From the map in the place of patch tokens, photos of any sides; all numbers are there."""

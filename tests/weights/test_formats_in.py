@@ -209,6 +209,7 @@ class TestRefused:
         path.write_bytes(path.read_bytes()[: int(part * path.stat().st_size)])
         assert "is not a readable" in self._line(path)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["convnext_atto", "vit_small_patch16_rope_224"])
     def test_other_networks_of_timm(self, tmp_path, name):
         with torch.device("meta"):

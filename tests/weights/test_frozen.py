@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import timm
 import torch
 
@@ -50,6 +51,7 @@ def test_the_head_of_a_dino_checkpoint(tmp_path):
         torch.testing.assert_close(found, head(vit(torch.cat(images))), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_timm_s_features_by_their_own_normalisation(monkeypatch):
     """A network trained on images less .5, of a run whose images are less ImageNet's mean; weights are not looked for
     on the hub. A map of one place, resized to the student's grid, has another width than the image's features."""

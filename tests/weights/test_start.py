@@ -147,6 +147,7 @@ def _rotary(tmp_path, backbone: str, **changes: str):
     return network
 
 
+@pytest.mark.slow
 def test_what_training_alone_needs_of_rotary_vits(tmp_path):
     """Mask token and norm of local crops' CLS tokens; biases that are zero, or that the file has not."""
     theirs = _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")

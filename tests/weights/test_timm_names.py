@@ -80,6 +80,7 @@ def test_where_the_hub_does_not_answer(cache, monkeypatch):
         assert not why and not constants.HF_HUB_OFFLINE
 
 
+@pytest.mark.slow
 def test_other_networks_of_timm(monkeypatch):
     """What is no plain ViT is built by timm; names that are near one of ours are told."""
     create = timm.create_model
