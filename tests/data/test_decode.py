@@ -15,7 +15,7 @@ from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image
-from dino_ds.data.images import FORMATS
+from dino_ds.data.images import FORMATS, to_rgb
 from tests.data.files import ORANGE, Arrays, encoded, photo, png_of
 
 LIMIT = 10**7
@@ -188,3 +188,9 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
+
+
+@pytest.mark.parametrize("mode", ["I", "I;16", "F"])
+def test_deep_images_are_not_squeezed_into_rgb(mode):
+    with pytest.raises(ValueError, match="deeper than 8 bits"):
+        to_rgb(Image.new(mode, (4, 4), 300))
