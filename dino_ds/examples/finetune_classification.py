@@ -158,9 +158,8 @@ def main(argv: list[str] | None = None) -> float:
     if given.frozen:
         network.requires_grad_(False).get_classifier().requires_grad_(True)
     groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=given.layer_decay)
-    return fit(
-        network, ImageFolder(given.train, crop), groups, partial(accuracy, network, tests, classes), about, given
-    )
+    training = ImageFolder(given.train, crop, loader=open_upright)
+    return fit(network, training, groups, partial(accuracy, network, tests, classes), about, given)
 
 
 if __name__ == "__main__":

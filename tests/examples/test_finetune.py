@@ -120,6 +120,11 @@ def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path):
     Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ValueError, match="more than 8 bits"):
         finetune_classification.open_upright(tmp_path / "deep.png")
+    for name in NAMES[1:]:
+        (tmp_path / "train" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / "deep.png", tmp_path / "train" / name)
+    with pytest.raises(ValueError, match="more than 8 bits"):
+        _classify(place, tmp_path / "out", "--train", tmp_path / "train")
     about = json.loads((place / "teacher.json").read_text()) | {"value_range": [0.0, 4095.0]}
     (tmp_path / "teacher.json").write_text(json.dumps(about))
     shutil.copy(place / "teacher.safetensors", tmp_path)
