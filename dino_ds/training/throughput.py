@@ -143,7 +143,10 @@ class HostReader:
     def __call__(self) -> Host:
         then, self._last = self._last, self._read()
         wall, busy, own = (b - a for a, b in zip(then, self._last, strict=True))
-        return Host(max(0.0, busy - own) / max(wall, 1e-3), os.cpu_count() or 1, _memory_in_use())
+        cores = os.cpu_count() or 1
+        # The kernel counts in ticks of 10 ms: of a moment the quotient may be anything.
+        others = min(max(0.0, busy - own) / max(wall, 1e-3), float(cores))
+        return Host(others, cores, _memory_in_use())
 
     def _read(self) -> tuple[float, float, float]:
         """Seconds: on the clock, of all cores at work, of this process and its loader processes."""

@@ -118,7 +118,17 @@ def test_the_warning_comes_in_the_last_of_the_long_windows(run):
 
 
 def test_the_real_host_can_be_read():
-    read = HostReader()
-    sum(i * i for i in range(200_000))
-    host = read()
-    assert 0 <= host.others <= host.cores + 1 and 0 < host.memory <= 1
+    host = HostReader()()
+    assert 0 <= host.others <= host.cores and 0 < host.memory <= 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "others"),
+    [((10.0, 15.0, 5.0), 1.0), ((10.0, 5.0, 6.0), 0.0), ((0.01, 0.05, 0.0), 2.0)],
+    ids=["half of what is busy is ours", "we are counted later", "ticks of 10 ms"],
+)
+def test_the_cores_of_others_are_what_is_busy_less_our_own(monkeypatch, seconds, others):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    readings = iter([(0.0, 0.0, 0.0), seconds])
+    monkeypatch.setattr(HostReader, "_read", lambda _: next(readings))
+    assert HostReader()().others == others
