@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import itertools
 import os
 import time
 from array import array
@@ -33,6 +35,7 @@ _LOOKED_AT = 20
 """Lines of a list."""
 _THREADS = 16
 _CHUNK = 256
+_BESIDE = 1000
 _FRESH_NANOSECONDS = 2_000_000_000
 """A folder that was changed so shortly before it was read may change again within one tick of its time."""
 
@@ -243,4 +246,21 @@ def describe_missing(root: Path) -> str:
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    return f"no images under {root} ({looked}). Give the folder that holds the images"
+    return f"no images under {root} ({looked}). {advise_beside(root)}"
+
+
+def advise_beside(root: Path) -> str:
+    """What to do about a folder without images: take the one beside it that has some, train or of a name like it."""
+    own = root.resolve()
+    with contextlib.suppress(OSError), os.scandir(own.parent) as entries:
+        names = [entry.name for entry in entries if entry.is_dir() and entry.name not in (own.name, "train")]
+        for name in ("train", *difflib.get_close_matches(own.name, names)):
+            if name != own.name and _holds_images(own.parent / name):
+                return f"Did you mean {printable(str(own.parent / name))}?"
+    return "Give the folder that holds the images"
+
+
+def _holds_images(folder: Path) -> bool:
+    """Looks at a thousand files, and at folders without any."""
+    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
+    return any(name.lower().endswith(EXTENSIONS) and name[0] != "." for name in itertools.islice(names, _BESIDE))

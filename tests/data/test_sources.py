@@ -92,6 +92,20 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_folder_without_images_names_the_one_beside_it_that_has_some(tmp_path):
+    """train before names like its own; without files, and without images."""
+    for name in ("images2", "imagse", "other"):
+        (tmp_path / name).mkdir()
+    save(tmp_path / "imagse/deep/a.png")
+    for folder in (tmp_path / "images", tmp_path / "images/notes"):
+        folder.mkdir()
+        with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/imagse?")):
+            read(tmp_path / "images")
+    save(tmp_path / "train/a.png")
+    with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/train?")):
+        read(tmp_path / "images")
+
+
 # photos
 
 
