@@ -66,8 +66,9 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(found)}")
-    if len(rows) < options.images:
-        print(f"note: {len(rows)} images on the sheet, {options.images} were asked for", file=sys.stderr)
+    few = [f"{len(rows)} images on the sheet, {options.images} were asked for"] if len(rows) < options.images else []
+    for note in (*getattr(source, "notes", ()), *few):
+        print(f"note: {note}", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
     html = png.with_suffix(".html")
     with replacing(png) as path:

@@ -265,6 +265,14 @@ def test_deep_images_are_shown_with_their_values(tmp_path, kind, text):
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
 
 
+def test_the_longest_of_images_have_boxes(tmp_path):
+    """Of less than a pixel on the sheet."""
+    (tmp_path / "images").mkdir()
+    noise(0, 4000, 2).save(tmp_path / "images/wide.png")
+    noise(1, 1, 3000).save(tmp_path / "images/high.png")
+    assert look(tmp_path / "images", tmp_path, images=2)["unreadable"]["count"] == 0
+
+
 def test_files_beyond_the_range_are_counted_as_those_that_training_skips(tmp_path):
     """Of the images looked at, which may be more than those that the range was sought in."""
     (tmp_path / "images").mkdir()
