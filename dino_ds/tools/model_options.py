@@ -60,12 +60,12 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             sample = look_at_values(sources, len(backbone.normalisation.mean))
-            if backbone.value_range is None:
+            chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
+            if chosen is None:
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
-                found = chosen, [f"{words}: the model has no range of its own"] if words else []
-            else:
-                misfits = find_misfits(sample.deep, backbone.value_range, "store them as the training images were")
-                found = backbone.value_range, [f"WARNING: {words}" for words in misfits]
+                remedy = "store all images alike"
+            notes = [f"{words}: the model has no range of its own"] if words else []
+            found = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
     return distributed.gather_objects(found)[0]
 
 

@@ -182,6 +182,11 @@ def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_pa
         found, notes = range_for(backbone, [source])
         assert found == value_range and len(notes) == warned
         assert all(note.startswith("WARNING: 3 of 3 images") and "as the training images" in note for note in notes)
+    np.save(tmp_path / "bright.npy", 255 * np.random.default_rng(3).random((20, 30), np.float32))
+    source = build_source("folder", str(tmp_path), "train", False)
+    of_8_bits: Any = SimpleNamespace(value_range=None, normalisation=IMAGENET)
+    found, (chosen, warning) = range_for(of_8_bits, [source])
+    assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
 
 
 def test_images_of_which_none_can_be_read(place, tmp_path, capsys):
