@@ -268,7 +268,8 @@ def describe_missing(root: Path) -> str:
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    return f"no images under {root} ({looked}). {advise_beside(root)}"
+    listed = "; a .txt list may name images without such endings" if files else ""
+    return f"no images under {root} ({looked}{listed}). {advise_beside(root)}"
 
 
 def advise_beside(root: Path) -> str:

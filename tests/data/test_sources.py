@@ -88,7 +88,9 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     with pytest.raises(DataError) as caught:
         read(tmp_path / "x")
     assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .jfif .png ")
-    assert "in 1 files, 3 folders: a b c). Give the folder" in str(caught.value)
+    assert "in 1 files, 3 folders: a b c; a .txt list may name images without such endings). Give the folder" in str(
+        caught.value
+    )
     assert "\n" not in str(caught.value)
 
 
