@@ -144,6 +144,7 @@ def look_at_values(sources: Sequence[Source], channels: int) -> Sample:
             sample.add(source, chosen, channels)
             if len(others) < len(some):
                 sample.problem = ""
+                sample.channels[3] += len(some) - len(others)
             continue
         sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels)
         if sample.deep:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             if len(bad) == len(source):
+                shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
             put_together(place, parts, source)
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""

@@ -55,11 +55,18 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
 
 def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
     """The model's range for images deeper than 8 bits, else one for these images, and what to say of it; every rank
-    calls it. Raises ConfigError where it can't be known."""
+    calls it. Raises ConfigError where it can't be known, or the images looked at have other channels than the model."""
     found: tuple[ValueRange | None, list[str]] = (None, [])
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            sample = look_at_values(sources, len(backbone.normalisation.mean))
+            wanted = len(backbone.normalisation.mean)
+            sample = look_at_values(sources, wanted)
+            if sample.channels and wanted not in sample.channels:
+                there = " or ".join(map(str, sorted(sample.channels)))
+                raise ConfigError(
+                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
+                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
+                )
             chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
             if chosen is None:
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")

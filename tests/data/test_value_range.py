@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -313,7 +314,8 @@ def test_a_range_that_is_known_is_tried_on_the_images():
 def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
     for i in range(3):
         (tmp_path / f"{i}.JPG").write_bytes(b"never read")
-    assert look_at_values([ImageFolder(str(tmp_path))], 3) == Sample() and Sample().decide() == (None, "")
+    assert look_at_values([ImageFolder(str(tmp_path))], 3) == Sample(channels=Counter({3: 3}))
+    assert Sample().decide() == (None, "")
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dino_ds
 from dino_ds.data.normalisation import IMAGENET
@@ -189,10 +190,24 @@ def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_pa
     assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
 
 
+def test_a_model_of_other_channels_than_the_images_is_refused_before_they_are_read(place, tmp_path):
+    (tmp_path / "bands").mkdir()
+    np.save(tmp_path / "bands" / "a.npy", np.zeros((40, 40, 6), np.uint8))
+    given = _options(place, tmp_path / "x.npy", root=str(tmp_path / "bands"))
+    told = r"takes images of 3 channels, and those looked at have 6, such as .*a\.npy: give images of 3 channels, or a"
+    with pytest.raises(ConfigError, match=told):
+        embed.run(given)
+    assert not list(tmp_path.glob("x.npy*"))
+    Image.new("RGB", (40, 40)).save(tmp_path / "bands" / "b.jpg")  # one that fits, of those not opened here
+    embed.run(given)
+    assert np.isfinite(np.load(tmp_path / "x.npy")).all(axis=1).tolist() == [False, True]
+
+
 def test_images_of_which_none_can_be_read(place, tmp_path, capsys):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(b"broken")
     with pytest.raises(DataError, match="none of 1 images can be read"):
         embed.run(_options(place, tmp_path / "x.npy", root=str(tmp_path / "images")))
+    assert not list(tmp_path.glob("x.npy*"))
     embed.run(_options(place, tmp_path / "y.npy", json=True))
     assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]
