@@ -20,7 +20,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.hubs import weights_elsewhere
-from dino_ds.names import MODEL_FORMS, did_you_mean
+from dino_ds.names import MODEL_FORMS, did_you_mean, nearest, suggestion
 from dino_ds.weights.dinov3 import has_rope, split_local_norm
 from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.read import read_weights
@@ -124,6 +124,11 @@ def is_timm_name(name: object) -> TypeGuard[str]:
 def _from_timm(name: str) -> Weights:
     import timm
 
+    base, _, tag = name.partition(".")
+    tags = [one.partition(".")[2] for one in timm.list_pretrained(f"{base}.*")]  # a list of its own, not the hub's
+    if tag and tags and tag not in tags:
+        near = suggestion([f"{base}.{one}" for one in nearest(tag, tags)]) or f" Of {base} it has .{', .'.join(tags)}"
+        raise CheckpointError(f"{name} is neither a file nor weights that timm has.{near}")
     with hub_or_cache() as why:
         try:
             model = timm.create_model(name, pretrained=True, num_classes=0)
@@ -132,7 +137,7 @@ def _from_timm(name: str) -> Weights:
             raise CheckpointError(
                 f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
             ) from None
-    tensors, base = dict(model.state_dict()), name.partition(".")[0]
+    tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
     about: dict[str, Any] = {"timm_name": base, **timm_statistics(config)}

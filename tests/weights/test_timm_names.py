@@ -55,6 +55,19 @@ def test_without_a_network(cache):
     assert str(caught.value).endswith("give a file of weights") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("tag", "says"),
+    [
+        ("dnio", r"Did you mean vit_small_patch16_224\.dino\?$"),
+        ("onnx", r"Of vit_small_patch16_224 it has \..*, \.dino$"),
+    ],
+)
+def test_a_mistyped_tag_is_no_missing_network(monkeypatch, tag, says):
+    monkeypatch.setattr("dino_ds.weights.find.hub_or_cache", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(CheckpointError, match=rf"^vit_small_patch16_224\.{tag} is neither a file nor .* {says}"):
+        load(f"vit_small_patch16_224.{tag}")
+
+
 @pytest.mark.slow
 def test_where_the_hub_does_not_answer(cache, monkeypatch):
     """Its client is not asked, which would try for most of a minute; the cache is."""
