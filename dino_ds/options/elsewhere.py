@@ -6,6 +6,7 @@ import os
 import re
 
 from dino_ds.config.fields import UNITS
+from dino_ds.options.definition import Command
 
 _LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
 _METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
@@ -54,6 +55,8 @@ CHOICES_ELSEWHERE = {
     **dict.fromkeys(("huggingface", "transformers"), "write hf"),
 }
 _NOTHING_MEANT = "options are written --key value"
+_WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
+"""Options of which people leave the name out."""
 
 
 def option_elsewhere(name: str, value: str) -> str | None:
@@ -62,10 +65,10 @@ def option_elsewhere(name: str, value: str) -> str | None:
     return answer and answer.format(value=value or "N")
 
 
-def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
+def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
     """What a word without an option's name was meant as.
 
-    before: the option (without dashes) that was read before it and its value. trains: the command takes a recipe.
+    before: the option (without dashes) that was read before it and its value. first: of such words.
     """
     name, value = before or ("", "")
     if name == "resume" and value == "true":
@@ -79,8 +82,8 @@ def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
         return f'quote it: --{name} "{value} {word}"'
     if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
         return f"options begin with two dashes: --{word}"
-    if not trains:
-        return _NOTHING_MEANT
+    if not command.takes_recipe:
+        return _own_option(word, command, first)
     if word.endswith((".yaml", ".yml")):
         return f"a recipe is given with --config {word}"
     if word.endswith((".json", ".hjson")):
@@ -90,6 +93,18 @@ def stray_word(word: str, before: tuple[str, str] | None, trains: bool) -> str:
     if before is None:
         return f"{_NOTHING_MEANT}, images --data.root {word}"
     return f'{_NOTHING_MEANT}, a value with spaces in quotes: --{name} "{value} {word}"'
+
+
+def _own_option(word: str, command: Command, first: bool) -> str:
+    named = {option.name: option for option in command.own_options if not option.help.bare}
+    for name, option in named.items():
+        if word in option.choices:
+            return f"write --{name} {word}"
+    is_file = bool(os.path.splitext(word)[1]) and not os.path.exists(word)
+    for name, answer in _WITHOUT_NAME.items():
+        if name in named and (name == "out" or (not is_file and (first or name != "root"))):
+            return f"{answer} --{name} {word}"
+    return _NOTHING_MEANT
 
 
 def _is_number(text: str) -> bool:

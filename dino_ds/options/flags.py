@@ -98,15 +98,15 @@ def _pairs(
     command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
 ) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
-    bare = list(command.bare)
+    bare, strays = list(command.bare), list[str]()
     read: tuple[str, str] | None = None
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
-            yield bare.pop(0) if len(bare) > 1 else bare[0], word
+            yield bare.pop(0), word
             continue
         if not _is_flag(word):
-            problems.append(f"unexpected word {word!r}: {stray_word(word, read, command.takes_recipe)}")
+            strays.append(f"unexpected word {word!r}: {stray_word(word, read, command, first=not strays)}")
             continue
         name, equals, value = word.lstrip("-").partition("=")
         if not word.startswith("--"):
@@ -127,6 +127,8 @@ def _pairs(
                 yield name, words.pop(0)
         else:
             yield name, ""
+    if strays:
+        problems.append("; ".join(strays))
 
 
 def _is_resume(word: str) -> bool:

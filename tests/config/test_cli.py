@@ -187,6 +187,14 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
     assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
     assert errors("--config", "x")[0].startswith("no command is given")
+    assert errors("embed", "vit", "train", "x.npy") == [
+        "unexpected word 'train': images are given with --root train; unexpected word 'x.npy': what is written with "
+        "--out x.npy"
+    ]
+    assert errors("shard", "a", "b")[0].endswith("--root a; unexpected word 'b': what is written with --out b")
+    assert errors("eval", "a", "knn") == ["unexpected word 'knn': write --evals knn"]
+    assert errors("report", "a", "b") == ["unexpected word 'b': other runs are given with --compare b"]
+    assert errors("eval", "a", "--model", "b") == ["--model is given twice: 'a' and 'b'"]
     assert errors("export", "x", "--format", "tensorrt")[0].endswith("--format onnx, and trtexec builds the engine")
 
 
