@@ -51,8 +51,8 @@ def export_safetensors(model: Backbone, out: Path) -> str:
         safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
         replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
     if timm is None:
-        return f"dino_ds.load({out.name!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
-    return f"dino_ds.load({out.name!r}), or safetensors.torch.load_file({out.name!r}) into a timm model"
+        return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
+    return f"dino_ds.load({str(out)!r}), or safetensors.torch.load_file({str(out)!r}) into a timm model"
 
 
 def export_timm(model: Backbone, out: Path) -> str:
@@ -136,7 +136,7 @@ def export_onnx(model: Backbone, out: Path) -> str:
         program, only = _onnx_program(model)
     with _written(out) as file:
         program.save(str(file), external_data=False)
-    return f"onnxruntime.InferenceSession({out.name!r}).run(None, {{'images': images}}){only}"
+    return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}}){only}"
 
 
 def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
@@ -184,7 +184,7 @@ def export_torchscript(model: Backbone, out: Path) -> str:
             raise ConfigError(f"--format torchscript: {_name(model)} can't be traced: {one_line(error)}") from None
     with _written(out) as file:
         torch.jit.save(traced, str(file))
-    return f"torch.jit.load({out.name!r})(images){only}"
+    return f"torch.jit.load({str(out)!r})(images){only}"
 
 
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {

@@ -177,7 +177,7 @@ def test_onnx_runs_at_any_batch_and_size(tmp_path, interpolation):
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     model = _backbone(KINDS[4], interpolation, depth=1)
-    export_onnx(model, tmp_path / "a.onnx")
+    assert f"InferenceSession('{tmp_path}/a.onnx')" in export_onnx(model, tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     for given in (images(), images(48, 16, 1), images(16, 32, 5)):
         (features,) = session.run(None, {"images": given.numpy()})
@@ -190,7 +190,8 @@ def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
 
     model = _backbone()
     monkeypatch.setattr(F, "linear", zero3_linear_wrap)
-    FORMATS["torchscript"][0](model, tmp_path / "out.pt")
+    how = FORMATS["torchscript"][0](model, tmp_path / "out.pt")
+    assert how == f"torch.jit.load('{tmp_path}/out.pt')(images)"  # to be pasted from any folder
     assert F.linear is zero3_linear_wrap  # the training that goes on wants it
     theirs = torch.jit.load(tmp_path / "out.pt")
     for given in (images(), images(48, 16, 1)):
