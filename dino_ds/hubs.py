@@ -15,6 +15,12 @@ _COPY = {
 }
 """How what a scheme names gets onto a disk."""
 
+_HUB_SETS = re.compile(
+    r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"
+    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
+)
+"""An address of a data set; old ones have no owner, and files of it may follow."""
+
 
 def hub_id(text: str) -> str | None:
     """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
@@ -41,6 +47,8 @@ def weights_elsewhere(text: str) -> str | None:
 def images_elsewhere(text: str) -> str | None:
     """What to do with a data set's name on the Hub or in a bucket; None if it is not one."""
     found = hub_id(text)
+    if found is None and (address := _HUB_SETS.match(text)):
+        found = address["name"]
     if found is not None:
         return (
             f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "

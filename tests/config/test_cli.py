@@ -425,6 +425,8 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
         ("train --data.root o/n", 2, "does not exist; if o/n is a data set of the Hugging Face Hub"),
         ("train --data.root hf://datasets/o/n", 2, "hf download o/n --repo-type dataset --local-dir DIR"),
+        ("train --data.root hf://datasets/cifar10", 2, "hf download cifar10 --repo-type dataset --local-dir DIR"),
+        ("train --data.root https://huggingface.co/datasets/o/n/tree/main", 2, "hf download o/n --repo-type dataset"),
         ("train --data.root s3://b/i", 2, "aws s3 sync s3://b/i DIR"),
         ("train --data.root gs://b/i", 2, "gcloud storage rsync -r gs://b/i DIR"),
         ("train --data.root imgs --gpus 4", 2, "deepspeed --num_gpus 4"),
