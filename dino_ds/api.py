@@ -35,17 +35,23 @@ Place = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run; the other functions take it in place of the folder's name."""
+    """The folder of a run, of `train` or an earlier one; the other functions take it in place of the folder's name."""
 
     path: Path
+
+    def __init__(self, path: Place) -> None:
+        object.__setattr__(self, "path", Path(path).expanduser())
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, in order: steps and evaluations."""
-        return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl")]
+        """The whole lines of metrics.jsonl, in order: steps and evaluations. Raises ConfigError where there is none."""
+        try:
+            return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl") if line.endswith(b"\n")]
+        except OSError as error:
+            raise ConfigError(f"{self.path} holds no metrics.jsonl ({error.strerror}): give a run's folder") from None
 
     def load(self, device: str = "cpu") -> Backbone:
         """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""

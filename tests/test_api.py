@@ -320,8 +320,23 @@ def test_train_is_the_function_beside_the_module_of_that_name():
     import dino_ds.plan.command
     import dino_ds.train
 
-    assert all(inspect.isfunction(getattr(dino_ds, name)) for name in dino_ds.__all__)
+    assert not any(inspect.ismodule(getattr(dino_ds, name)) for name in dino_ds.__all__)
     assert set(dino_ds.__all__) <= set(dir(dino_ds))
+
+
+def test_the_folder_of_an_earlier_run_is_a_run(tmp_path, monkeypatch):
+    (tmp_path / "old").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = dino_ds.Run("~/old")
+    assert run == dino_ds.Run(tmp_path / "old") and os.fspath(run) == str(tmp_path / "old")
+    with pytest.raises(ConfigError, match=r"old holds no metrics\.jsonl \(No such file .*\): give a run's folder$"):
+        run.metrics  # noqa: B018
+    with pytest.raises(CheckpointError, match="old"):
+        run.load()
+    with pytest.raises(ConfigError, match="old is not a run folder"):
+        run.report()
+    (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    assert run.metrics == [{"step": 1}]
 
 
 def test_new_lines_are_those_after_what_a_resumed_run_keeps(tmp_path):
