@@ -5,6 +5,7 @@ python -m mkdocs build --strict
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,7 @@ PAGES = {
     "ds_configs/README.md": "ds_configs.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "docs/notebook.ipynb": "notebook.md",
 }
 """In the repository -> on the site; those in docs/ keep their names."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|#|mailto:)([^)#\s]*)(#[^)]*)?\)")
@@ -36,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """With the pages outside docs/, and every file that a page links to, as it is, in source/."""
     pages = {file.src_uri: Path(file.abs_src_path or "") for file in files if file.is_documentation_page()}
     texts = {uri: (path.read_text(), path.parent) for uri, path in pages.items()}
-    texts |= {uri: ((ROOT / name).read_text(), (ROOT / name).parent) for name, uri in PAGES.items()}
+    texts |= {uri: (_text(ROOT / name), (ROOT / name).parent) for name, uri in PAGES.items()}
     for uri, (text, folder) in texts.items():
         if existing := files.get_file_from_path(uri):
             files.remove(existing)
@@ -47,6 +49,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
                 files.append(File.generated(config, target, content=content))
         files.append(File.generated(config, uri, content=_on_site(text, folder)))
     return files
+
+
+def _text(page: Path) -> str:
+    """Of a page; of a notebook its cells, and what they printed and drew."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    parts = []
+    for cell in json.loads(page.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        outputs = cell.get("outputs", [])
+        if printed := "".join("".join(output.get("text", "")) for output in outputs):
+            parts.append(f"```text\n{printed}\n```")
+        drawn = [output["data"]["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+        parts += [
+            f'<img alt="drawn by these lines" src="data:image/png;base64,{"".join(png.split())}">' for png in drawn
+        ]
+    parts.insert(1, f'<a href="{page.name}" download>The notebook</a> itself, to be run.')
+    return "\n\n".join(parts)
 
 
 def _on_site(text: str, folder: Path) -> str:

@@ -118,6 +118,9 @@ def test_the_site_has_no_broken_link(tmp_path):
             assert not anchor or linked not in anchors or anchor in {*anchors[linked], "__skip"}, f"{path.name}: {link}"
     for name in getattr(dino_ds, "__all__", ["load"]):
         assert f"dino_ds.{name}" in pages[tmp_path / "api.html"]
+    assert 'href="notebook.html"' in pages[tmp_path / "api.html"]
+    notebook = pages[tmp_path / "notebook.html"]
+    assert "step 300: k-NN" in notebook and "data:image/png" in notebook and 'href="notebook.ipynb"' in notebook
 
 
 def test_the_table_of_evaluations_is_the_program_s():
