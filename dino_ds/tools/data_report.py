@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from dino_ds.data.listing import printable
+
 _BAR = 32
 _NAMED = 20
 """Unreadable files and groups of duplicates that are named; --json names all."""
 
 
 def report(found: dict[str, Any]) -> str:
-    """What `summarise` found, plus source, root, value_range, misfits, enlarged_crops, shown, sheet and page."""
+    """What `summarise` found, plus source, root, class_folder, value_range, misfits, enlarged_crops, shown, sheet
+    and page."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -50,7 +53,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "images", f"{found['images']:,} in {found['root'] or found['source']}"
     if found["looked_at"] < found["images"]:
         yield "looked at", f"{found['looked_at']:,} of them, drawn at random (--sample 0: all)"
-    yield from _class_lines(found["classes"])
+    yield from _class_lines(found["classes"], found["class_folder"])
     yield from _unreadable_lines(found)
     yield "size", ", ".join(f"{side} {_spread(found[side])}" for side in ("width", "height")) + " px"
     yield "formats", _shares(found["formats"])
@@ -78,9 +81,11 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"shown: {found['shown']}"
 
 
-def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _class_lines(classes: dict[str, Any] | None, folder: str | None) -> Iterator[tuple[str, str]]:
     if classes is None:
         yield "classes", "none: images have no labels"
+        if folder:
+            yield "", f"all lie in one folder, whose folders are classes with --data.root {printable(folder)}"
         return
     counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
     unlabelled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""

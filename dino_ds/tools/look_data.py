@@ -23,7 +23,9 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
-from dino_ds.data.images import ValueRange
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
+from dino_ds.data.listing import FolderLabels
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
@@ -40,6 +42,7 @@ from dino_ds.tools.sheet_page import build_page
 
 _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
+_NAMES = 10_000
 _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
 """Of the recipe's crops: what is said where it is not the preset's."""
 
@@ -136,9 +139,21 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
         "source": recipe.data.source,
         "root": recipe.data.root,
         **summary,
+        "class_folder": _class_folder(source, recipe.data.root),
         "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
         "enlarged_crops": _enlarged(facts, recipe),
     }
+
+
+def _class_folder(source: Source, root: str | None) -> str | None:
+    """The folder of `root` that all images lie in, where labels would come from its folders."""
+    if source.labels is not None or root is None or not isinstance(source, ImageFolder):
+        return None
+    paths = [source.member(index) for index in evenly_spaced_indices(len(source), _NAMES)]
+    first, labels = f"{paths[0].partition('/')[0]}/", FolderLabels()
+    for path in paths:
+        labels.add(os.fsencode(path.removeprefix(first)))
+    return os.path.join(root, first[:-1]) if all(p.startswith(first) for p in paths) and labels.arrays() else None
 
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
