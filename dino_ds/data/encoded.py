@@ -19,9 +19,19 @@ EXTENSIONS = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif", ".npy",
     ".dcm",
 )  # fmt: skip
+OTHER_KINDS = tuple(b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split())
+"""Endings of images that nothing here reads: left out, but not in silence."""
 
 MAX_BYTES = 1 << 30
 """A larger file is not an image."""
+
+
+def note_left_out(files: list[bytes]) -> list[str]:
+    """What to say of files of `OTHER_KINDS`."""
+    if not files:
+        return []
+    such = printable(os.fsdecode(min(files)))
+    return [f"{len(files)} files that can't be read are left out, such as {such}: convert them to JPEG, PNG or TIFF"]
 
 
 class EncodedImages(ABC):

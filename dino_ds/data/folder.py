@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import EXTENSIONS, ListedFiles
+from dino_ds.data.encoded import EXTENSIONS, OTHER_KINDS, ListedFiles, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
     Contents,
@@ -31,8 +31,6 @@ from dino_ds.data.listing import (
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
-_OTHER_KINDS = tuple(b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split())
-"""Endings of images that nothing here reads: left out, but not in silence."""
 _LOOKED_AT = 20
 """Lines of a list."""
 _THREADS = 16
@@ -92,7 +90,7 @@ class ListFile(ListedFiles):
 class _Folder:
     """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change.
 
-    others: paths of what has an ending of `_OTHER_KINDS`.
+    others: paths of what has an ending of `OTHER_KINDS`.
     """
 
     path: bytes
@@ -126,11 +124,7 @@ def _build(root: Path) -> Contents:
 
 
 def _left_out(folders: dict[bytes, _Folder]) -> list[str]:
-    others = [path for folder in folders.values() for path in folder.others]
-    if not others:
-        return []
-    such = printable(os.fsdecode(min(others)))
-    return [f"{len(others)} files that can't be read are left out, such as {such}: convert them to JPEG, PNG or TIFF"]
+    return note_left_out([path for folder in folders.values() for path in folder.others])
 
 
 def _is_current(root: str, known: Listing) -> bool:
@@ -190,7 +184,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
                     files += 1
                     if entry.name.lower().endswith(_ENDINGS):
                         images.append(entry.name)
-                    elif entry.name.lower().endswith(_OTHER_KINDS):
+                    elif entry.name.lower().endswith(OTHER_KINDS):
                         others.append(prefix + entry.name)
     except OSError as error:
         raise DataError(

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.encoded import EXTENSIONS, OTHER_KINDS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
 from dino_ds.errors import one_line
 
@@ -37,12 +37,15 @@ _MAX_NOTES = 20
 
 
 class _Members:
-    """The images of one shard; `labels` has the text of each one's .cls or None, `notes` what could not be read."""
+    """The images of one shard; `labels` has the text of each one's .cls or None, `notes` what could not be read.
+
+    others: images of kinds that nothing here reads, unless an image of the same key is beside them.
+    """
 
     def __init__(self, path: str) -> None:
         self.size, self.time, self.crc = 0, 0, -1
         self.names, self.offsets, self.sizes = dict[bytes, None](), array("q"), array("q")
-        self.notes: list[str] = []
+        self.notes, self.others = list[str](), list[bytes]()
         self._classes: dict[bytes, bytes] = {}
         self._repeated: list[bytes] = []
         try:
@@ -54,6 +57,9 @@ class _Members:
         except OSError as error:
             problems = [error.strerror or str(error)]
         self.labels = [self._classes.get(_key(name)) for name in self.names]
+        if self.others:
+            keys = {_key(name) for name in self.names}
+            self.others = [name for name in self.others if _key(name) not in keys]
         if self._repeated:
             first = printable(os.fsdecode(self._repeated[0]))
             problems.append(f"{len(self._repeated)} members like {first} have the name of an earlier one: left out")
@@ -95,6 +101,8 @@ class _Members:
             self.names[name] = None
             self.offsets.append(member.offset_data)
             self.sizes.append(member.size)
+        elif lower.endswith(OTHER_KINDS):
+            self.others.append(name)
 
 
 def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents:
@@ -104,7 +112,7 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
     """
     names, folders, packed = Packer(), FolderLabels(), Packer()
     counts, offsets, sizes, states = array("q"), array("q"), array("q"), array("q")
-    labels, numbers, notes = array("i"), dict[bytes | None, int](), list[str]()
+    labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
         for found in pool.map(_Members, shards):
@@ -118,6 +126,7 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
             sizes.extend(found.sizes)
             states.extend((found.size, found.time, found.crc))
             notes += found.notes
+            others += found.others
             bar.update()
     for stored in stored_names:
         packed.add(os.fsencode(stored))
@@ -132,7 +141,7 @@ def index_shards(shards: Sequence[str], stored_names: Sequence[str]) -> Contents
     }
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"and {len(notes) - _MAX_NOTES} more shards like these"]
-    return Contents(arrays, {"notes": notes})
+    return Contents(arrays, {"notes": [*note_left_out(others), *notes]})
 
 
 def shards_are_current(listing: Listing, base: str) -> bool:

@@ -109,7 +109,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         "shape": [parts.images, *parts.shape],
         "dtype": parts.dtype,
         "first": source.name(0),
-        "notes": [note for note in (*notes, unread) if note],
+        "notes": [note for note in (*getattr(source, "notes", ()), *notes, unread) if note],
     }
 
 

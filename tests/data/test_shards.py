@@ -208,6 +208,18 @@ def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):
     assert source.load(3).getpixel((0, 0)) == (3, 0, 0)
 
 
+def test_images_that_nothing_reads_are_counted_unless_they_are_beside_one(tmp_path):
+    inside = {"a/1.HEIC": b"x", "a/2.png": png(1), "a/2.npz": b"x", "a/2.json": b"x", "a/._3.heic": b"x"}
+    pack(tmp_path / "0.tar", inside)
+    pack(tmp_path / "1.tar", {"b/4.nef": b"x"})
+    source = read(tmp_path)
+    assert len(source) == 1 and source.notes == [
+        "2 files that can't be read are left out, such as a/1.HEIC: convert them to JPEG, PNG or TIFF"
+    ]
+    with pytest.raises(DataError, match=r"no images in .*1\.tar; 1 files that can't be read .* b/4\.nef: convert"):
+        read(tmp_path / "1.tar")
+
+
 def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
     source = read(pack(tmp_path / "a.tar", [("a.png", png(1)), ("b.png", png(2)), ("a.png", png(3))]))
     assert reds(source) == [1, 2]

@@ -104,7 +104,6 @@ def test_statistics_are_those_of_the_files(folder, looked):
         assert words in text, words
 
 
-@pytest.mark.slow
 def test_the_folder_whose_folders_are_classes_is_named(folder, tmp_path):
     (tmp_path / "all").symlink_to(folder)
     words = look(tmp_path, tmp_path, as_json=False)
@@ -113,6 +112,7 @@ def test_the_folder_whose_folders_are_classes_is_named(folder, tmp_path):
     assert look(tmp_path, tmp_path)["class_folder"] is None
 
 
+@pytest.mark.slow
 def test_workers_find_the_same(folder, looked, tmp_path):
     found = look(folder, tmp_path, **{"data.workers": "1"})
     assert found | {"sheet": 0, "page": 0} == looked[0] | {"sheet": 0, "page": 0}
