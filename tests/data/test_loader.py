@@ -424,7 +424,7 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
         [sys.executable, str(script), str(tmp_path / "runs")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
