@@ -82,7 +82,7 @@ def train(
 
     options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
     keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
-    as it is written; if it raises an error, the run is stopped and saved, and the error comes out of here.
+    as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
 
     Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a second

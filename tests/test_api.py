@@ -29,6 +29,7 @@ from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.python_values import words_of
+from dino_ds.training.caller import Caller
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
 
@@ -123,23 +124,31 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
 
 
 @pytest.mark.slow
-def test_an_error_of_a_callback_stops_and_saves(folder, recipe, run, tmp_path):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_path):
     """It comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
 
     def fail(step, metrics):
         told.append(step)
         if step == 2:
-            raise ZeroDivisionError("of the callback")
+            raise error("of the callback")
 
     told: list[int] = []
     given = {"ds_config": "ds_configs/zero0_fp32.json", "run_dir": tmp_path / "run", "max_steps": 6, **recipe}
-    with pytest.raises(ZeroDivisionError, match="of the callback"):
+    with pytest.raises(error, match="of the callback"):
         dino_ds.train(callbacks=[fail], **given)
     assert told == [0, 1, 2]
     assert len(list((tmp_path / "run/checkpoints").glob("step_*"))) == 1
     done = dino_ds.train(resume=True, **given)
     steps = [[line for line in _settled(one.metrics) if "loss" in line] for one in (done, run[0])]
     assert steps[0] == steps[1]
+
+
+def test_sys_exit_in_a_callback_waits_for_the_run_to_save():
+    """Of one process or of several: both ask for the stop before they raise it."""
+    caller = Caller([lambda *_: sys.exit(3)])
+    caller.tell({"step": 1})
+    assert isinstance(caller.error, SystemExit) and caller.error.code == 3
 
 
 @pytest.mark.slow
@@ -248,6 +257,13 @@ def test_values_of_python_becomewords_of(given, text):
 def test_words_of_a_list_are_given_one_by_one():
     words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
     assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
+
+
+@pytest.mark.parametrize("given", [None, {}, 3, b"runs/x", ["runs/x"], torch.nn.Identity()], ids=repr)
+def test_what_can_t_name_a_model_is_refused(given):
+    text = f"a {type(given).__name__} is not the name of a model; give a run folder, a file of weights"
+    with pytest.raises(CheckpointError, match=text):
+        dino_ds.load(given)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class Caller:
     """`error`: what a callback has raised; the run then stops and saves, as at a signal."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | SystemExit | None = None
         self._callbacks = tuple(callbacks)
         self._stop: CallersStopRequests | None = None
 
@@ -36,7 +36,7 @@ class Caller:
         try:
             for callback in self._callbacks:
                 callback(line["step"], dict(line))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error, self._callbacks = error, ()
             if self._stop is not None:
                 self._stop.request(f"{type(error).__name__} of a callback")

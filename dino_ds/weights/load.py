@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.names import MODEL_FORMS
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of
@@ -169,7 +171,10 @@ class Backbone(nn.Module):
 
 
 def load(
-    path: str | Path, device: str | torch.device = "cpu", heads: int | None = None, backbone: str | None = None
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    heads: int | None = None,
+    backbone: str | None = None,
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
@@ -180,6 +185,8 @@ def load(
     of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
     anything else, and where heads or the backbone must be named.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     weights = find_weights(path, None if backbone is None else _asked(backbone))
     named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
     try:
