@@ -136,7 +136,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
     """One run, from where it stands to its end."""
     path, rank, ranks = request.path, distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
-    with Watchdog(path, rank, ranks, 0.0 if request.caller else recipe.hang_seconds) as watchdog:
+    with Watchdog(path, rank, ranks, recipe.hang_seconds, ends_hangs=request.caller is None) as watchdog:
         beat = watchdog.beat
         failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
         stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)

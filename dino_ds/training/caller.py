@@ -1,6 +1,6 @@
 """The Python program that a run is part of: it is told of every line of metrics, and outlives the run.
 
-What ends a process elsewhere is an exception there, and a run that hangs is not ended: the program's user sees it.
+What ends a process elsewhere is an exception there, and a run that hangs is reported and goes on.
 """
 
 from __future__ import annotations
