@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dino_ds.cli import check_software, prepare
+from dino_ds.config.stages import stage_folder
 from dino_ds.errors import ConfigError, Stopped
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.python_values import words_of
@@ -28,6 +29,8 @@ from dino_ds.text_file import read_lines
 if TYPE_CHECKING:
     import numpy as np
 
+    from dino_ds.config.stages import Given
+    from dino_ds.options.run import TrainOptions
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]
@@ -99,9 +102,10 @@ def train(
 
     with _as_it_was():
         launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
-        path = Path(prepare(launch)[2]["train"]["options"].run_dir)
-        launch_from_python(launch, path, callbacks)
-    return Run(path)
+        asked = prepare(launch)[2]["train"]
+        folders = _folders(asked["options"], asked["given"])
+        launch_from_python(launch, folders, callbacks)
+    return Run(folders[-1])
 
 
 def embed(model: Place, root: Place | None = None, out: Place | None = None, **options: Any) -> Embeddings | Path:
@@ -170,7 +174,6 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
     with _as_it_was():
         command, chosen, files = prepare(["train", *words])
         check_software(command, chosen)
-        from dino_ds.config.stages import stage_folder
         from dino_ds.train import train_for
         from dino_ds.training.caller import Caller
 
@@ -183,8 +186,14 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
                 raise Stopped(f"{stop.__cause__}; the same with resume=True continues it") from None
         if caller.error is not None:
             raise caller.error
-        given = files["given"]
-        return stage_folder(chosen.run_dir, len(given), given[-1]) if chosen.stages else Path(chosen.run_dir)
+        return _folders(chosen, files["given"])[-1]
+
+
+def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
+    """That of the run, or those of its stages."""
+    if options.stages is None:
+        return [Path(options.run_dir)]
+    return [stage_folder(options.run_dir, number, one) for number, one in enumerate(given, 1)]
 
 
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -25,6 +25,7 @@ import dino_ds.train
 from dino_ds import cli
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
+from dino_ds.launching import child
 from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
@@ -204,6 +205,15 @@ def test_ranks_train_as_the_launcher_s_do(folder, tmp_path):
     assert _settled(run.metrics) == _settled(read_metrics(tmp_path / "other"))
     assert told == [(line["step"], line) for line in run.metrics]
     assert (run.path / "teacher.safetensors").read_bytes() == (tmp_path / "other/teacher.safetensors").read_bytes()
+
+
+def test_stages_on_several_ranks_are_followed_in_all_their_folders(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(child, "launch_from_python", lambda words, folders, callbacks: asked.append(folders))
+    stages = ["quickstart_dinov3", "quickstart_gram"]
+    run = dino_ds.train(stages=stages, run_dir=tmp_path, ranks=2)
+    assert asked == [[tmp_path / "1_quickstart_dinov3", tmp_path / "2_quickstart_gram"]]
+    assert run.path == asked[0][-1]
 
 
 def _printed(capsys, *words):

@@ -398,16 +398,6 @@ def test_stages_that_make_no_sense(words, message):
     assert message in str(caught.value)
 
 
-def test_launch_watches_over_one_run_folder():
-    """Its restarts go by one run's checkpoints."""
-    from dino_ds.launching.launch import run as launch
-    from dino_ds.options.machine import LaunchOptions
-    from dino_ds.options.run import TrainOptions
-
-    with pytest.raises(UserError, match="--stages makes several: launch one stage after the other"):
-        launch(LaunchOptions(), train_words=(), train={"options": TrainOptions(stages="quickstart")})
-
-
 def test_other_images_begin_a_new_epoch(base, tmp_path):
     """Where they stand in the order of the old ones says nothing."""
     path, other = tmp_path / "stage", image_folder(tmp_path / "other", images=9, seed=1)
