@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]
+_TRAINING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, in order: steps and evaluations."""
-        return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl")]
+        return [json.loads(line) for line in read_lines(Path(self.path, "metrics.jsonl"))]
 
     def load(self, device: str = "cpu") -> Backbone:
         """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""
@@ -171,7 +173,7 @@ def plan(
 
 
 def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _as_it_was():
+    with _one_at_a_time(), _as_it_was():
         command, chosen, files = prepare(["train", *words])
         check_software(command, chosen)
         from dino_ds.train import train_for
@@ -201,6 +203,19 @@ def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> t
     command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
     check_software(command, chosen)
     return chosen, files
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Two runs in one process would draw from the same random generators. Raises ConfigError."""
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "this process is training already: wait for the end, or give ranks=1 for a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import torch
 import dino_ds
 import dino_ds.train
 from dino_ds import cli
+from dino_ds.api import Run, _one_at_a_time
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.launching import child
@@ -173,6 +174,14 @@ def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path):
     assert _state() == before
 
 
+def test_a_second_training_at_the_same_time_is_refused(tmp_path):
+    """Both would draw from this process's generators: another run than the command's, and nobody would know."""
+    with _one_at_a_time(), pytest.raises(ConfigError, match="this process is training already"):
+        dino_ds.train("quickstart", run_dir=tmp_path / "second")
+    with _one_at_a_time():
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, monkeypatch):
     """Signals can't be handled there. A hang is reported: nothing ends the process that a run is part of."""
@@ -269,6 +278,16 @@ def test_values_of_python_becomewords_of(given, text):
     assert words_of(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
 
 
+def test_none_is_what_was_not_given():
+    assert words_of(COMMANDS["train"], {"run_dir": None}, {"ds": None}) == []
+
+
+def test_a_run_is_not_a_recipe(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a run folder: its recipe is .*config\.yaml"):
+        dino_ds.plan(Run(tmp_path), gpu="t4-16g")
+
+
 def test_words_of_a_list_are_given_one_by_one():
     words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
     assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
@@ -290,6 +309,7 @@ def test_what_can_t_name_a_model_is_refused(given):
         ({"max_steps": object()}, ConfigError, "max_steps: a object can't be given; a value is text, a number"),
         ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "['knn,ridge', 'x'] can't be given"),
         ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
+        ({"ds": "own.json"}, ConfigError, "--ds_config FILE names the DeepSpeed JSON"),
         ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"callbacks": print}, ConfigError, "a list of functions"),

@@ -77,6 +77,10 @@ class Backbone(nn.Module):
             if isinstance(image, str | Path):
                 name = str(image)
                 return self._crop(load_image(NamedFiles([name]), 0, self.value_range, channels))
+            if not isinstance(image, Image.Image | np.ndarray):
+                raise ConfigError(
+                    f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
+                )
             ready = prepared(image, self.value_range, name)
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
@@ -157,6 +161,8 @@ class Backbone(nn.Module):
     def _explained(self, images: Tensor) -> Iterator[None]:
         """Raises ConfigError unless `images` are a batch that the network can take."""
         channels = self.network.spec.in_chans
+        if not isinstance(images, Tensor):
+            raise ConfigError(f"a {type(images).__name__} is not a tensor of images: stack what preprocess gives")
         if images.ndim != 4 or images.shape[1] != channels:
             raise ConfigError(f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w)")
         if self.side_multiple > 1:
@@ -187,7 +193,8 @@ def load(
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
-    weights = find_weights(path, None if backbone is None else _asked(backbone))
+    path = os.fspath(path)
+    weights = find_weights(path, None if backbone is None else _asked(str(backbone)))
     named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
     try:
         if backbone not in (None, named):
@@ -201,7 +208,7 @@ def load(
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
-    model = Backbone(network, found.image_size, str(path), weights.about, weights.heads, notes)
+    model = Backbone(network, found.image_size, path, weights.about, weights.heads, notes)
     model.mask_token = weights.mask_token
     return model.to(device)
 
