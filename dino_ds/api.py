@@ -12,6 +12,7 @@ import logging
 import os
 import tempfile
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -179,23 +180,26 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
         from dino_ds.train import train_for
         from dino_ds.training.caller import Caller
 
-        caller = Caller(callbacks)
-        try:
-            with _torch_as_it_was():
+        caller, stopped = Caller(callbacks), ""
+        with _torch_as_it_was():
+            try:
                 train_for(caller, chosen, files)
-        except SystemExit as stop:
-            if caller.error is None:
-                raise Stopped(f"{stop.__cause__}; the same with resume=True continues it") from None
+            except SystemExit as stop:
+                stopped = str(stop.__cause__)
+            caller.let_go()
         if caller.error is not None:
             raise caller.error
+        if stopped:
+            raise Stopped(f"{stopped}; the same with resume=True continues it")
         return _folders(chosen, files["given"])[-1]
 
 
 def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
     """That of the run, or those of its stages."""
+    place = os.path.abspath(options.run_dir)  # the program may change its working folder later
     if options.stages is None:
-        return [Path(options.run_dir)]
-    return [stage_folder(options.run_dir, number, one) for number, one in enumerate(given, 1)]
+        return [Path(place)]
+    return [stage_folder(place, number, one) for number, one in enumerate(given, 1)]
 
 
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -271,6 +275,9 @@ def _torch_as_it_was() -> Iterator[None]:
             if device.type != "cpu":
                 torch.set_default_device(None)
             yield
+        except BaseException as error:
+            _clear_frames(error)
+            raise
         finally:
             torch.set_default_dtype(dtype)
             if device.type != "cpu":
@@ -282,3 +289,10 @@ def _torch_as_it_was() -> Iterator[None]:
             cudnn.benchmark, cudnn.allow_tf32 = convolutions
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """A notebook keeps the last error, and its frames would keep an engine in memory: the next cell needs it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +43,13 @@ class Caller:
             if self._stop is not None:
                 self._stop.request(f"{type(error).__name__} of a callback")
 
+    def let_go(self) -> None:
+        """Of what the run had in memory: an error of a callback would keep it, by the frames that called this."""
+        if self.error is not None and self.error.__traceback__ is not None:
+            for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
+                with suppress(RuntimeError):  # of those that are still at work
+                    frame.clear()
+
 
 class CallersStopRequests(StopRequests):
     """Those of a run in a program that goes on after it, such as a notebook: nothing here ends the process.
@@ -58,6 +67,7 @@ class CallersStopRequests(StopRequests):
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._ask = None  # it holds the engine, and this outlives the run
 
     def install(self, ask: Callable[[], None]) -> None:
         super().install(ask)
