@@ -196,7 +196,7 @@ def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[R
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
     folder.agree()
-    return folder, source, [*config.notes, *getattr(source, "notes", ()), *([found] if found else [])]
+    return folder, source, [*config.notes, *getattr(source, "notes", ()), *found]
 
 
 def _build(

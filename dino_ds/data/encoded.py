@@ -16,7 +16,8 @@ from dino_ds.data.listing import Labels, Listing, printable
 from dino_ds.text_file import opened
 
 EXTENSIONS = (
-    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy", ".dcm",
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif", ".npy",
+    ".dcm",
 )  # fmt: skip
 
 MAX_BYTES = 1 << 30

@@ -6,18 +6,55 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
-from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text
+from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text, why_not_scaled
 from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
 """Of unsigned integers of 8, 10, 12, 14 and 16 bits."""
 _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
+_LEAST_USED = 0.01
+"""Of a range, by an image of the kind that it was made for: floats within 0 to 1 use nothing of 16 bits."""
+STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
+
+
+class DeepImage(NamedTuple):
+    """One of more than 8 bits: its values as they are stored."""
+
+    name: str
+    type: str
+    low: float
+    high: float
+
+    def why_skipped(self, value_range: ValueRange | None) -> str:
+        """Why no run with this range reads it; "" if it does."""
+        return why_not_scaled(np.dtype(self.type), self.low, self.high, value_range)
+
+
+def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
+    """What to say of images beyond the range, and of those that use next to nothing of it; none of all others.
+
+    An image of one value uses nothing of any range, and is left out.
+    """
+    skipped, faint = list[str](), list[str]()
+    for one in found:
+        if why := one.why_skipped(value_range):
+            skipped.append(f"{one.name} ({why})")
+        elif value_range and 0 < one.high - one.low < _LEAST_USED * (value_range[1] - value_range[0]):
+            faint.append(f"{one.name} ({one.type} values, {one.low:.10g} to {one.high:.10g})")
+    among = f"of {len(found)} images looked at that are deeper than 8 bits"
+    notes = [f"{len(skipped)} {among} are skipped as unreadable, such as {skipped[0]}: {remedy}"] if skipped else []
+    if faint and value_range:
+        use = f"use less than {_LEAST_USED:.0%} of data.value_range {range_text(value_range)}"
+        notes.append(f"{len(faint)} {among} {use}, nearly one gray to the network, such as {faint[0]}: {remedy}")
+    return notes
 
 
 @dataclass
@@ -26,29 +63,23 @@ class Sample:
 
     images: int = 0
     channels: Counter[int] = field(default_factory=Counter)
-    deep: int = 0
-    types: set[str] = field(default_factory=set)
-    low: float = math.inf
-    high: float = -math.inf
+    deep: list[DeepImage] = field(default_factory=list)
     problem: str = ""
 
-    def add(self, source: Source, indices: Iterable[int], wanted: int, with_values: bool) -> None:
+    def add(self, source: Source, indices: Iterable[int], wanted: int) -> None:
         """`wanted`: the channels of the run; images of others are only counted."""
         for index in indices:
             try:
                 image = open_image(source, index, MAX_PIXELS, channels=wanted)
-                is_measured = with_values and image.deep and image.channels == wanted
-                values = image.values() if is_measured else None
-                low, high = (math.inf, -math.inf) if values is None else extremes(values, "")
+                values = image.values() if image.deep and image.channels == wanted else None
+                if values is not None:
+                    name = source.name(index)
+                    self.deep.append(DeepImage(name, values.dtype.name, *extremes(values, name)))
             except Exception as error:  # a source of the user's may raise anything: training says what, of which image
                 self.problem = self.problem or str(error)
                 continue
             self.images += 1
             self.channels[image.channels] += 1
-            if values is not None:
-                self.deep += 1
-                self.types.add(values.dtype.name)
-                self.low, self.high = min(self.low, low), max(self.high, high)
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
         """The range, and what was found in words; None and "" where all are of 8 bits.
@@ -60,6 +91,8 @@ class Sample:
         chosen = self._choose()
         if chosen is None:
             flag = f"give --data.value_range {range_text(self.measured)}, or wider where other images go beyond"
+            if len(self.types) > 1 and find_misfits(self.deep, self.measured):
+                flag = "no range fits both: convert them to one type and scale, such as PNG of 8 or 16 bits"
             raise ConfigError(f"{self}; which of them are black and white is not known: {remedy or flag}")
         return chosen, f"{self}; data.value_range {range_text(chosen)}, 8-bit images 0,255"
 
@@ -74,6 +107,18 @@ class Sample:
         return None
 
     @property
+    def types(self) -> set[str]:
+        return {one.type for one in self.deep}
+
+    @property
+    def low(self) -> float:
+        return min(one.low for one in self.deep)
+
+    @property
+    def high(self) -> float:
+        return max(one.high for one in self.deep)
+
+    @property
     def measured(self) -> ValueRange:
         """Lowest and highest, of fractions rounded to 3 digits, outwards."""
         low, high = self.low, self.high
@@ -84,32 +129,33 @@ class Sample:
 
     def __str__(self) -> str:
         types, values = " and ".join(sorted(self.types)), f"{self.low:.10g} to {self.high:.10g}"
-        return f"{self.deep} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
+        return f"{len(self.deep)} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
 
 
-def look_at_values(sources: Sequence[Source], channels: int, with_values: bool = True) -> Sample:
+def look_at_values(sources: Sequence[Source], channels: int) -> Sample:
     """At most 64 images of each source, evenly spread, where `channels` are wanted. Of files pixels are read only where
-    they are deep and `with_values`, and where 3 are wanted JPEGs are left out."""
+    they are deep, and where 3 are wanted JPEGs are left out."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
             some = evenly_spaced_indices(len(source), _NAMES)
             others = [i for i in some if channels != 3 or not source.name(i).lower().endswith((".jpg", ".jpeg"))]
             chosen = [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)]
-            sample.add(source, chosen, channels, with_values)
+            sample.add(source, chosen, channels)
             if len(others) < len(some):
                 sample.problem = ""
             continue
-        sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels, with_values)
+        sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels)
         if sample.deep:
-            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE), channels, with_values)
+            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE), channels)
     return sample
 
 
 def with_value_range(
     recipe: Recipe, source: Source, earlier: Callable[[], ValueRange | None] = lambda: None
-) -> tuple[Recipe, str]:
-    """`recipe` with numbers for data.value_range where it is auto and images are deep; and in words what was found.
+) -> tuple[Recipe, list[str]]:
+    """`recipe` with numbers for data.value_range where it is auto and images are deep; and notes: what was found, and
+    images that the range does not fit.
 
     The numbers are those of `earlier` where it has any. Rank 0 looks at the images; all ranks call it. Raises
     ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels, DataError where
@@ -119,12 +165,13 @@ def with_value_range(
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             known = recipe.data.known_range or earlier()
-            sample = look_at_values([source], recipe.model.in_chans, with_values=known is None)
+            sample = look_at_values([source], recipe.model.in_chans)
             _check_images(recipe, sample, hasattr(source, "read"))
-            found = (known, "") if known else sample.decide()
-    chosen, words = distributed.gather_objects(found)[0]
+            chosen, words = (known, "") if known else sample.decide()
+            found = chosen, [*([words] if words else []), *find_misfits(sample.deep, chosen)]
+    chosen, notes = distributed.gather_objects(found)[0]
     data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
-    return recipe.model_copy(update={"data": data}), words
+    return recipe.model_copy(update={"data": data}), notes
 
 
 def _check_images(recipe: Recipe, sample: Sample, is_files: bool) -> None:

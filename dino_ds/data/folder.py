@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import itertools
 import os
 import time
 from array import array
@@ -29,10 +31,13 @@ from dino_ds.data.listing import (
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
+_OTHER_KINDS = tuple(b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split())
+"""Endings of images that nothing here reads: left out, but not in silence."""
 _LOOKED_AT = 20
 """Lines of a list."""
 _THREADS = 16
 _CHUNK = 256
+_BESIDE = 1000
 _FRESH_NANOSECONDS = 2_000_000_000
 """A folder that was changed so shortly before it was read may change again within one tick of its time."""
 
@@ -53,6 +58,7 @@ class ImageFolder(ListedFiles):
         real = os.path.realpath(folder)
         key = f"{real}\n{EXTENSIONS}"
         super().__init__(find_listing("folder", key, lambda known: _is_current(real, known), lambda: _build(folder)))
+        self.notes: list[str] = self._listing.about.get("notes", [])
 
 
 class ListFile(ListedFiles):
@@ -77,13 +83,17 @@ class ListFile(ListedFiles):
         if not any(os.path.lexists(path) for path in some):
             raise DataError(
                 f"none of {len(some)} lines looked at in {printable(str(listed))} is a file, such as "
-                f"{printable(some[0])}; paths must be absolute or relative to the list's folder"
+                f"{printable(some[0])}; a line is a path, absolute or relative to the list's folder, and a class only "
+                "after a tab"
             )
 
 
 @dataclass(frozen=True)
 class _Folder:
-    """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change."""
+    """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change.
+
+    others: paths of what has an ending of `_OTHER_KINDS`.
+    """
 
     path: bytes
     time: int
@@ -92,6 +102,7 @@ class _Folder:
     folders: list[bytes]
     linked: list[bytes]
     files: int
+    others: list[bytes]
 
 
 def _build(root: Path) -> Contents:
@@ -104,12 +115,22 @@ def _build(root: Path) -> Contents:
     if not len(names):
         top = folders[b""]
         first_level = [os.fsdecode(name) for name in sorted([*top.folders, *top.linked])]
-        raise DataError(_describe_empty(root, sum(folder.files for folder in folders.values()), first_level))
+        empty = _describe_empty(root, sum(folder.files for folder in folders.values()), first_level)
+        raise DataError("; ".join([empty, *_left_out(folders)]))
     times = np.array([folder.time for folder in folders.values()])
     times[times > begin - _FRESH_NANOSECONDS] = -1
     for path in folders:
         paths.add(path)
-    return Contents({**names.arrays("names"), **classes.arrays(), **paths.arrays("folders"), "folders.times": times})
+    arrays = {**names.arrays("names"), **classes.arrays(), **paths.arrays("folders"), "folders.times": times}
+    return Contents(arrays, {"notes": _left_out(folders)})
+
+
+def _left_out(folders: dict[bytes, _Folder]) -> list[str]:
+    others = [path for folder in folders.values() for path in folder.others]
+    if not others:
+        return []
+    such = printable(os.fsdecode(min(others)))
+    return [f"{len(others)} files that can't be read are left out, such as {such}: convert them to JPEG, PNG or TIFF"]
 
 
 def _is_current(root: str, known: Listing) -> bool:
@@ -154,7 +175,7 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
 
 
 def _read_folder(root: Path, path: bytes) -> _Folder:
-    images, folders, linked, files = list[bytes](), list[bytes](), list[bytes](), 0
+    images, folders, linked, others, files = list[bytes](), list[bytes](), list[bytes](), list[bytes](), 0
     here = os.path.join(os.fsencode(root), path)
     prefix = path + b"/" if path else b""
     try:
@@ -169,13 +190,15 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
                     files += 1
                     if entry.name.lower().endswith(_ENDINGS):
                         images.append(entry.name)
+                    elif entry.name.lower().endswith(_OTHER_KINDS):
+                        others.append(prefix + entry.name)
     except OSError as error:
         raise DataError(
             f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; fix its permissions or link"
         ) from None
     time = where.st_mtime_ns if where.st_mtime_ns > 0 else -1
     identity = (where.st_dev, where.st_ino)
-    return _Folder(path, time, identity, b"\0".join(images), sorted(folders), sorted(linked), files)
+    return _Folder(path, time, identity, b"\0".join(images), sorted(folders), sorted(linked), files, others)
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
@@ -209,6 +232,8 @@ def _parse(path: Path) -> Contents:
     names, labels, numbers = Packer(), array("i"), dict[bytes, int]()
     with open(path, "rb") as lines:
         for number, line in enumerate(lines):
+            if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise DataError(f"{printable(str(path))} is UTF-16: save it as UTF-8")
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             name, _, label = line.rstrip(b"\r\n").partition(b"\t")
@@ -243,4 +268,22 @@ def describe_missing(root: Path) -> str:
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
-    return f"no images under {root} ({looked}). Give the folder that holds the images"
+    listed = "; a .txt list may name images without such endings" if files else ""
+    return f"no images under {root} ({looked}{listed}). {advise_beside(root)}"
+
+
+def advise_beside(root: Path) -> str:
+    """What to do about a folder without images: take the one beside it that has some, train or of a name like it."""
+    own = root.resolve()
+    with contextlib.suppress(OSError), os.scandir(own.parent) as entries:
+        names = [entry.name for entry in entries if entry.is_dir() and entry.name not in (own.name, "train")]
+        for name in ("train", *difflib.get_close_matches(own.name, names)):
+            if name != own.name and _holds_images(own.parent / name):
+                return f"Did you mean {printable(str(own.parent / name))}?"
+    return "Give the folder that holds the images"
+
+
+def _holds_images(folder: Path) -> bool:
+    """Looks at a thousand files, and at folders without any."""
+    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
+    return any(name.lower().endswith(EXTENSIONS) and name[0] != "." for name in itertools.islice(names, _BESIDE))

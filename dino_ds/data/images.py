@@ -105,17 +105,25 @@ def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np
     if values.dtype == np.uint8:
         return values.astype(np.float32) / np.float32(255)
     low, high = extremes(values, name)
-    found = f"{values.dtype.name} values, {low:.10g} to {high:.10g}"
-    if value_range is None:
-        raise UnreadableImage(name, f"{found}: deeper than 8 bits, and no data.value_range was given or found")
+    if why := why_not_scaled(values.dtype, low, high, value_range):
+        raise UnreadableImage(name, why)
+    assert value_range is not None
     black, white = value_range
-    limit = values.dtype.type if values.dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
-    if low < limit(black) or high > limit(white):
-        raise UnreadableImage(name, f"{found}: beyond data.value_range {range_text(value_range)}")
     fits = values.dtype.itemsize <= 2 or values.dtype == np.float32  # FP32 has no place for every larger integer
     exact = values.astype(np.float32 if fits else np.float64)
     scaled = (exact - exact.dtype.type(black)) / exact.dtype.type(white - black)
     return np.clip(scaled, 0, 1, out=scaled).astype(np.float32)  # the last bit of a division
+
+
+def why_not_scaled(dtype: np.dtype, low: float, high: float, value_range: ValueRange | None) -> str:
+    """Why values of more than 8 bits, from `low` to `high`, have no place in the range; "" where they have."""
+    found = f"{dtype.name} values, {low:.10g} to {high:.10g}"
+    if value_range is None:
+        return f"{found}: deeper than 8 bits, and no data.value_range was given or found"
+    black, white = value_range
+    limit = dtype.type if dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
+    is_within = limit(black) <= low and high <= limit(white)
+    return "" if is_within else f"{found}: beyond data.value_range {range_text(value_range)}"
 
 
 def extremes(values: np.ndarray, name: str) -> ValueRange:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EXTENSIONS
-from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
+from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.shards import TarShards
@@ -54,7 +54,7 @@ def check_root(root: str) -> None:
     if os.path.isfile(path) and not path.lower().endswith(_ENDINGS):
         raise DataError(_wrong_file(path, root))
     if os.path.isdir(path) and _is_empty(path):
-        raise DataError(f"no images under data.root {root}: the folder is empty. Give the folder that holds the images")
+        raise DataError(f"no images under data.root {root}: the folder is empty. {advise_beside(Path(path))}")
     if os.path.lexists(path):
         return
     if (answer := images_elsewhere(root)) is not None:

@@ -11,7 +11,7 @@ _NAMED = 20
 
 
 def report(found: dict[str, Any]) -> str:
-    """What `summarise` found, plus source, root, enlarged_crops, shown, sheet and page."""
+    """What `summarise` found, plus source, root, value_range, misfits, enlarged_crops, shown, sheet and page."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -102,6 +102,8 @@ def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "" if number else "values", f"{name} in {each['images']:,}: {span}"
     if deep:
         yield "", found["value_range"]
+    for number, words in enumerate(found["misfits"]):
+        yield "" if deep or number else "values", words
 
 
 def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:

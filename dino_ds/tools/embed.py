@@ -81,7 +81,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         model.network.check_image(size, size)
         source = find_images(options.model, options.source, options.root)
         shape = _shape(model, options.what, size)
-    value_range, words = range_for(model, [source])
+    value_range, notes = range_for(model, [source])
     place = Path(options.out).expanduser()
     parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
@@ -107,7 +107,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         "shape": [parts.images, *parts.shape],
         "dtype": parts.dtype,
         "first": source.name(0),
-        "notes": [note for note in (words, unread) if note],
+        "notes": [note for note in (*notes, unread) if note],
     }
 
 

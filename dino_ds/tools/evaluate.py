@@ -78,8 +78,8 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
         preflight_eval(name, settings, lambda: subject.sources)
     if of_images:
         sources = [source for source in subject.sources if source is not None]
-        value_range, words = range_for(backbone, sources)
-        subject.note([words] if words else [])
+        value_range, notes = range_for(backbone, sources)
+        subject.note(notes)
         subject.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:

@@ -22,7 +22,8 @@ from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
-from dino_ds.data.find_range import look_at_values, with_value_range
+from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
+from dino_ds.data.images import ValueRange
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
@@ -59,12 +60,15 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     facts = look_at(source, options.sample, recipe.seed, data.workers, data.max_pixels, channels)
     if hasattr(source, "read"):
         facts = [_unless_skipped(fact, channels) for fact in facts]
-    found = _describe(facts, source, recipe) | {"value_range": words, "shown": how_visible(channels)}
+    facts, misfits = _unless_beyond(facts, source, recipe.data.known_range)
+    about_values = {"value_range": words, "misfits": misfits}
+    found = _describe(facts, source, recipe) | about_values | {"shown": how_visible(channels)}
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
         raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(found)}")
-    if len(rows) < options.images:
-        print(f"note: {len(rows)} images on the sheet, {options.images} were asked for", file=sys.stderr)
+    few = [f"{len(rows)} images on the sheet, {options.images} were asked for"] if len(rows) < options.images else []
+    for note in (*getattr(source, "notes", ()), *few):
+        print(f"note: {note}", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
     html = png.with_suffix(".html")
     with replacing(png) as path:
@@ -77,8 +81,9 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
     """`recipe` with a range for images deeper than 8 bits, if need be what was measured, and a line about it."""
     try:
-        recipe, words = with_value_range(recipe, source)
-        return recipe, words or f"data.value_range {show_value(recipe.data.value_range)}"
+        ranged, notes = with_value_range(recipe, source)
+        was_found = ranged.data.known_range != recipe.data.known_range
+        return ranged, notes[0] if was_found else f"data.value_range {show_value(ranged.data.value_range)}"
     except ConfigError as error:
         sample = look_at_values([source], recipe.model.in_chans)
         if not sample.deep:
@@ -106,6 +111,20 @@ def _unless_skipped(fact: Facts, wanted: int) -> Facts:
     """A file of other channels than training takes as one that can't be read: it is skipped there."""
     there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
     return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
+
+
+def _unless_beyond(facts: list[Facts], source: Source, value_range: ValueRange | None) -> tuple[list[Facts], list[str]]:
+    """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
+    deep = {
+        place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high)
+        for place, fact in enumerate(facts)
+        if fact.problem is None and fact.type != "uint8"
+    }
+    known = list(facts)
+    for place, image in deep.items():
+        if why := image.why_skipped(value_range):
+            known[place] = replace(facts[place], problem=why)
+    return known, find_misfits(list(deep.values()), value_range)
 
 
 def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:

@@ -11,16 +11,14 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.find_range import Sample, look_at_values
-from dino_ds.data.images import ValueRange, range_text
+from dino_ds.data.find_range import find_misfits, look_at_values
+from dino_ds.data.images import ValueRange
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError
 from dino_ds.weights.load import Backbone, load
 
 MAPS_AT_ONCE = 4
 """Images whose tokens or attention are computed at once."""
-_LEAST_USED = 0.01
-"""Of a range, by images of the kind that it was made for: floats within 0 to 1 use nothing of 16 bits."""
 _FEW_PATCHES, _MANY_PATCHES = 16, 30
 
 
@@ -55,29 +53,20 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     return build_source(source or "folder", root, "train", False)
 
 
-def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, str]:
-    """The model's range for images deeper than 8 bits, else one for these images, and words that say so; every rank
+def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
+    """The model's range for images deeper than 8 bits, else one for these images, and what to say of it; every rank
     calls it. Raises ConfigError where it can't be known."""
-    found = (backbone.value_range, "")
+    found: tuple[ValueRange | None, list[str]] = (None, [])
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             sample = look_at_values(sources, len(backbone.normalisation.mean))
-            found = backbone.value_range, _nearly_black(sample, backbone.value_range) if backbone.value_range else ""
-            if backbone.value_range is None:
+            chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
+            if chosen is None:
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
-                found = chosen, f"{words}: the model has no range of its own" if words else ""
+                remedy = "store all images alike"
+            notes = [f"{words}: the model has no range of its own"] if words else []
+            found = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
     return distributed.gather_objects(found)[0]
-
-
-def _nearly_black(sample: Sample, value_range: ValueRange) -> str:
-    """A warning where the deep images of a sample use hardly any of the range; "" where they use more."""
-    black, white = value_range
-    if not sample.deep or sample.high - sample.low >= _LEAST_USED * (white - black):
-        return ""
-    return (
-        f"WARNING: {sample}; the model's black and white are {range_text(value_range)}, so these all look the same to "
-        "it: store them as the training images were"
-    )
 
 
 def load_for_pictures(model: str) -> Backbone:

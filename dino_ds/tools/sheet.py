@@ -100,7 +100,8 @@ def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> N
     boxes = []
     for crop in row.sampled:
         left, top, right, bottom = (edge * scale for edge in crop.box)
-        boxes.append((_MARGIN + left, y + top, _MARGIN + right - 1, y + bottom - 1))
+        right, bottom = max(left, right - 1), max(top, bottom - 1)  # of a very long image less than a pixel
+        boxes.append((_MARGIN + left, y + top, _MARGIN + right, y + bottom))
     for number in reversed(range(len(boxes))):
         draw.rectangle(boxes[number], outline=row.colour(number), width=2 if number < row.num_global else 1)
     taken: list[_Box] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from dino_ds import __version__, distributed
+from dino_ds.config.recipe import Recipe
 from dino_ds.health.files import now
 
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
@@ -29,6 +31,17 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "absent"
+    return found
+
+
+def own_code(recipe: Recipe) -> dict[str, str]:
+    """A digest of the file of each module of the user's that a recipe names, not of what these import."""
+    names = [recipe.data.transform, recipe.data.source, recipe.model.backbone]
+    found = {}
+    for module in [name.partition(":")[0] for name in names if name and ":" in name]:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and os.path.isfile(file):
+            found[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
     return found
 
 

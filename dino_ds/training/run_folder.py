@@ -25,7 +25,7 @@ from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
 from dino_ds.names import did_you_mean
 from dino_ds.options.run import Resume
-from dino_ds.training.environment import describe_environment, versions
+from dino_ds.training.environment import describe_environment, own_code, versions
 from dino_ds.training.other_images import IMAGES
 
 # Recipe values that a resumed run may change: they do not change what is learned.
@@ -177,7 +177,7 @@ class RunFolder:
             "gradient_clipping": config.clipping,
             "recipe": self.recipe.model_dump(mode="json"),
             "config_hash": hashlib.sha256(learned.encode()).hexdigest(),
-            "versions": versions(),
+            "versions": versions() | own_code(self.recipe),
         }
 
     def _learned(self) -> dict[str, Any]:

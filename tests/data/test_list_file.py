@@ -45,6 +45,11 @@ def test_a_tab_and_a_class_give_labels(root):
     assert read(root / "list.txt", "a.png\t10\nb b.png\t9\n").classes == ["9", "10"]
 
 
+def test_a_list_as_powershell_writes_it_is_answered(root):
+    with pytest.raises(DataError, match=r"list\.txt is UTF-16: save it as UTF-8"):
+        read(root / "list.txt", "a.png\r\n".encode("utf-16"))
+
+
 def test_a_changed_list_is_read_anew(root):
     assert len(read(root / "list.txt", "a.png\n")) == 1
     os.utime(root / "list.txt", (1, 1))
@@ -63,7 +68,9 @@ def test_lines_that_are_no_images_are_unreadable_one_by_one(root):
 def test_lists_of_nothing_are_an_error(root, tmp_path):
     with pytest.raises(DataError, match="lists no images"):
         read(root / "list.txt", "# only a note\n")
-    with pytest.raises(DataError, match=r"none of 2 lines .* is a file, such as .*/elsewhere/a\.png; paths must be"):
+    with pytest.raises(
+        DataError, match=r"none of 2 lines .* is a file, such as .*/elsewhere/a\.png; a line is a path, abs"
+    ):
         read(root / "list.txt", "elsewhere/a.png\nelsewhere/b.png\n")
 
 

@@ -6,12 +6,15 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dino_ds.config.crops import all_crops, gram_group
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, check_transform
 from dino_ds.data.feed import Position
@@ -19,10 +22,12 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError
 from dino_ds.hashing import crop_seed
+from dino_ds.training.run_folder import RunFolder
 from tests.data.test_augmentation_knobs import BOTH, PLAIN
 from tests.data.test_loader import CROPS, GLOBAL, Noise, batches
 
-DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
+REPOSITORY = Path(__file__).parent.parent.parent
+DOCS = REPOSITORY / "docs/data.md"
 NOISE = "def change(crop, rng):\n    return (crop + rng.integers(0, 9, crop.shape)).astype(crop.dtype)"
 
 
@@ -157,3 +162,20 @@ def test_the_recipe_refuses_what_is_no_name(name):
     with pytest.raises(ConfigError, match="is not a function of yours as module:function"):
         load_recipe(None, {"data.transform": name})
     assert load_recipe(None, {}).data.transform is None and MultiCrop.of(load_recipe(None, {})).transform is None
+
+
+def test_a_resumed_run_says_that_the_code_has_changed(write_module, tmp_path):
+    write_module("own_change", NOISE)
+    OwnTransform("own_change:change")
+    path, recipe = (
+        str(REPOSITORY / "ds_configs/zero0_fp32.json"),
+        load_recipe(None, {"data.transform": "own_change:change"}),
+    )
+    config = resolve_ds_config(load_ds_config(path, {}), path, recipe.data.global_batch, 1)
+    folder = RunFolder(tmp_path / "run", recipe, config, False)
+    before = folder.description()
+    saved: Any = SimpleNamespace(step=3, **before, model_dump=lambda: before)
+    assert folder.notes_on(saved) == []
+    (tmp_path / "own_change.py").write_text(NOISE.replace("9", "8"))
+    [note] = folder.notes_on(saved)
+    assert re.fullmatch("the code of own_change was [0-9a-f]{12} until step 3, is [0-9a-f]{12}", note)

@@ -19,7 +19,7 @@ from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crop
 from dino_ds.data.cutting import resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.eval_crops import EvalCrop, RandomCrop
-from dino_ds.data.find_range import Sample, look_at_values, with_value_range
+from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
@@ -267,16 +267,47 @@ def test_a_file_beyond_the_range_is_named():
     ],
 )
 def test_auto_takes_what_covers_the_sample_or_says_the_flag(types, low, high, chosen):
-    sample = Sample(images=64, deep=64, types=set(types.split()), low=low, high=high)
+    sample = Sample(images=64, deep=[DeepImage("a.tif", kind, low, high) for kind in types.split()] * 32)
     if isinstance(chosen, tuple):
         assert sample.decide()[0] == chosen
         return
     with pytest.raises(ConfigError) as refused:
         sample.decide()
-    said = f"64 of 64 images looked at are deeper than 8 bits: {types.replace(' ', ' and ')}, values {low} to {high}"
+    found = f"{types.replace(' ', ' and ')}, values {low} to {high}"
+    said = f"{len(sample.deep)} of 64 images looked at are deeper than 8 bits: {found}"
     assert str(refused.value).startswith(said) and f"give --data.value_range {chosen}, or wider" in str(refused.value)
     given = load_recipe(None, {"data.value_range": chosen}).data.known_range
     assert given is not None and given[0] <= low and high <= given[1]
+
+
+def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
+    """Neither those that use some of it, nor those of one value."""
+    dark, blank = DeepImage("dark.tif", "float32", 0, 1), DeepImage("blank.tif", "uint16", 7, 7)
+    good, bright = (DeepImage(f"{high}.png", "uint16", 0, high) for high in (3000, 5000))
+    skipped, faint = find_misfits([good, bright, dark, blank, dark], (0, 4095))
+    assert skipped.startswith("1 of 5 images looked at that are deeper than 8 bits are skipped as unreadable, such as ")
+    assert "such as 5000.png (uint16 values, 0 to 5000: beyond data.value_range 0,4095): store all" in skipped
+    assert faint.startswith("2 of 5 images") and "use less than 1% of data.value_range 0,4095" in faint
+    assert "such as dark.tif (float32 values, 0 to 1): store all" in faint
+    assert find_misfits([good, blank], (0, 4095)) == []
+    [unknown] = find_misfits([good], None)
+    assert "3000.png (uint16 values, 0 to 3000: deeper than 8 bits, and no data.value_range" in unknown
+
+
+def test_no_range_is_advised_for_images_of_two_scales():
+    fractions, wide = DeepImage("a.tif", "float32", 0, 1), DeepImage("b.png", "uint16", 0, 60000)
+    with pytest.raises(ConfigError, match=r"float32 and uint16, values 0 to 60000; .* fits both: convert them"):
+        Sample(images=2, deep=[fractions, wide]).decide()
+    with pytest.raises(ConfigError, match=r"int32 and uint16, .* give --data.value_range -5,60000, or wider"):
+        Sample(images=2, deep=[wide, DeepImage("c.tif", "int32", -5, 50000)]).decide()
+
+
+def test_a_range_that_is_known_is_tried_on_the_images():
+    dark = Arrays(*[np.full((4, 4, 3), value, np.uint16) + np.eye(4, dtype=np.uint16)[:, :, None] for value in (0, 9)])
+    for earlier in (lambda: (0, 65535), lambda: (0, 5)):
+        recipe, notes = with_value_range(recipe_for(), dark, earlier)
+        assert recipe.data.value_range == earlier() and len(notes) == 1 and "of 4 images looked at" in notes[0]
+    assert "0 to 1): store all images alike" in with_value_range(recipe_for(3, "0,65535"), dark)[1][0]
 
 
 def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
@@ -311,10 +342,10 @@ def test_sources_of_arrays_and_their_channels():
         with_value_range(recipe_for(3), deep)
 
 
-def _chosen_by_this_rank(root: Path) -> tuple[object, str]:
+def _chosen_by_this_rank(root: Path) -> tuple[object, list[str]]:
     """Rank 1's images are others."""
-    recipe, words = with_value_range(recipe_for(), ImageFolder(str(root / str(distributed.rank()))))
-    return recipe.data.value_range, words
+    recipe, notes = with_value_range(recipe_for(), ImageFolder(str(root / str(distributed.rank()))))
+    return recipe.data.value_range, notes
 
 
 def _refused_on_this_rank(root: Path) -> str:

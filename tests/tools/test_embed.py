@@ -179,8 +179,14 @@ def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_pa
     source = build_source("folder", str(tmp_path), "train", False)
     for value_range, warned in (((0.0, 4095.0), True), ((-1.0, 2.0), False)):
         backbone: Any = SimpleNamespace(value_range=value_range, normalisation=IMAGENET)
-        found, words = range_for(backbone, [source])
-        assert found == value_range and words.startswith("WARNING: 3 of 3 images") == warned
+        found, notes = range_for(backbone, [source])
+        assert found == value_range and len(notes) == warned
+        assert all(note.startswith("WARNING: 3 of 3 images") and "as the training images" in note for note in notes)
+    np.save(tmp_path / "bright.npy", 255 * np.random.default_rng(3).random((20, 30), np.float32))
+    source = build_source("folder", str(tmp_path), "train", False)
+    of_8_bits: Any = SimpleNamespace(value_range=None, normalisation=IMAGENET)
+    found, (chosen, warning) = range_for(of_8_bits, [source])
+    assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
 
 
 def test_images_of_which_none_can_be_read(place, tmp_path, capsys):

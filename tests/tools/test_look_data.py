@@ -265,6 +265,31 @@ def test_deep_images_are_shown_with_their_values(tmp_path, kind, text):
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
 
 
+def test_the_longest_of_images_have_boxes(tmp_path):
+    """Of less than a pixel on the sheet."""
+    (tmp_path / "images").mkdir()
+    noise(0, 4000, 2).save(tmp_path / "images/wide.png")
+    noise(1, 1, 3000).save(tmp_path / "images/high.png")
+    assert look(tmp_path / "images", tmp_path, images=2)["unreadable"]["count"] == 0
+
+
+def test_files_beyond_the_range_are_counted_as_those_that_training_skips(tmp_path):
+    """Of the images looked at, which may be more than those that the range was sought in."""
+    (tmp_path / "images").mkdir()
+    for number, top in enumerate((4000, 60000, 3000, 20)):
+        values = np.linspace(0, top, 2000).astype(np.uint16).reshape(40, 50)
+        (tmp_path / f"images/{number}.tif").write_bytes(tiff(values))
+    found = look(tmp_path / "images", tmp_path, images=2, **{"data.value_range": "0,4095"})
+    (entry,) = found["unreadable"]["files"]
+    reason = "uint16 values, 0 to 60000: beyond data.value_range 0,4095"
+    assert entry == {"name": str(tmp_path / "images/1.tif"), "reason": reason}
+    assert found["values"] == {"uint16": {"images": 3, "min": 0, "max": 4000}}
+    said = report(found)
+    assert "\n              1 of 4 images looked at that are deeper than 8 bits are skipped" in said
+    assert f"/1.tif ({reason}): store all images alike" in said
+    assert "1 of 4 images looked at that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in said
+
+
 def test_files_of_other_channels_are_those_that_training_skips(tmp_path):
     (tmp_path / "images").mkdir()
     noise(0, 40, 30).save(tmp_path / "images/a.png")

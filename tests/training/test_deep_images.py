@@ -128,10 +128,13 @@ def test_a_resumed_run_keeps_its_range(tmp_path):
         return run_on_ranks(train_tiny, root, run, max_steps=steps, resume=resume, changes=changes, world=1)
 
     assert go(2, value_range="0,16383") == [None]
+    before = log_of(run)
     (root / "class0/0.png").write_bytes(tiff(np.full((40, 48), 20000, np.uint16)))
     assert go(5, resume=True) == [None]
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4, 5]
-    assert "0.png (uint16 values, 20000 to 20000: beyond data.value_range 0,16383)" in log_of(run)
+    beyond = "0.png (uint16 values, 20000 to 20000: beyond data.value_range 0,16383)"
+    assert f"{beyond}: store all" not in before and log_of(run).count(f"{beyond}: store all") == 1
+    assert log_of(run).count(beyond) > 1  # the step that has skipped it
     [refused] = go(6, resume=True, value_range="0,65535")
     assert "settings changed since step 5: data.value_range [0.0, 16383.0] -> [0.0, 65535.0]" in refused
     assert "accept with --allow_change data.value_range" in refused

@@ -143,13 +143,14 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
 FILES = ("whole_00000.safetensors", "rank_00000.safetensors", "manifest.json")
 
 
-class TestRefusals:
-    @pytest.fixture(scope="class")
-    def run(self, tmp_path_factory):
-        place = tmp_path_factory.mktemp("refusals")
-        run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
-        return place / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    place = tmp_path_factory.mktemp("refusals")
+    run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
+    return place / "run"
 
+
+class TestRefusals:
     def test_a_folder_with_a_run_in_it(self, run):
         before = (run / "metrics.jsonl").read_bytes()
         message = run_on_ranks(train_tiny, run.parent / "images", run, world=1)[0]
