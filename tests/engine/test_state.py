@@ -288,7 +288,7 @@ def _left_when_dropped(setup):
     return sum(thing() is not None for thing in things)
 
 
-@pytest.mark.parametrize("setup", [Setup(0), Setup(2, "fp16"), Setup(3)], ids=str)
+@pytest.mark.parametrize("setup", [Setup(0), BF16_OPTIMIZER, Setup(2, "fp16"), Setup(3)], ids=str)
 def test_nothing_of_an_engine_is_left_when_it_is_dropped(setup):
     """No weight, master or moment: between stages of training, and between trials of sizes."""
     assert run_on_ranks(_left_when_dropped, setup) == [0, 0]
