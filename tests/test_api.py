@@ -341,7 +341,7 @@ def _calls():
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
             for node in ast.walk(ast.parse(block)):
-                if isinstance(node, ast.Call) and re.fullmatch(r"dino_ds\.(?!load)\w+", ast.unparse(node.func)):
+                if isinstance(node, ast.Call) and re.fullmatch(r"dino_ds\.(?!load|Run)\w+", ast.unparse(node.func)):
                     function = getattr(dino_ds, ast.unparse(node.func).removeprefix("dino_ds."))
                     given = {key.arg: key.value for key in node.keywords if key.arg}
                     given |= dict(zip(inspect.signature(function).parameters, node.args, strict=False))
