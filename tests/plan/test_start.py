@@ -52,7 +52,8 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
-    start, memory = train._choose_ds_config(recipe, train._Request(options, **files))
+    start, machine = train._choose_ds_config(recipe, train._Request(options, **files))
+    memory = predict(recipe, start.config, machine)
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
     again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
@@ -189,6 +190,17 @@ def test_what_is_too_large_leaves_no_folder(tmp_path):
     images = image_folder(tmp_path / "images")
     message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "head.bottleneck": "65536"})
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
+
+
+def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path):
+    """With the command that has settings for few of them: a remedy for memory would have been in vain."""
+    large = {"head.prototypes": "16777216", "head.bottleneck": "65536"}
+    images = image_folder(tmp_path / "my images", 20)
+    message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"})
+    assert "20 images < one global batch of 32" in message and "memory" not in message
+    assert message.rstrip().endswith(f"dino-ds advise --root '{images}'")
+    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"})
+    assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()
 
 
 def test_a_prediction_is_that_of_the_device():
