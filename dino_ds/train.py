@@ -18,24 +18,25 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
 from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.config.ds_config import DsConfig, load_ds_config
+from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import DataSection
 from dino_ds.config.stages import Given, stages_to_train
-from dino_ds.costs.memory import Memory
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import UserError, unwritable
+from dino_ds.errors import DataError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.failures import Failures
@@ -140,10 +141,11 @@ def _train(recipe: Recipe, request: _Request) -> None:
             init_distributed()
             with held(lock, heartbeats, beat) as lock_notes:
                 try:
-                    start, memory = _choose_ds_config(recipe, request)
+                    start, machine = _choose_ds_config(recipe, request)
+                    memory = predict(recipe, start.config, machine)
                     predicted_gib = memory.gib if memory else None
                     memory_guard.expect(recipe, start.config, predicted_gib)
-                    folder, source, notes = _open_folder(recipe, start.config, request)
+                    folder, source, notes = _open_folder(recipe, start, machine, request)
                     run, saver, more_notes = _build(folder, source, request, predicted_gib)
                 except UserError as error:  # of all ranks
                     if lock.guards_a_run:
@@ -164,11 +166,8 @@ def _train(recipe: Recipe, request: _Request) -> None:
                     )
 
 
-def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory | None]:
-    """The ds config of this start and the memory that it is predicted to take, the same on all ranks.
-
-    Raises ConfigError where that is more than there is.
-    """
+def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine]:
+    """The ds config of this start and what the ranks have in common, the same on all of them. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     options, overrides, before, saved = request.options, request.ds_overrides, None, request.path / "ds_config.json"
     resumes = overrides is not None and options.resume is not False
@@ -181,22 +180,39 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Memory 
         start = kept(recipe, before, str(saved), overrides, machine)
     elif overrides is not None and machine.card_gib is not None:
         start = chosen(recipe, overrides, machine)
-    if not options.allow_oversize:
-        check_fits(recipe, start, machine)
-    return start, predict(recipe, start.config, machine)
+    return start, machine
 
 
-def _open_folder(recipe: Recipe, config: DsConfig, request: _Request) -> tuple[RunFolder, Source, list[str]]:
-    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for people."""
-    data = recipe.data
+def _open_folder(
+    recipe: Recipe, start: Start, machine: Machine, request: _Request
+) -> tuple[RunFolder, Source, list[str]]:
+    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for people.
+
+    Raises UserError, before it looks into an image: for images that are not there, then for too few, then ConfigError
+    for more memory predicted than there is.
+    """
+    data, config = recipe.data, start.config
     with distributed.raise_on_all_ranks():
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
+        _check_count(source, data)
+        if not request.options.allow_oversize:
+            check_fits(recipe, start, machine)
     folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
     folder.agree()
     return folder, source, [*config.notes, *getattr(source, "notes", ()), *found]
+
+
+def _check_count(source: Source, data: DataSection) -> None:
+    """Raises DataError for fewer images than a global batch, with the command that suits the settings to few."""
+    try:
+        steps_per_epoch(len(source), data.global_batch)
+    except DataError as error:
+        words = ["--source", data.source] if data.source != "folder" else []
+        words += [] if data.root is None else ["--root", data.root]
+        raise DataError(f"{error}; settings for few images: dino-ds advise {shlex.join(words)}") from None
 
 
 def _build(
@@ -208,8 +224,7 @@ def _build(
     disk has no room for one checkpoint.
     """
     config, batch = folder.config, folder.recipe.data.global_batch
-    with distributed.raise_on_all_ranks():
-        epoch_steps = steps_per_epoch(len(source), batch)
+    epoch_steps = steps_per_epoch(len(source), batch)
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
     images = describe_images(source, folder.recipe.data.root)

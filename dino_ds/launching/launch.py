@@ -129,8 +129,8 @@ def _page(replies: list[Reply]) -> str:
                 reply.host.name,
                 str(len(reply.host.slots)),
                 ", ".join(kinds) or ("none" if there else "?"),
-                f"{there.memory_gib:.0f} GiB" if there else "?",
+                "{1:.0f} of {0:.0f} GiB".format(*there.memory_gib) if there else "?",
                 f"torch {there.versions['torch']}" if there else "no answer",
             )
         )
-    return markdown_table(("machine", "ranks", "GPUs", "memory", "software"), rows)
+    return markdown_table(("machine", "ranks", "GPUs", "free memory", "software"), rows)

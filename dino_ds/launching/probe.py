@@ -39,7 +39,7 @@ class Question:
 @dataclass(frozen=True)
 class Answer:
     """One machine. files: the CRC-32 of each, None where it is missing; images: files of a pattern, or
-    entries of a folder, counted to 1000.
+    entries of a folder, counted to 1000; memory_gib: all and free.
 
     clock: seconds since 1970 when the answer was given. gpus: as measure.machine.Gpu.
     """
@@ -48,7 +48,7 @@ class Answer:
     versions: dict[str, str]
     code: str
     gpus: list[dict[str, Any]]
-    memory_gib: float
+    memory_gib: tuple[float, float]
     files: dict[str, int | None]
     images: int | None
     sees: bool
@@ -66,7 +66,7 @@ def answer(question: Question) -> Answer:
         versions=versions(),
         code=hash_code(),
         gpus=[dataclasses.asdict(gpu) for gpu in find_gpus()],
-        memory_gib=host_memory_gib()[0],
+        memory_gib=host_memory_gib(),
         files={path: _crc(Path(path)) for path in question.files},
         images=None if question.images is None else _count_images(question.images),
         sees=question.seen is None or Path(question.seen).exists(),

@@ -10,8 +10,13 @@ from pathlib import Path
 import psutil
 import torch
 
-_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Of control groups, version 2 and 1."""
+_CONTAINERS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups, version 2 and 1: the folder, the files of the limit and of what is used, and in memory.stat that
+part of it which is given back when somebody needs it."""
+_FREE_PART = 0.9
 
 
 @dataclass(frozen=True)
@@ -39,11 +44,20 @@ def find_gpus() -> list[Gpu]:
 def host_memory_gib() -> tuple[float, float]:
     """(all, free) memory of the machine, or of the container where that has less."""
     memory = psutil.virtual_memory()
-    limit = float("inf")
-    for path in _CONTAINER_LIMITS:
-        with suppress(OSError, ValueError):  # there is none: no such file, or "max"
-            limit = min(limit, int(Path(path).read_text()))
-    return min(memory.total, limit) / 2**30, min(memory.available, limit) / 2**30
+    total, free = memory.total, memory.available
+    for folder, limit_file, used_file, cache in _CONTAINERS:
+        with suppress(OSError, ValueError):  # there is no limit: no such file, or "max"
+            limit = int(Path(folder, limit_file).read_text())
+            total, free = min(total, limit), min(free, limit)
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            used = int(Path(folder, used_file).read_text()) - int(stat.get(cache, 0))
+            free = max(0, min(free, limit - used))
+    return total / 2**30, free / 2**30
+
+
+def usable_memory_gib() -> float:
+    """What a CPU's trainings may take: 90 % of what is free."""
+    return _FREE_PART * host_memory_gib()[1]
 
 
 def hash_code() -> str:

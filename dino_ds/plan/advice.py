@@ -77,6 +77,11 @@ def released_weights(data: Data, gpus: Gpus) -> str | None:
     return f"vit_{'base' if large else 'small'}_patch16_224.dino"
 
 
+def frozen_weights(data: Data, gpus: Gpus) -> str | None:
+    """timm's name of the weights whose features are worth a look before any training; a CPU computes these too."""
+    return released_weights(data, gpus if gpus.count else Gpus(1))
+
+
 def epochs(images: int, continued: bool) -> int:
     """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
     epochs at least. Continued from released weights: a quarter."""
@@ -116,11 +121,7 @@ def advise(data: Data, gpus: Gpus) -> list[Row]:
     rows = [_start(data, gpus, weights), _backbone(data, gpus, recipe, weights), _objective(recipe, weights)]
     rows.append(_crops(data, gpus, recipe))
     if not gpus.count:
-        why = (
-            "12 minutes of two cores on CIFAR-10; batch, learning rate and momentum are the recipe's "
-            "(docs/quickstart.md)"
-        )
-        rows.append(Row("length", "600,000 images", why, {}))
+        rows.append(_cpu_length(data.images))
     elif recipe.startswith("dinov2"):
         why = "batch 2048, learning rate and momentum are the recipe's: dinov2's config for ImageNet"
         rows.append(Row("length", "125,000 steps", why, {}))
@@ -142,7 +143,8 @@ def _start(data: Data, gpus: Gpus, weights: str | None) -> Row:
     if data.tiny:
         return Row("start", "from scratch", f"released weights know 224 pixels, these images have {data.side}", {})
     if not gpus.count:
-        return Row("start", "from scratch", "without a GPU only a small network is feasible (docs/quickstart.md)", {})
+        why = "without a GPU only a small network is feasible (docs/quickstart.md): see the note on released weights"
+        return Row("start", "from scratch", why, {})
     return Row("start", "from scratch", "DINO and DINOv2 had 1.28 million images (arXiv 2104.14294, 2304.07193)", {})
 
 
@@ -196,6 +198,15 @@ def _tiny_patch(data: Data) -> int:
     return 4 if data.side < 64 else 8
 
 
+def _cpu_length(images: int) -> Row:
+    most, recipe_s = 2000 * images, "batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
+    if most < 600_000:
+        return Row(
+            "length", "2000 epochs", f"the most that LightlyTrain advises; {recipe_s}", {"length": f"{most} images"}
+        )
+    return Row("length", "600,000 images", f"12 minutes of two cores on CIFAR-10; {recipe_s}", {})
+
+
 def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[Row]:
     """Length, batch, learning rate, momentum, prototypes."""
     passes, batch = epochs(data.images, weights is not None), batch_size(data.images, gpus.count)
@@ -209,12 +220,7 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
             f"a quarter of what training from scratch takes: rule of thumb ({lightly})" if weights else lightly,
             {"length": f"{passes} epochs"},
         ),
-        Row(
-            "batch",
-            str(batch),
-            "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 %; at 8: 35.2 (arXiv 2104.14294, table 9)",
-            {"data.global_batch": str(batch)},
-        ),
+        _batch(data.images, batch),
         _learning_rate(batch, warmup, 1e-4 if weights else 7.5e-4 if recipe == "vitb16" else 5e-4),
         Row(
             "EMA momentum",
@@ -243,6 +249,13 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
     return rows
 
 
+def _batch(images: int, batch: int) -> Row:
+    why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 %; at 8: 35.2 (arXiv 2104.14294, table 9)"
+    if 8 * batch <= images < 16 * batch:
+        why = f"more would leave fewer than 8 steps an epoch of {images:,} images: rule of thumb. {why}"
+    return Row("batch", str(batch), why, {"data.global_batch": str(batch)})
+
+
 def _learning_rate(batch: int, warmup: int, rate: float) -> Row:
     why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
@@ -261,9 +274,12 @@ def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
             f"they have {known} % on ImageNet (dino README); +3.3 for that user (dinov3#23)",
         )
     if not gpus.count:
-        return "41.9 % on CIFAR-10", "raw pixels 40.5, untrained 27.3 (docs/quickstart.md, measured)"
+        return "41.9 % on CIFAR-10's 50,000 images", "raw pixels 40.5, untrained 27.3 (docs/quickstart.md, measured)"
     if data.tiny:
-        return "84 % on CIFAR-10, not reached by us", "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried"
+        return (
+            "84 % on CIFAR-10's 50,000 images, not reached by us",
+            "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried",
+        )
     figures = {
         "dinov2_vitl16_short": ("81.6 % on ImageNet", "dinov2 README"),
         "vitb16": ("up to 76.1 % on ImageNet", "400 epochs, dino README"),

@@ -23,7 +23,8 @@ _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation
 @dataclass(frozen=True)
 class Machine:
     """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
-    `ranks_per_node` share; libraries: bytes of a process before it builds anything."""
+    `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes of a process before it builds
+    anything."""
 
     ranks: int
     ranks_per_node: int
@@ -53,17 +54,19 @@ def find_machine() -> Machine:
 
     from dino_ds import distributed
     from dino_ds.engine.device import device, fp16_supported, memory_gib
-    from dino_ds.measure.machine import host_memory_gib
+    from dino_ds.measure.machine import host_memory_gib, usable_memory_gib
 
     card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
+    here, libraries = distributed.local_world_size(), memory_gib()
     return Machine(
         distributed.world_size(),
-        distributed.local_world_size(),
-        host_memory_gib()[0],
+        here,
+        # On a CPU all is taken from there, of which other programs have their part; the ranks have loaded theirs.
+        host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
         card.total_memory / 2**30 if card else None,
         bf16=card is None or card.major >= 8,
         fp16=fp16_supported(),
-        libraries=round(memory_gib() * 2**30),
+        libraries=round(libraries * 2**30),
     )
 
 
@@ -199,7 +202,8 @@ def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
             return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
         host, ranks = needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
     if host > machine.host_gib:
-        return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {machine.host_gib:.1f}"
+        room = f"{machine.host_gib:.1f}{'' if machine.card_gib else ' to take (90 % of what is free)'}"
+        return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {room}"
     return ""
 
 

@@ -29,6 +29,7 @@ from dino_ds.plan.advice import (
     Row,
     advise,
     expected_knn,
+    frozen_weights,
     recipe_for,
     released_weights,
 )
@@ -60,14 +61,16 @@ def run(options: AdviseOptions) -> None:
     if options.source == "folder" and options.root is None:
         raise ConfigError("no images are given: dino-ds advise DIR (folder, list, shards, Parquet), or --source photos")
     source = build_source(options.source, options.root, "train", False)
-    if len(source) < LEAST_IMAGES:
-        raise ConfigError(
-            f"{len(source)} images are too few to learn from (LightlyTrain recommends several thousand): take released "
-            f"features, dino-ds embed vit_small_patch16_224.dino {_named(options)} --out features.parquet"
-        )
     facts = look_at(source, options.sample, 0, options.workers, load_recipe(None, {}).data.max_pixels)
     found = summarise(facts, source)
     data = _decisive(source, facts)
+    if data.images < LEAST_IMAGES:
+        cure = f"released weights have 3 channels, these images {data.channels}: gather more images"
+        if data.colour:
+            cure = f"take released features, dino-ds {_embed('vit_small_patch16_224.dino', options)}"
+        raise ConfigError(
+            f"{data.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
+        )
     gpus = Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
     rows = advise(data, gpus)
     name = recipe_for(data, gpus)
@@ -84,7 +87,7 @@ def run(options: AdviseOptions) -> None:
         "command": _command(name, flags, options.nodes, gpus.count),
         "remedies": _remedies(recipe),
         "notes": [
-            *_notes(data, gpus, options, recipe.eval.root is not None),
+            *_notes(data, gpus, options, recipe.eval.root is not None, found["classes"] is not None),
             *_about_images(data, found, _images(options)),
         ],
     }
@@ -169,16 +172,18 @@ def _remedies(recipe: Recipe) -> list[str]:
     ]
 
 
-def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> Iterator[str]:
+def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_labels: bool) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
     images = _images(options)
-    if weights := released_weights(data, gpus):
+    if weights := frozen_weights(data, gpus):
         tests = shlex.quote(_test_images(options) or "TESTS")
+        evaluate = f"eval {weights} {_named(options)} --test_root {tests}"
         yield (
-            "first, without training (DINOv2's model card: good features out of the box; no labels: dino-ds embed)\n"
-            f"  dino-ds eval {weights} {_named(options)} --test_root {tests}"
+            "first, without training (DINOv2's model card: good features out of the box)\n"
+            f"  dino-ds {evaluate if has_labels else _embed(weights, options)}"
         )
+    if released_weights(data, gpus):
         yield (
             "instead, for a small network: distil a large one, as LightlyTrain recommends (docs/distillation.md)\n"
             f"  dino-ds train --config distill_vits16 {images} --teacher.from WEIGHTS --teacher.distill features"
@@ -215,6 +220,10 @@ def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[st
         yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {images}{channels}"
     if data.side > _LARGE_SIDE:
         yield "large images are slow to decode: dino-ds shard --shrink 512 makes smaller ones once"
+
+
+def _embed(weights: str, options: AdviseOptions) -> str:
+    return f"embed {weights} {_named(options)} --out features.parquet"
 
 
 def _named(options: AdviseOptions) -> str:

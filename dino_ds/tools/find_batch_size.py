@@ -30,7 +30,7 @@ from dino_ds.durable import replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.machine import host_memory_gib
+from dino_ds.measure.machine import usable_memory_gib
 from dino_ds.measure.memory import ChildFailed, run_in_children
 from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import clock_of, synchronize
@@ -41,7 +41,6 @@ from dino_ds.plan.fit import micro_batches, with_batch
 WARMUP = 2
 """The second step is the first with Adam's moments: the highest."""
 _OUT_OF_MEMORY = 77
-_FREE_PART = 0.9
 
 
 def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
@@ -52,7 +51,7 @@ def run(options: FindBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any],
     gpus = torch.cuda.device_count()
     ranks = options.ranks or max(1, gpus)
     _check(recipe, ranks, gpus, options.write)
-    limit = options.memory_gib if gpus or options.memory_gib else _FREE_PART * host_memory_gib()[1]
+    limit = options.memory_gib if gpus or options.memory_gib else usable_memory_gib()
     trials = _Trials(recipe, ds, ds_path, ranks, limit, bool(gpus), options)
     images = recipe.data.global_batch // ranks
     largest = find_largest(lambda size: trials.take(size).fits, images)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
+import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import RECIPES, load_recipe, recipe_names
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.flops import recipe_step_flops
+from dino_ds.data.root import check_root
 from dino_ds.durable import why_not_writable
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, DataError, NotEstimated
 from dino_ds.names import did_you_mean
 from dino_ds.options.run import InitOptions
 
+_CPU_FLOPS, _SLOW_SECONDS = 120e9, 5
+"""A second of two cores, by recipe cifar10's 600,000 images in 12 minutes (docs/quickstart.md); of a step on a CPU."""
 _LAUNCH = Path(__file__).parent.parent / "launch"
 _IN_A_PROJECT = {
     'cd "$(dirname "$0")/.."': 'cd "$(dirname "$0")"',
@@ -66,7 +72,8 @@ def run(options: InitOptions) -> None:
     title, root = folder.resolve().name, str(Path(options.root).expanduser().absolute())
     text = _RECIPE.format(name=options.recipe) + (RECIPES / f"{options.recipe}.yaml").read_text()
     values = {"DATA": root, "RUN": f"runs/{title}", "RECIPE": "recipe.yaml"}
-    ranks, ds = _ds_config(options.recipe)
+    recipe = load_recipe(options.recipe, {})
+    ranks, ds, on_cpu = _ds_config(recipe)
     files = {
         "recipe.yaml": re.sub(r"(?m)^( +source:) *\w+", r"\1 folder", text),
         "ds.json": ds,
@@ -81,6 +88,27 @@ def run(options: InitOptions) -> None:
     except OSError as error:
         raise ConfigError(f"{folder} can't be written: {error.strerror or error}") from None
     print(f"{folder} has {', '.join(files)}: edit them, then sh {shlex.quote(f'{folder}/train.sh')}")
+    images = shlex.quote(options.root)
+    try:
+        check_root(options.root)
+    except DataError as error:
+        print(f"note: {error}; train.sh and slurm.sh say DATA={shlex.quote(root)}")
+        images = "DIR"
+    if on_cpu and (slow := _slow_on_cpu(recipe)):
+        print(
+            f"note: recipe {options.recipe} is for GPUs; without one {slow}. A CPU can train --recipe cifar10, on "
+            f"small images; which settings suit yours: dino-ds advise {images}"
+        )
+
+
+def _slow_on_cpu(recipe: Recipe) -> str:
+    """How long a step takes on a CPU, where that is too long to train."""
+    batch = recipe.data.global_batch
+    with suppress(NotEstimated):
+        seconds = batch * sum(recipe_step_flops(recipe, False).values()) / _CPU_FLOPS
+        if seconds > _SLOW_SECONDS:
+            return f"a step of {batch} images takes about {seconds / 60:.0f} minutes of two cores (rule of thumb)"
+    return ""
 
 
 def _filled(script: str, values: dict[str, str]) -> str:
@@ -95,19 +123,22 @@ def _filled(script: str, values: dict[str, str]) -> str:
     return re.sub(r"(?m) +$", "", text)
 
 
-def _ds_config(config: str) -> tuple[int, str]:
-    """The number of ranks on this machine, and the ds JSON that a run of the recipe would take, with its reason."""
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+def _ds_config(recipe: Recipe) -> tuple[int, str, bool]:
+    """The number of ranks on this machine, the ds JSON that a run of the recipe would take, with its reason, and
+    whether it is for a CPU."""
     import torch
 
     from dino_ds.plan.start import chosen, find_machine, fitting, given
 
-    ranks, recipe = max(1, torch.cuda.device_count()), load_recipe(config, {})
+    ranks = max(1, torch.cuda.device_count())
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning
     machine = dataclasses.replace(find_machine(), ranks=ranks, ranks_per_node=ranks)
     if machine.card_gib is None:
         path = find_ds_config("zero0_fp32")
-        start, about = given(recipe, load_ds_config(path, {}), path, machine), "no GPU, one process"
+        start = given(recipe, load_ds_config(path, {}), path, machine)
+        about = f"no GPU, one process, {machine.host_gib:.1f} GiB to take"
     else:
         start, about = chosen(recipe, {}, machine), f"{ranks} x {machine.card_gib:.1f} GiB"
     fit = fitting(recipe, start, machine)
-    return ranks, _DS.format(machine=about) + json.dumps(fit.ds, indent=2) + "\n"
+    return ranks, _DS.format(machine=about) + json.dumps(fit.ds, indent=2) + "\n", machine.card_gib is None

@@ -27,7 +27,7 @@ from tests.training.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
 SAME = {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "dino_ds": "0.1.0"}
-ANSWER = Answer("w1", SAME, "c0de", [GPU, GPU], 64.0, {"a.json": 1}, 1000, True, True, 100.0)
+ANSWER = Answer("w1", SAME, "c0de", [GPU, GPU], (64.0, 60.0), {"a.json": 1}, 1000, True, True, 100.0)
 HERE = checks.Reply(Host("this machine", (0,)), ANSWER, received=100.0)
 
 

@@ -17,6 +17,7 @@ from dino_ds.plan.advice import (
     crop_sizes,
     epochs,
     expected_knn,
+    frozen_weights,
     momentum,
     prototypes,
     recipe_for,
@@ -100,6 +101,27 @@ def test_what_is_continued_and_what_not():
     assert released_weights(Data(50_000, 375), Gpus()) is None
     assert recipe_for(Data(2_000_000, 375), eight) == "dinov2_vitl16_short"
     assert recipe_for(Data(2_000_000, 375), one) == "vits16"
+
+
+@pytest.mark.parametrize(
+    ("images", "gpus", "limits"), [(120, 1, True), (1000, 8, True), (50_000, 1, False), (120, 64, False)]
+)
+def test_a_batch_that_the_number_of_images_limits_says_so(images, gpus, limits):
+    (row,) = [row for row in advise(Data(images, 375), Gpus(gpus, 23.6)) if row.setting == "batch"]
+    assert (f"8 steps an epoch of {images:,} images" in row.why) == limits
+
+
+def test_without_a_gpu_frozen_features_come_first_and_few_images_are_not_seen_more_often_than_advised():
+    assert frozen_weights(Data(120, 375), Gpus()) == "vit_small_patch16_224.dino"
+    assert all(frozen_weights(data, Gpus()) is None for data in (Data(120, 32), Data(120, 375, 6)))
+    lengths = [{row.setting: row for row in advise(Data(n, 375), Gpus())}["length"] for n in (120, 300)]
+    assert [row.flags for row in lengths] == [{"length": "240000 images"}, {}]
+    assert "2000 epochs" in lengths[0].value
+
+
+@pytest.mark.parametrize("gpus", [Gpus(), Gpus(1, 14.5)])
+def test_an_accuracy_is_that_of_so_many_images(gpus):
+    assert "50,000 images" in expected_knn(Data(1000, 32), gpus)[0]
 
 
 def test_more_gpus_never_give_a_smaller_network():

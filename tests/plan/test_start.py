@@ -25,7 +25,7 @@ from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.plan.fit import FILLED, fit
 from dino_ds.plan.host import checkpoint_bytes
-from dino_ds.plan.start import Machine, check_fits, chosen, given, kept, predict
+from dino_ds.plan.start import Machine, check_fits, chosen, find_machine, given, kept, predict
 from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.training.harness import REPOSITORY, image_folder, log_of, train_tiny
@@ -52,7 +52,8 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
-    start, memory = train._choose_ds_config(recipe, train._Request(options, **files))
+    start, machine = train._choose_ds_config(recipe, train._Request(options, **files))
+    memory = predict(recipe, start.config, machine)
     assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
     again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
     assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
@@ -101,17 +102,33 @@ def test_the_host_s_memory_counts_too():
         check_fits(recipe, start, dataclasses.replace(RTX3090, host_gib=8.0))
     cpu = Machine(2, 2, 24.0)
     recipe, start = _given("zero0_fp32", cpu)
-    with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, and there are 24.0: add --ds"):
+    with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, .* 24.0 to take .*: add --ds"):
         check_fits(recipe, start, cpu)
     with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
         check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
 
 
-@pytest.mark.parametrize(("limit", "gib"), [(str(2**28), 0.25), ("max", None)])
-def test_a_container_has_what_its_limit_says(limit, gib, monkeypatch, tmp_path):
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(measured, "_CONTAINER_LIMITS", (str(tmp_path / "memory.max"), str(tmp_path / "none")))
-    assert measured.host_memory_gib()[0] == (gib or psutil.virtual_memory().total / 2**30)
+@pytest.mark.parametrize(("limit", "room"), [(str(2**28), (0.25, 0.125)), ("max", None)])
+def test_a_container_has_what_its_limit_leaves(limit, room, monkeypatch, tmp_path):
+    """Cached files of its own are free."""
+    for name, text in {
+        "memory.max": limit,
+        "memory.current": 2**27 + 2**20,
+        "memory.stat": f"anon 5\ninactive_file {2**20}",
+    }.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    places = [(str(folder), *names) for folder, (_, *names) in zip((tmp_path, "/x"), measured._CONTAINERS, strict=True)]
+    monkeypatch.setattr(measured, "_CONTAINERS", places)
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert measured.host_memory_gib() == (room or (memory.total / 2**30, memory.available / 2**30))
+
+
+def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):
+    """What other programs have is not theirs; offloading on GPUs is held against all of it."""
+    monkeypatch.setattr(measured, "host_memory_gib", lambda: (24.0, 15.0))
+    found = find_machine()
+    assert found.card_gib is None and found.host_gib == pytest.approx(0.9 * 15 + found.libraries / 2**30, abs=1e-6)
 
 
 def test_the_smallest_card_decides():
@@ -173,6 +190,17 @@ def test_what_is_too_large_leaves_no_folder(tmp_path):
     images = image_folder(tmp_path / "images")
     message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "head.bottleneck": "65536"})
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
+
+
+def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path):
+    """With the command that has settings for few of them: a remedy for memory would have been in vain."""
+    large = {"head.prototypes": "16777216", "head.bottleneck": "65536"}
+    images = image_folder(tmp_path / "my images", 20)
+    message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"})
+    assert "20 images < one global batch of 32" in message and "memory" not in message
+    assert message.rstrip().endswith(f"dino-ds advise --root '{images}'")
+    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"})
+    assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()
 
 
 def test_a_prediction_is_that_of_the_device():

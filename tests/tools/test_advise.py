@@ -43,6 +43,9 @@ def photographs(tmp_path_factory):
     (path / "list.txt").write_text("\n".join(lines * 2500))
     (path / "few.txt").write_text("\n".join(lines * 15))
     (path / "seven.txt").write_text("\n".join(lines[:7]))
+    (path / "six").mkdir()
+    for number in range(7):
+        np.save(path / f"six/{number}.npy", np.full((20, 20, 6), number, np.uint8))
     (path / "broken").mkdir()
     for number in range(100):
         (path / f"broken/{number}.jpg").write_text("text")
@@ -123,6 +126,14 @@ def test_a_folder_of_tests_beside_the_training_images_is_named(tmp_path, capsys)
     assert shlex.split(command)[-3:] == [str(place / "train"), "--test_root", str(place / "test")]
 
 
+def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
+    for file in image_folder(tmp_path, 100).rglob("*.png"):
+        Image.open(file).resize((100, 100)).save(file)
+    notes = _advise(capsys, str(tmp_path))["notes"]
+    assert any(f"dino-ds embed vit_small_patch16_224.dino --root {tmp_path} --out" in note for note in notes)
+    assert not any("distil" in note for note in notes)
+
+
 def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     image_folder(tmp_path, 100)
     for number in range(30):
@@ -138,7 +149,11 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     ("words", "message"),
     [
         ([], "no images are given: dino-ds advise DIR"),
-        (["{seven}"], "7 images are too few to learn from"),
+        (["{seven}"], "take released features, dino-ds embed vit_small_patch16_224.dino --root"),
+        (
+            ["{six}"],
+            "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights have",
+        ),
         (["{broken}"], "none of the 20 images looked at can be read"),
         (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
         (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
@@ -148,6 +163,7 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
 )
 def test_mistakes_are_one_line(photographs, words, message, capsys):
     places = {"good": photographs / "few.txt", "broken": photographs / "broken", "seven": photographs / "seven.txt"}
+    places["six"] = photographs / "six"
     with pytest.raises(SystemExit) as stopped:
         main(["advise", *(word.format(**places) for word in words), *QUICK])
     assert stopped.value.code != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from dino_ds.plan import start
 from dino_ds.plan.start import Machine
 from dino_ds.tools import project as project_room
 from dino_ds.tools.project import check, run
+from tests.training.harness import image_folder
 
 
 @pytest.fixture
@@ -37,6 +39,26 @@ def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project)
     assert micro * accumulation == 512 and micro < 512  # 512 at once would take 80 GiB
     readme = (project / "README.md").read_text()
     assert len(readme.splitlines()) <= 12 and "dino-ds report 'runs/my project'" in readme
+
+
+@pytest.mark.parametrize(("recipe", "slow"), [("vits16", True), ("cifar10", False)])
+def test_what_can_t_be_trained_here_is_said(recipe, slow, tmp_path, monkeypatch, capsys):
+    """Images that are not there, and a network that is too much for a CPU, with what to do."""
+    monkeypatch.delenv("DS_ACCELERATOR")
+    asked = []
+    # Where the variable says it, DeepSpeed doesn't warn that it found no GPU.
+    monkeypatch.setattr(
+        start, "find_machine", lambda: asked.append(os.environ.get("DS_ACCELERATOR")) or Machine(1, 1, 15.0)
+    )
+    run(InitOptions(dir=str(tmp_path / "a"), recipe=recipe, root=str(tmp_path / "none")))
+    said = capsys.readouterr().out
+    assert asked == ["cpu"] and "none does not exist" in said
+    assert slow == ("step of 512 images takes about 8 minutes" in said) == ("--recipe cifar10" in said)
+    assert "15.0 GiB to take" in (tmp_path / "a/ds.json").read_text()
+    images = image_folder(tmp_path / "images", 1)
+    run(InitOptions(dir=str(tmp_path / "b"), recipe=recipe, root=str(images)))
+    said = capsys.readouterr().out
+    assert "does not exist" not in said and slow == (f"dino-ds advise {images}" in said)
 
 
 def test_on_gpus_the_ds_json_is_the_planner_s(tmp_path, monkeypatch):
@@ -74,7 +96,7 @@ def test_scripts_train_with_the_files_beside_them(project, script, program, tmp_
 
 @pytest.mark.parametrize("recipe", ["cifar10", "quickstart", "resnet50"])
 def test_other_recipes_are_made_for_folders_too(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(project_room, "_ds_config", lambda config: (1, "{}"))
+    monkeypatch.setattr(project_room, "_ds_config", lambda recipe: (1, "{}", False))
     run(InitOptions(dir=str(tmp_path), recipe=recipe))
     shipped, ours = load_recipe(recipe, {}), load_recipe(str(tmp_path / "recipe.yaml"), {})
     assert ours == shipped.model_copy(update={"data": shipped.data.model_copy(update={"source": "folder"})})
