@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import tempfile
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dino_ds.cli import check_software, prepare
+from dino_ds.config.stages import stage_folder
 from dino_ds.errors import ConfigError, Stopped
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.python_values import words_of
@@ -28,9 +31,12 @@ from dino_ds.text_file import read_lines
 if TYPE_CHECKING:
     import numpy as np
 
+    from dino_ds.config.stages import Given
+    from dino_ds.options.run import TrainOptions
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]
+_TRAINING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, in order: steps and evaluations."""
-        return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl")]
+        return [json.loads(line) for line in read_lines(Path(self.path, "metrics.jsonl"))]
 
     def load(self, device: str = "cpu") -> Backbone:
         """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""
@@ -82,7 +88,7 @@ def train(
 
     options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
     keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
-    as it is written; if it raises an error, the run is stopped and saved, and the error comes out of here.
+    as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
 
     Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
@@ -99,9 +105,10 @@ def train(
 
     with _as_it_was():
         launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
-        path = Path(prepare(launch)[2]["train"]["options"].run_dir)
-        launch_from_python(launch, path, callbacks)
-    return Run(path)
+        asked = prepare(launch)[2]["train"]
+        folders = _folders(asked["options"], asked["given"])
+        launch_from_python(launch, folders, callbacks)
+    return Run(folders[-1])
 
 
 def embed(model: Place, root: Place | None = None, out: Place | None = None, **options: Any) -> Embeddings | Path:
@@ -167,24 +174,32 @@ def plan(
 
 
 def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _as_it_was():
+    with _one_at_a_time(), _as_it_was():
         command, chosen, files = prepare(["train", *words])
         check_software(command, chosen)
-        from dino_ds.config.stages import stage_folder
         from dino_ds.train import train_for
         from dino_ds.training.caller import Caller
 
-        caller = Caller(callbacks)
-        try:
-            with _torch_as_it_was():
+        caller, stopped = Caller(callbacks), ""
+        with _torch_as_it_was():
+            try:
                 train_for(caller, chosen, files)
-        except SystemExit as stop:
-            if caller.error is None:
-                raise Stopped(f"{stop.__cause__}; the same with resume=True continues it") from None
+            except SystemExit as stop:
+                stopped = str(stop.__cause__)
+            caller.let_go()
         if caller.error is not None:
             raise caller.error
-        given = files["given"]
-        return stage_folder(chosen.run_dir, len(given), given[-1]) if chosen.stages else Path(chosen.run_dir)
+        if stopped:
+            raise Stopped(f"{stopped}; the same with resume=True continues it")
+        return _folders(chosen, files["given"])[-1]
+
+
+def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
+    """That of the run, or those of its stages."""
+    place = os.path.abspath(options.run_dir)  # the program may change its working folder later
+    if options.stages is None:
+        return [Path(place)]
+    return [stage_folder(place, number, one) for number, one in enumerate(given, 1)]
 
 
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -192,6 +207,19 @@ def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> t
     command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
     check_software(command, chosen)
     return chosen, files
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Two runs in one process would draw from the same random generators. Raises ConfigError."""
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "this process is training already: wait for the end, or give ranks=1 for a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 @contextmanager
@@ -247,6 +275,9 @@ def _torch_as_it_was() -> Iterator[None]:
             if device.type != "cpu":
                 torch.set_default_device(None)
             yield
+        except BaseException as error:
+            _clear_frames(error)
+            raise
         finally:
             torch.set_default_dtype(dtype)
             if device.type != "cpu":
@@ -258,3 +289,10 @@ def _torch_as_it_was() -> Iterator[None]:
             cudnn.benchmark, cudnn.allow_tf32 = convolutions
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """A notebook keeps the last error, and its frames would keep an engine in memory: the next cell needs it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

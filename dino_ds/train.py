@@ -27,7 +27,7 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import DsConfig, load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given, holds_run, stage_folder
+from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.costs.memory import Memory
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
@@ -35,7 +35,7 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import ConfigError, UserError, unwritable
+from dino_ds.errors import UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.failures import Failures
@@ -112,31 +112,25 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
     if options.stages is None:
         _train(recipe, request._replace(given=next(iter(given), None)))
         return
-    folders = [stage_folder(options.run_dir, number, one) for number, one in enumerate(given, 1)]
-    begun = [holds_run(folder) for folder in folders]
-    if any(begun) and options.resume is False:
-        there = folders[begun.index(True)]
-        raise ConfigError(f"{there} already holds a run; add --resume to continue it, or give another --run_dir")
     resume: Literal["auto", False] = "auto" if options.resume else False
-    origin = options.from_
-    for number, (one, folder) in enumerate(zip(given, folders, strict=True)):
-        if any(begun[number + 1 :]):
+    stages = stages_to_train(options.run_dir, given, options.from_, resume == "auto")
+    for number, (folder, one, origin, is_over) in enumerate(stages):
+        if is_over:
             if distributed.rank() == 0:
                 print(f"stage    {folder} is over: a later one has begun", flush=True)
-        else:
-            if number:
-                recipe = one.of_start(folder, Path(str(origin)), resume == "auto")
-            own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
-            _train(recipe, request._replace(options=own, given=one))
-            free_memory()
-        origin = str(folder)
+            continue
+        if number:
+            recipe = one.of_start(folder, Path(str(origin)), resume == "auto")
+        own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
+        _train(recipe, request._replace(options=own, given=one))
+        free_memory()
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
     """One run, from where it stands to its end."""
     path, rank, ranks = request.path, distributed.rank(), distributed.world_size()
     lock, heartbeats = RunLock(path), Heartbeats(path)
-    with Watchdog(path, rank, ranks, 0.0 if request.caller else recipe.hang_seconds) as watchdog:
+    with Watchdog(path, rank, ranks, recipe.hang_seconds, ends_hangs=request.caller is None) as watchdog:
         beat = watchdog.beat
         failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
         stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = {
     "README.md": "index.md",
     "ds_configs/README.md": "ds_configs.md",
+    "ds_configs/tiers/README.md": "ds_configs_tiers.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }

@@ -1,6 +1,6 @@
 """ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
 
-`make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/README.md and
+`make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/tiers/README.md and
 docs/scaling.md.
 """
 
@@ -24,7 +24,7 @@ from dino_ds.plan.recommend import Shape, ds_of, recommend
 from dino_ds.plan.speed import Cluster, estimate_step
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
-README, SCALING = CHECKOUT / "ds_configs" / "README.md", CHECKOUT / "docs" / "scaling.md"
+README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"
 # The card of each tier with the least memory that torch finds.
 CARDS = {
     "8gb": "rtx4060-8g",

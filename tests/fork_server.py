@@ -56,7 +56,7 @@ class ForkServer:
             self._process.start()
         theirs.close()
         self.launchers: set[int] = set()
-        self.process = int(self._receive(120))
+        self.process = int(self._receive(600))
         atexit.register(self.close)
 
     def is_alive(self) -> bool:
@@ -65,14 +65,14 @@ class ForkServer:
     def fork(self, function: Callable[..., int | None], *args: Any, output: Path | None = None) -> int:
         """`function(*args)` in a new process, its value the exit code; the process's id."""
         self._pipe.send(Work(function, args, output))
-        process = int(self._receive(30))
+        process = int(self._receive(120))
         self.launchers.add(process)
         return process
 
     def ended(self) -> dict[int, tuple[int, float]]:
         """{process: (exit code, time)} of whatever has ended."""
         self._pipe.send(None)
-        found: dict[int, tuple[int, float]] = self._receive(30)
+        found: dict[int, tuple[int, float]] = self._receive(120)
         return found
 
     def _receive(self, seconds: float) -> Any:

@@ -20,7 +20,7 @@ from dino_ds.ports import find_free_port
 from tests.fork_server import fork_server
 
 _pools: dict[int, _Pool] = {}
-_LIMIT_SECONDS = 300
+_LIMIT_SECONDS = 600
 
 
 def run_on_ranks(function: Callable[..., Any], *args: Any, world: int = 2, **kwargs: Any) -> list[Any]:

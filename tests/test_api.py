@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import json
 import logging
@@ -23,12 +24,15 @@ import torch
 import dino_ds
 import dino_ds.train
 from dino_ds import cli
+from dino_ds.api import Run, _one_at_a_time
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
+from dino_ds.launching import child
 from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.python_values import words_of
+from dino_ds.training.caller import Caller
 from tests.ranks import run_on_ranks
 from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
 
@@ -86,6 +90,13 @@ def _state():
     }
 
 
+def _engines():
+    """In memory, also where an error is kept, as notebooks do: the next training needs the room."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    return [thing for thing in gc.get_objects() if type(thing) is DeepSpeedEngine]
+
+
 @contextmanager
 def _other_defaults():
     torch.set_default_dtype(torch.float64)
@@ -123,23 +134,32 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
 
 
 @pytest.mark.slow
-def test_an_error_of_a_callback_stops_and_saves(folder, recipe, run, tmp_path):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_path):
     """It comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
 
     def fail(step, metrics):
         told.append(step)
         if step == 2:
-            raise ZeroDivisionError("of the callback")
+            raise error("of the callback")
 
     told: list[int] = []
     given = {"ds_config": "ds_configs/zero0_fp32.json", "run_dir": tmp_path / "run", "max_steps": 6, **recipe}
-    with pytest.raises(ZeroDivisionError, match="of the callback"):
+    with pytest.raises(error, match="of the callback") as kept:
         dino_ds.train(callbacks=[fail], **given)
-    assert told == [0, 1, 2]
+    assert told == [0, 1, 2] and kept.traceback[-1].name == "fail" and not _engines()
     assert len(list((tmp_path / "run/checkpoints").glob("step_*"))) == 1
     done = dino_ds.train(resume=True, **given)
+    assert not _engines()
     steps = [[line for line in _settled(one.metrics) if "loss" in line] for one in (done, run[0])]
     assert steps[0] == steps[1]
+
+
+def test_sys_exit_in_a_callback_waits_for_the_run_to_save():
+    """Of one process or of several: both ask for the stop before they raise it."""
+    caller = Caller([lambda *_: sys.exit(3)])
+    caller.tell({"step": 1})
+    assert isinstance(caller.error, SystemExit) and caller.error.code == 3
 
 
 @pytest.mark.slow
@@ -157,23 +177,37 @@ def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path):
     ) as info:
         dino_ds.train(run_dir=tmp_path / "once", callbacks=[press], **given)
     assert info.value.exit_code == 75
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as kept:
         dino_ds.train(run_dir=tmp_path / "twice", callbacks=[lambda *line: press(*line, times=2)], **given)
     assert not (tmp_path / "twice/teacher.safetensors").exists() and not (tmp_path / "twice/lock").exists()
+    assert kept.traceback and not _engines()
     assert _state() == before
+
+
+def test_a_second_training_at_the_same_time_is_refused(tmp_path):
+    """Both would draw from this process's generators: another run than the command's, and nobody would know."""
+    with _one_at_a_time(), pytest.raises(ConfigError, match="this process is training already"):
+        dino_ds.train("quickstart", run_dir=tmp_path / "second")
+    with _one_at_a_time():
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, monkeypatch):
-    """Signals can't be handled there; nothing ends the process that a run is part of, however long it takes."""
-    module, hang_seconds = sys.modules["dino_ds.train"], []
+    """Signals can't be handled there. A hang is reported: nothing ends the process that a run is part of."""
+    module, asked = sys.modules["dino_ds.train"], []
     watchdog = module.Watchdog
-    monkeypatch.setattr(module, "Watchdog", lambda *given: hang_seconds.append(given[-1]) or watchdog(*given))
+
+    def note(*given, ends_hangs):
+        asked.append((given[-1], ends_hangs))
+        return watchdog(*given, ends_hangs=ends_hangs)
+
+    monkeypatch.setattr(module, "Watchdog", note)
     given = {"run_dir": tmp_path / "run", "max_steps": 1, **recipe, "eval.every": "0 steps"}
     thread = threading.Thread(target=lambda: dino_ds.train(**given))
     thread.start()
     thread.join()
-    assert (tmp_path / "run/teacher.safetensors").exists() and hang_seconds == [0]
+    assert (tmp_path / "run/teacher.safetensors").exists() and asked == [(600, False)]
 
 
 @pytest.mark.slow
@@ -190,6 +224,17 @@ def test_ranks_train_as_the_launcher_s_do(folder, tmp_path):
     assert _settled(run.metrics) == _settled(read_metrics(tmp_path / "other"))
     assert told == [(line["step"], line) for line in run.metrics]
     assert (run.path / "teacher.safetensors").read_bytes() == (tmp_path / "other/teacher.safetensors").read_bytes()
+
+
+def test_stages_on_several_ranks_are_followed_in_all_their_folders(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(child, "launch_from_python", lambda words, folders, callbacks: asked.append(folders))
+    stages = ["quickstart_dinov3", "quickstart_gram"]
+    monkeypatch.chdir(tmp_path.parent)
+    run = dino_ds.train(stages=stages, run_dir=tmp_path.name, ranks=2)
+    monkeypatch.chdir("/")  # a notebook's %cd
+    assert asked == [[tmp_path / "1_quickstart_dinov3", tmp_path / "2_quickstart_gram"]]
+    assert run.path == asked[0][-1]
 
 
 def _printed(capsys, *words):
@@ -245,9 +290,26 @@ def test_values_of_python_becomewords_of(given, text):
     assert words_of(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
 
 
+def test_none_is_what_was_not_given():
+    assert words_of(COMMANDS["train"], {"run_dir": None}, {"ds": None}) == []
+
+
+def test_a_run_is_not_a_recipe(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a run folder: its recipe is .*config\.yaml"):
+        dino_ds.plan(Run(tmp_path), gpu="t4-16g")
+
+
 def test_words_of_a_list_are_given_one_by_one():
     words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
     assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
+
+
+@pytest.mark.parametrize("given", [None, {}, 3, b"runs/x", ["runs/x"], torch.nn.Identity()], ids=repr)
+def test_what_can_t_name_a_model_is_refused(given):
+    text = f"a {type(given).__name__} is not the name of a model; give a run folder, a file of weights"
+    with pytest.raises(CheckpointError, match=text):
+        dino_ds.load(given)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +321,7 @@ def test_words_of_a_list_are_given_one_by_one():
         ({"max_steps": object()}, ConfigError, "max_steps: a object can't be given; a value is text, a number"),
         ({"eval.evals": ["knn,ridge", "x"]}, ConfigError, "['knn,ridge', 'x'] can't be given"),
         ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
+        ({"ds": "own.json"}, ConfigError, "--ds_config FILE names the DeepSpeed JSON"),
         ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"callbacks": print}, ConfigError, "a list of functions"),

@@ -143,6 +143,8 @@ def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
 def _find_recipe(config: str) -> str:
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
+    if config not in recipe_names() and (run := Path(config, "config.yaml")).is_file():
+        raise ConfigError(f"--config {config} is a run folder: its recipe is {run}")
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if not is_file(config) and (answer := weights_elsewhere(config)):
             raise ConfigError(f"--config {config} is not a recipe; are weights meant? --model.init_from: {answer}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
@@ -114,6 +115,26 @@ def split_origin(place: str) -> tuple[Path, int | None]:
     if match and path.parent.name == "checkpoints":
         return path.parent.parent, int(match[1])
     return path, None
+
+
+class Stage(NamedTuple):
+    """One of `--stages`; it is over once a later one has begun."""
+
+    folder: Path
+    given: Given
+    origin: str | None
+    is_over: bool
+
+
+def stages_to_train(run_dir: str, given: Sequence[Given], origin: str | None, resumes: bool) -> list[Stage]:
+    """Those of `--stages`, the first from `origin`. Raises ConfigError where one has begun and is not to be resumed."""
+    folders = [stage_folder(run_dir, number, one) for number, one in enumerate(given, 1)]
+    begun = [holds_run(folder) for folder in folders]
+    if any(begun) and not resumes:
+        there = folders[begun.index(True)]
+        raise ConfigError(f"{there} already holds a run; add --resume to continue it, or give another --run_dir")
+    origins = [origin, *map(str, folders)]
+    return [Stage(folders[i], one, origins[i], any(begun[i + 1 :])) for i, one in enumerate(given)]
 
 
 def stage_folder(run_dir: str, number: int, given: Given) -> Path:

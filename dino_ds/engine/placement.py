@@ -115,11 +115,13 @@ def let_go_of(module: nn.Module) -> None:
 
 
 def release(engine: Any) -> None:
-    """Of DeepSpeed's engine when nobody needs it any more: hooks in autograd's own nodes, and a cache of the whole
-    process, would keep all that it trains with."""
+    """Of DeepSpeed's engine when nobody needs it any more: autograd's own nodes, and a cache of the whole process,
+    would keep all that it trains with."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     engine.destroy()
+    for copies in ("bf16_groups_flat", "bf16_partitioned_groups"):  # with graphs back to the weights
+        getattr(engine.optimizer, copies, []).clear()
     wrapped = inspect.unwrap(Coordinator._PartitionedParameterCoordinator__params_to_release)
     for cache in inspect.getclosurevars(wrapped).nonlocals.values():
         if hasattr(cache, "cache_clear"):

@@ -65,9 +65,9 @@ class Failures:
     def settle(self, error: UserError) -> None:
         """Decide which rank reports `error`; to be called before the heartbeats are removed, where they are."""
         claimed = self._claim(error.exit_code, str(error), "error")
-        first = self._disk.run(self._heartbeats.first_failure, None)
-        # Without a place to write to, or for an error that all ranks raise together, rank 0 reports it.
-        if claimed is not None and first is not None and self._world_size > 1:
+        # Who was first reports it, even where rank 0 has removed the place by now. Without one, rank 0 does.
+        known = claimed or (claimed is False and self._disk.run(self._heartbeats.first_failure, None) is not None)
+        if known and self._world_size > 1:
             error.said_by_me = claimed
 
     def stopped_early(self, why: str) -> None:

@@ -41,13 +41,17 @@ PEER_LOST = 6
 
 @dataclass(frozen=True)
 class MonitorArguments:
-    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks."""
+    """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
+
+    ends_hangs: whether a rank that hangs is ended; else it is reported, once until it moves again.
+    """
 
     rank: int
     world_size: int
     pid: int
     run_dir: str
     hang_seconds: float
+    ends_hangs: bool
     started: float
     beat: int
     stacks: int
@@ -78,6 +82,7 @@ class MonitorProcess:
         self._launchers = launchers_above(arguments.pid, "RANK" in os.environ)
         self._disk, self._terminal = Disk(), Disk()  # apart: the output may be a file on another disk
         self._moves, self._idle, self._slowest = (-1, 0), 0.0, 0.0
+        self._reported = (-1, 0)
         self._end_at: float | None = None
         self._failure: Failure | None = None
         self._taken_over = ""
@@ -102,7 +107,7 @@ class MonitorProcess:
             self._look_at_launchers(now)
             if self._failure is not None or self._end_at is not None:
                 self._follow(now)
-            elif self._arguments.hang_seconds and self._idle > limit_of(self._beat, self._arguments.hang_seconds):
+            elif self._hangs():
                 self._report_hang()
         self._after_the_end()
 
@@ -122,6 +127,10 @@ class MonitorProcess:
             self._moves, self._idle = moves, 0.0
         else:
             self._idle += seconds
+
+    def _hangs(self) -> bool:
+        seconds = self._arguments.hang_seconds
+        return bool(seconds) and self._idle > limit_of(self._beat, seconds) and self._reported != self._moves
 
     def _publish_and_read(self) -> None:
         if not self._beat.listed:
@@ -190,8 +199,13 @@ class MonitorProcess:
             time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
             behind = self._disk.run(lambda: self._heartbeats.behind(arguments.world_size), behind)
         message = f"{describe_hang(behind, own, seconds, stacks)}; {last_checkpoint(self._run_dir)}"
-        if (self._beat.moves, self._beat.ticks) == self._moves:  # otherwise it has made progress meanwhile
+        if (self._beat.moves, self._beat.ticks) != self._moves:  # it has made progress meanwhile
+            return
+        if arguments.ends_hangs:
             self._end_rank(message, "hang")
+        else:
+            self._reported = self._moves
+            self._say(message, "warning")
 
     def _write_stacks(self) -> Path:
         """Append the rank's stacks to RUN/hang-STEP.txt, or the process state where it does not give any."""
@@ -241,8 +255,8 @@ class MonitorProcess:
         if not listed or self._disk.run(lambda: self._heartbeats.claim(failure), True):
             self._say(message)
 
-    def _say(self, message: str) -> None:
-        self._terminal.run(lambda: print(f"dino_ds: error: {message}", file=sys.stderr, flush=True), None)
+    def _say(self, message: str, kind: str = "error") -> None:
+        self._terminal.run(lambda: print(f"dino_ds: {kind}: {message}", file=sys.stderr, flush=True), None)
 
     def _after_the_end(self) -> None:
         beat, arguments = self._beat, self._arguments

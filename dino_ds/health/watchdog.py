@@ -28,10 +28,11 @@ def longest_wait(hang_seconds: float) -> float:
 class Watchdog:
     """Has this rank monitored while the `with` block runs; `beat` is what the rank tells its monitor.
 
-    hang_seconds: see the recipe; with 0 hangs are not ended, the rest works as ever.
+    hang_seconds: see the recipe; with 0 hangs are not looked for, without `ends_hangs` only reported. The rest works as
+    ever.
     """
 
-    def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float) -> None:
+    def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float, ends_hangs: bool = True) -> None:
         self.beat = Beat.shared()
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
         self._arguments = MonitorArguments(
@@ -40,6 +41,7 @@ class Watchdog:
             os.getpid(),
             str(run_dir.absolute()),
             hang_seconds,
+            ends_hangs,
             time.time(),
             self.beat.descriptor,
             self._stacks.fileno(),

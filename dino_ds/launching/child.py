@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,14 @@ _ERRORS: dict[int, type[UserError]] = {
 _TICK_SECONDS = 0.2
 
 
-def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Callback]) -> None:
-    """Run `dino-ds` with these words, print what it prints, and call `callbacks` for new lines of metrics.
+def launch_from_python(words: list[str], folders: Iterable[Path], callbacks: Iterable[Callback]) -> None:
+    """Run `dino-ds` with these words, print what it prints, and call `callbacks` for new lines of metrics in `folders`.
 
     Raises the UserError of its exit code, RuntimeError for a bug, KeyboardInterrupt after a second Ctrl-C (the first
     asks the ranks to save and stop) or one before there is anything to save, and what a callback has raised, after
     which the ranks save and stop, too.
     """
-    caller, new_lines = Caller(callbacks), _NewLines(run_dir / "metrics.jsonl")
+    caller, new_lines = Caller(callbacks), [_NewLines(folder / "metrics.jsonl") for folder in folders]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile() as file:  # not a pipe: it would break, with the ranks, when this program dies
         output = _Output(file.fileno())
@@ -67,14 +68,14 @@ def launch_from_python(words: list[str], run_dir: Path, callbacks: Iterable[Call
         raise output.error(process.returncode, interrupted)
 
 
-def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: _NewLines, caller: Caller) -> bool:
+def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: list[_NewLines], caller: Caller) -> bool:
     """Until the process has ended, and all that it has left was seen; whether Ctrl-C was pressed."""
     asked = ended = interrupted = False
     while not ended:
         try:
             ended = process.poll() is not None
             output.show()
-            for line in new_lines:
+            for line in chain(*new_lines):
                 caller.tell(line)
             if caller.error is not None and not asked:
                 asked = True

@@ -8,17 +8,18 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import RECIPES
+from dino_ds.config.stages import stages_to_train
 from dino_ds.errors import ConfigError
 from dino_ds.launching.checks import Reply, check_machines
 from dino_ds.launching.command import build_command, check_forwarded
 from dino_ds.launching.plan import LaunchPlan, build_plan
-from dino_ds.launching.supervise import supervise
+from dino_ds.launching.supervise import supervise, without
 from dino_ds.measure.tables import markdown_table
 from dino_ds.options.machine import LaunchOptions
 
@@ -30,30 +31,47 @@ _SET_DEATH_SIGNAL = 1
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
     """Ends the process with the code of the training (errors.py). Raises ConfigError before anything has started.
 
-    train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and config.
+    train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and given.
     """
     _end_with_parent()
-    if train["options"].stages is not None:
-        raise ConfigError(
-            "launch watches over one run folder, and --stages makes several: launch one stage after the other, each "
-            "--from the one before, or start train with --stages by deepspeed or torchrun"
-        )
     plan = build_plan(options, train_words)
+    if plan.elastic and train["options"].stages is not None:
+        raise ConfigError(
+            "--stages: an elastic run has one folder; launch one stage after the other, each --from the one before"
+        )
     if plan.elastic and train["options"].resume != "auto":
         raise ConfigError(
             "an elastic run starts again whenever a machine comes or goes: add --resume auto after the --"
         )
     _check_batches(plan, train)
     check_forwarded(plan, os.environ, Path.cwd())
-    command = build_command(plan)
+    build_command(plan)  # refuses what can't be forwarded
     if not options.skip_checks:
         _check(plan, train)
-    print(f"command  {shlex.join(command)}", flush=True)
-    if options.dry_run:
+    for run_dir, words in _runs(train_words, train):
+        command = build_command(build_plan(options, words))
+        print(f"command  {shlex.join(command)}", flush=True)
+        if options.dry_run:
+            continue
+        if plan.elastic:
+            os.execvp(command[0], command)
+        if code := supervise(command, run_dir, options.max_restarts):
+            sys.exit(code)
+
+
+def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The folder and the words of what is to be trained: of one run, or of each of `--stages` that is not over."""
+    options = train["options"]
+    if options.stages is None:
+        yield Path(options.run_dir), words
         return
-    if plan.elastic:
-        os.execvp(command[0], command)
-    sys.exit(supervise(command, Path(train["options"].run_dir), options.max_restarts))
+    kept = without(words, "--stages", "--run_dir", "--from", "--resume")
+    resume = ["--resume", "auto"] if options.resume else []
+    for stage in stages_to_train(options.run_dir, train["given"], options.from_, bool(options.resume)):
+        own = ["--config", str(stage.given.config), "--run_dir", str(stage.folder), *resume]
+        own += [] if stage.origin is None else ["--from", stage.origin]
+        if not stage.is_over:
+            yield stage.folder, (*kept, *own)
 
 
 def _end_with_parent() -> None:
@@ -84,8 +102,8 @@ def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     """Look at all machines and show them. Raises ConfigError with all that stops the training."""
-    config = train["config"]
-    own = [config] if config and not (RECIPES / f"{config}.yaml").is_file() else []
+    configs = [name for one in train["given"] for name in (one.config or "").split(",")]
+    own = [name for name in configs if name and not (RECIPES / f"{name}.yaml").is_file()]
     files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None

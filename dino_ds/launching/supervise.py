@@ -178,12 +178,17 @@ def _resumed(argv: Sequence[str]) -> list[str]:
     launcher, given = list(argv[: script + 1]), list(argv[script + 1 :])
     if not any(word.startswith("--hostfile=") for word in launcher):
         launcher = [_with_free_port(word) for word in launcher]
-    kept, after_resume = list[str](), False
-    for word in given:
-        value, after_resume = after_resume and not word.startswith("-"), word == "--resume"
-        if not value and not after_resume and not word.startswith("--resume="):
+    return [*launcher, *without(given, "--resume"), "--resume", "auto"]
+
+
+def without(words: Sequence[str], *names: str) -> list[str]:
+    """Without these options of a command line and their values."""
+    kept, dropped = list[str](), False
+    for word in words:
+        value, dropped = dropped and not word.startswith("-"), word in names
+        if not value and word.partition("=")[0] not in names:
             kept.append(word)
-    return [*launcher, *kept, "--resume", "auto"]
+    return kept
 
 
 def _with_free_port(word: str) -> str:

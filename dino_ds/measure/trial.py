@@ -125,7 +125,8 @@ def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[
 
 
 def free_memory() -> None:
-    """Collect what dropped trials held: DeepSpeed's hooks make cycles that wait for the collector."""
-    gc.collect()
+    """Collect what dropped trials and runs held: DeepSpeed's hooks make cycles that wait for the collector."""
+    for _ in range(2):  # an engine that the first finds lets go of DeepSpeed's
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

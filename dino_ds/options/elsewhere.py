@@ -20,6 +20,7 @@ _SIZE = "sizes are those of the crops: --crops.global_size {value}, --crops.loca
 _OPTIONS = {
     **dict.fromkeys(("data", "dataset", "data_dir", "input", "images", "train_dir"), "write --data.root {value}"),
     "model": "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)",
+    "ds": "--ds_config FILE names the DeepSpeed JSON; --ds.KEY VALUE changes a key of it",
     **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "workdir"), "write --run_dir {value}"),
     **dict.fromkeys(("pretrained", "weights", "checkpoint", "ckpt", "resume_from"), _WEIGHTS),
     **dict.fromkeys(("device", "cuda", "cpu", "gpu", "accelerator"), _DEVICE),

@@ -18,7 +18,7 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
         option = known.get(name)
         if name in ("json", "debug") or "=" in name:
             raise ConfigError(f"{name}: not an option in Python")
-        if option is not None and value is None:
+        if value is None and (option is not None or name == "ds"):
             continue
         name = option.name if option else name
         several = value if option and option.kind == "words" and isinstance(value, list | tuple) else [value]

@@ -62,7 +62,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
         files["train_words"] = flags.train_words
-        files["train"] = {"options": train_options, **train_files, "config": flags.train.fixed.get("config")}
+        files["train"] = {"options": train_options, **train_files}
     return options, files
 
 

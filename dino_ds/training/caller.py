@@ -1,13 +1,15 @@
 """The Python program that a run is part of: it is told of every line of metrics, and outlives the run.
 
-What ends a process elsewhere is an exception there, and a run that hangs is not ended: the program's user sees it.
+What ends a process elsewhere is an exception there, and a run that hangs is reported and goes on.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +24,7 @@ class Caller:
     """`error`: what a callback has raised; the run then stops and saves, as at a signal."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | SystemExit | None = None
         self._callbacks = tuple(callbacks)
         self._stop: CallersStopRequests | None = None
 
@@ -36,10 +38,17 @@ class Caller:
         try:
             for callback in self._callbacks:
                 callback(line["step"], dict(line))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self.error, self._callbacks = error, ()
             if self._stop is not None:
                 self._stop.request(f"{type(error).__name__} of a callback")
+
+    def let_go(self) -> None:
+        """Of what the run had in memory: an error of a callback would keep it, by the frames that called this."""
+        if self.error is not None and self.error.__traceback__ is not None:
+            for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
+                with suppress(RuntimeError):  # of those that are still at work
+                    frame.clear()
 
 
 class CallersStopRequests(StopRequests):
@@ -58,6 +67,7 @@ class CallersStopRequests(StopRequests):
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self._ask = None  # it holds the engine, and this outlives the run
 
     def install(self, ask: Callable[[], None]) -> None:
         super().install(ask)

@@ -31,7 +31,7 @@ _SECONDS = 5.0
 """For the hub to answer."""
 
 
-def find_weights(place: str | Path, asked: ForeignSpec | None = None) -> Weights:
+def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
     """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
 
     A run's heads and mask token lie in its checkpoints. asked: what network somebody says it is, where no file does;

@@ -6,6 +6,7 @@ features = model.features(model.preprocess(image)[None])
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.names import MODEL_FORMS
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of
@@ -75,6 +77,10 @@ class Backbone(nn.Module):
             if isinstance(image, str | Path):
                 name = str(image)
                 return self._crop(load_image(NamedFiles([name]), 0, self.value_range, channels))
+            if not isinstance(image, Image.Image | np.ndarray):
+                raise ConfigError(
+                    f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
+                )
             ready = prepared(image, self.value_range, name)
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
@@ -155,6 +161,8 @@ class Backbone(nn.Module):
     def _explained(self, images: Tensor) -> Iterator[None]:
         """Raises ConfigError unless `images` are a batch that the network can take."""
         channels = self.network.spec.in_chans
+        if not isinstance(images, Tensor):
+            raise ConfigError(f"a {type(images).__name__} is not a tensor of images: stack what preprocess gives")
         if images.ndim != 4 or images.shape[1] != channels:
             raise ConfigError(f"images of shape {list(images.shape)}: wanted are (b, {channels}, h, w)")
         if self.side_multiple > 1:
@@ -169,7 +177,10 @@ class Backbone(nn.Module):
 
 
 def load(
-    path: str | Path, device: str | torch.device = "cpu", heads: int | None = None, backbone: str | None = None
+    path: str | os.PathLike[str],
+    device: str | torch.device = "cpu",
+    heads: int | None = None,
+    backbone: str | None = None,
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
@@ -180,7 +191,10 @@ def load(
     of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
     anything else, and where heads or the backbone must be named.
     """
-    weights = find_weights(path, None if backbone is None else _asked(backbone))
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
+    path = os.fspath(path)
+    weights = find_weights(path, None if backbone is None else _asked(str(backbone)))
     named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
     try:
         if backbone not in (None, named):
@@ -194,7 +208,7 @@ def load(
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
-    model = Backbone(network, found.image_size, str(path), weights.about, weights.heads, notes)
+    model = Backbone(network, found.image_size, path, weights.about, weights.heads, notes)
     model.mask_token = weights.mask_token
     return model.to(device)
 

@@ -46,7 +46,7 @@ def away(tmp_path_factory):
     build = ["build", "--no-isolation", "--outdir", folder / "dist", folder / "checkout"]  # the wheel from the sdist
     for words in (build, [*pip, folder / "lib", folder / "dist" / f"dino_ds-{dino_ds.__version__}-py3-none-any.whl"]):
         command = [sys.executable, "-m", *words]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
     shutil.rmtree(folder / "checkout")
 
     def run(*words):

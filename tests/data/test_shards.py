@@ -150,7 +150,7 @@ def test_handles_are_safe_in_other_processes(tmp_path, method):
     with multiprocessing.get_context(method).Pool(2) as pool:
         results = pool.map_async(reds, [source] * 4, chunksize=1)
         mine = reds(source)
-        assert results.get(timeout=100) == [mine] * 4
+        assert results.get(timeout=300) == [mine] * 4
     assert mine == list(range(100))
 
 

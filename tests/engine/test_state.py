@@ -227,10 +227,10 @@ PRECISIONS = [
 @pytest.mark.parametrize(("old", "new"), PRECISIONS, ids=str)
 def test_another_precision(old, new):
     """Masters and moments are exact (`resume` asserts it); the loss that follows to bf16's 8 bits, which
-    the temperature of 0.1 multiplies by ten: 2 %."""
+    the temperature of 0.1 multiplies by ten: 3 %."""
     saved, losses, _ = straight(old)
     loaded, new_losses, _ = resume(new, saved, more=1)
-    assert new_losses == pytest.approx(losses[:1], rel=2e-2)
+    assert new_losses == pytest.approx(losses[:1], rel=3e-2)
     scale = 1.0 if new.precision != "fp16" else 2.0 ** FP16["initial_scale_power"]
     assert loaded.whole["loss_scale"] == (saved.whole["loss_scale"] if old.precision == new.precision else scale)
 
@@ -288,7 +288,7 @@ def _left_when_dropped(setup):
     return sum(thing() is not None for thing in things)
 
 
-@pytest.mark.parametrize("setup", [Setup(0), Setup(2, "fp16"), Setup(3)], ids=str)
+@pytest.mark.parametrize("setup", [Setup(0), BF16_OPTIMIZER, Setup(2, "fp16"), Setup(3)], ids=str)
 def test_nothing_of_an_engine_is_left_when_it_is_dropped(setup):
     """No weight, master or moment: between stages of training, and between trials of sizes."""
     assert run_on_ranks(_left_when_dropped, setup) == [0, 0]

@@ -154,6 +154,39 @@ def _at_call(method: str, number: int, on: tuple[int, ...], do: Act, rank: int) 
         setattr(owner, name, call)
 
 
+def held(step: int, on: tuple[int, ...]) -> Fault:
+    """Step `step` is not computed before the run is asked to stop, or the test says `Job.go_on`: whatever happens to
+    it from outside happens in mid-run, however slow the machine is."""
+    return functools.partial(_held, step, on)
+
+
+def _held(step: int, on: tuple[int, ...], rank: int) -> None:
+    from dino_ds.training.stop import StopRequests
+
+    install, asked = StopRequests.install, []
+
+    def note(self: StopRequests, *args: Any) -> None:
+        asked[:] = [self.requested_anywhere]
+        install(self, *args)
+
+    def hold() -> None:
+        end = time.monotonic() + 200
+        while not asked[0]() and not Path("go_on").exists() and time.monotonic() < end:
+            time.sleep(0.02)
+
+    StopRequests.install = note
+    _at_step(step, on, hold, 1, rank)
+
+
+def forwarded_within(seconds: float) -> Fault:
+    """A second signal is the first one, forwarded, for so long."""
+    return functools.partial(_forwarded_within, seconds)
+
+
+def _forwarded_within(seconds: float, rank: int) -> None:
+    importlib.import_module("dino_ds.training.stop").FORWARDED_SECONDS = seconds
+
+
 def both(*faults: Fault) -> Fault:
     return functools.partial(_both, faults)
 
@@ -267,9 +300,8 @@ def no_disk() -> None:
 
 
 def kill_parent() -> None:
-    """The launcher dies; the step takes as long as it may take to notice."""
+    """The launcher dies."""
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(4)
 
 
 def kill_loader() -> None:
@@ -288,5 +320,7 @@ def kill_monitor() -> None:
             process.kill()
 
 
-SLOW = at_step(1, (0, 1), act(sleep, 0.4), times=1000)
-"""Steps of 0.4 s: a signal comes before the last."""
+SLOW = both(at_step(1, (0, 1), act(sleep, 0.4), times=1000), held(9, (0, 1)))
+"""Steps of 0.4 s, and whatever a test does comes before the last."""
+LAUNCHER_KILLED = both(held(8, (0,)), at_step(8, (0,), kill_parent))
+"""Before step 8, which waits until that is noticed."""

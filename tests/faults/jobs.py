@@ -23,7 +23,7 @@ from tests.faults.launcher import Order, launch
 from tests.fork_server import ForkServer, fork_server
 from tests.training.harness import REPOSITORY, TINY
 
-ORPHANS_MAY_LIVE = 30.0
+ORPHANS_MAY_LIVE = 60.0
 """Seconds after the end of a job within which all it has started must be gone; on a quiet machine it is one or two."""
 
 
@@ -99,6 +99,10 @@ class Job:
     def mark(self) -> None:
         """The fault happens now, by the test's hand."""
         (self.folder / "fault").write_text(str(time.monotonic()))
+
+    def go_on(self) -> None:
+        """Ends what `inject.held` holds."""
+        (self.folder / "go_on").touch()
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         """Raises AssertionError, with what was printed, if `condition` does not come true."""

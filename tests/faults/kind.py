@@ -39,7 +39,7 @@ class Kind:
     changes: dict[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     ds: str = "zero1_fp32.json"
-    limit: float = 60.0
+    limit: float = 120.0
     goes_on: bool = True
     exact: bool = True
 
@@ -88,12 +88,14 @@ def empty_images(job: Job, place: Scene) -> None:
     job.mark()
     for path in place.images.iterdir():
         path.unlink()
+    job.go_on()
 
 
 def fill_disk(job: Job, place: Scene) -> None:
     job.wait_for_steps(place.run, 2)
     job.mark()
     fill(place.run)
+    job.go_on()
 
 
 def rename_run(job: Job, place: Scene) -> None:

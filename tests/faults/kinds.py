@@ -13,7 +13,7 @@ from tests.faults.kind import Kind
 from tests.faults.scene import Prepare, Scene
 
 NAN = float("nan")
-QUICK, QUICKER = {"hang_seconds": "3"}, {"hang_seconds": "2"}
+QUICK, QUICKER = {"hang_seconds": "5"}, {"hang_seconds": "3"}
 """QUICKER: where a start is what hangs, for which three times as long is waited."""
 
 
@@ -63,10 +63,10 @@ PROCESSES = [
         scene.own_disk, changes=QUICK,
     ),
     Kind("watcher killed", (0, 0), "done ", at_step(4, (1,), inject.kill_monitor)),
-    Kind("launcher killed", (75, 75), "the end of the launcher", at_step(8, (0,), inject.kill_parent)),
+    Kind("launcher killed", (75, 75), "the end of the launcher", inject.LAUNCHER_KILLED),
     Kind(
         "launcher killed while rank 1 hangs", (6, 6), "the launcher is gone",
-        inject.both(at_step(8, (0,), inject.kill_parent), at_step(8, (1,), inject.sleep)),
+        inject.both(inject.LAUNCHER_KILLED, at_step(8, (1,), inject.sleep)),
     ),
 ]  # fmt: skip
 REQUESTS = [
@@ -78,7 +78,7 @@ REQUESTS = [
     _asked("stop file", kind.stop_file),
     Kind(
         "second signal", (143, 143), "ended at once by SIGTERM and SIGTERM",
-        at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3)),
+        inject.both(inject.forwarded_within(0.5), at_step(8, (0,), inject.send(signal.SIGTERM, 2, pause=3))),
     ),
     Kind(
         "signal before the first step", (75, 75), "before the first step", inject.slow_start, kind.send_signal_early,

@@ -82,7 +82,7 @@ def test_a_lock_dated_ahead_is_free_after_a_minute_too(tmp_path):
     change(tmp_path, machine="another", host="far")
     tomorrow = time.time() + 86400
     os.utime(tmp_path / "lock", (tomorrow, tomorrow))
-    with pytest.raises(ConfigError, match="if far is gone, it is free in 60 s"):
+    with pytest.raises(ConfigError, match=r"if far is gone, it is free in (60|5\d) s"):
         RunLock(tmp_path).acquire()
     assert (tmp_path / "lock").stat().st_mtime < time.time() + 60
     then = time.time() - STALE_SECONDS - 1

@@ -65,7 +65,7 @@ def ssh_cluster(folder: Path) -> Iterator[dict[str, str]]:
         yield found
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 def _write_configs(folder: Path, port: int) -> None:

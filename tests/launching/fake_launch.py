@@ -3,24 +3,52 @@
 python fake_launch.py train.py RUN PLAN: PLAN is JSON, for each start and each rank a list of what it does.
 Ranks write heartbeats as the real ones do. "die 9" is a signal to itself, "exit 3" a code, "work" works until a signal
 has come to all ranks and then ends with 75, "deaf" hears none, "step 7" has done 7 steps, "child" starts a process that
-stays, "after 1" waits for the end of rank 1. The launcher ends with the first rank that fails, as DeepSpeed's does, and
-with a code of its own for ["launcher 0"].
+stays. "watched" waits until the supervisor watches this rank, "after 1" until it has seen the end of rank 1, "noted
+WORD" until the word is in the restarts that it writes down. The launcher ends with the first rank that fails, as
+DeepSpeed's does, and with a code of its own for ["launcher 0"].
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
 from dino_ds.health.records import Heartbeat, Heartbeats
+
+
+def watched() -> set[int]:
+    """The processes whose end the supervisor waits for; -1 stands for one that has ended, which it has not seen yet."""
+    found = []
+    for descriptor in Path(f"/proc/{os.environ['DINO_DS_SUPERVISOR'].partition('.')[0]}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found += descriptor.read_text().splitlines()
+    return {int(line.removeprefix("Pid:")) for line in found if line.startswith("Pid:")}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def _has_been_seen_to_end(process: Path) -> bool:
+    return not process.exists() and -1 not in watched()
+
+
+def _is_noted(run_dir: Path, word: str) -> bool:
+    return word in (run_dir / "restarts.jsonl").read_text()
 
 
 def rank_main(run_dir: Path, words: list[str]) -> None:
@@ -42,13 +70,14 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
         if verb == "step":
             step, phase = int(value), "step"
             beat()
-        elif verb == "wait":
-            time.sleep(float(value))
+        elif verb == "watched":
+            wait_for(lambda: os.getpid() in watched())
         elif verb == "after":
-            other = run_dir / f"pid{value}"
-            while not other.exists() or Path(f"/proc/{other.read_text()}").exists():
-                time.sleep(0.02)
-            time.sleep(0.5)  # until the supervisor has seen it
+            wait_for((run_dir / f"pid{value}").exists)
+            other = Path("/proc", (run_dir / f"pid{value}").read_text())
+            wait_for(partial(_has_been_seen_to_end, other))
+        elif verb == "noted":
+            wait_for(partial(_is_noted, run_dir, value))
         elif verb == "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         elif verb == "die":
@@ -59,15 +88,15 @@ def rank_main(run_dir: Path, words: list[str]) -> None:
             sys.exit(int(value))
         elif verb == "work":
             (run_dir / f"ready{rank}").touch()
-            while not seen:
-                time.sleep(0.02)
+            wait_for(lambda: bool(seen))
             (run_dir / f"signals{rank}").write_text(str(seen[0]))
-            while len(list(run_dir.glob("signals*"))) < int(os.environ["WORLD_SIZE"]):
-                time.sleep(0.02)  # saving, together
+            wait_for(lambda: len(list(run_dir.glob("signals*"))) == int(os.environ["WORLD_SIZE"]))  # saving, together
             beat("stopped", 75)
             sys.exit(75)
         elif verb == "deaf":
             (run_dir / f"ready{rank}").touch()
+            wait_for(lambda: bool(seen))
+            (run_dir / f"signals{rank}").write_text(str(seen[0]))
             time.sleep(1000)
 
 

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from dino_ds.cli import main
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import build_command, check_forwarded, quote_for_pdsh
 from dino_ds.launching.hostfile import Host
@@ -75,6 +76,34 @@ def test_an_elastic_run_must_be_able_to_go_on():
     options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", skip_checks=True, dry_run=True)
     with pytest.raises(ConfigError, match="add --resume auto"):
         run(options, train_words=WORDS, train={"options": TrainOptions()})
+
+
+STAGES = "--stages=quickstart_dinov3,quickstart_gram,quickstart_highres"
+
+
+def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
+    """As a command each would begin or resume them; what is over is left out."""
+
+    def launched(*words):
+        main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", *words])
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("command")]
+        return [line.partition("train.py ")[2].replace(f"{tmp_path}/", "") for line in lines]
+
+    runs = f"{tmp_path}/runs"
+    first, second, third = (f"runs/{i}_quickstart_{name}" for i, name in enumerate(("dinov3", "gram", "highres"), 1))
+    assert launched("--run_dir", runs, STAGES, "--seed=1") == [
+        f"--seed=1 --config quickstart_dinov3 --run_dir {first}",
+        f"--seed=1 --config quickstart_gram --run_dir {second} --from {first}",
+        f"--seed=1 --config quickstart_highres --run_dir {third} --from {second}",
+    ]
+    for folder in (first, second):
+        (tmp_path / folder / "checkpoints/step_00000001").mkdir(parents=True)
+    resumed = launched("--resume", *STAGES.split("="), "--run_dir", runs)
+    assert resumed[0] == f"--config quickstart_gram --run_dir {second} --resume auto --from {first}"
+    assert len(resumed) == 2
+    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1")
+    with pytest.raises(ConfigError, match="launch one stage after the other"):
+        run(options, train_words=WORDS, train={"options": TrainOptions(stages="a,b")})
 
 
 @pytest.mark.parametrize(

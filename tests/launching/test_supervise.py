@@ -195,9 +195,13 @@ class Job:
     def wait_ready(self, ranks: int = 2) -> None:
         """Until the ranks work, and the supervisor watches them and their launcher."""
         end = time.monotonic() + 120
-        while not all((self.run / f"ready{rank}").exists() for rank in range(ranks)) or self._watched() < ranks + 1:
+        while self._watched() < ranks + 1 or not self.has("ready", ranks):
             assert time.monotonic() < end and self.process.poll() is None
             time.sleep(0.02)
+
+    def has(self, name: str, ranks: int = 2) -> bool:
+        """Whether every rank has left its file of this name."""
+        return all((self.run / f"{name}{rank}").exists() for rank in range(ranks))
 
     def _watched(self) -> int:
         found = 0
@@ -221,14 +225,14 @@ class Job:
 @pytest.mark.parametrize(
     ("ranks", "code", "parts"),
     [
-        ([["wait 0.6", "exit 2"], ["after 0", "exit 2"]], 2, ["rank 0", "code 2"]),
-        ([["step 5", "after 1", "exit 6"], ["step 5", "wait 0.5", "die 9"]], 6, ["rank 1", "SIGKILL", "at step 5"]),
-        ([["step 5", "wait 0.5", "die 11"], ["after 0", "exit 1"]], 6, ["rank 0", "SIGSEGV"]),
-        ([["wait 1", "die 9"], DONE, ["launcher 0"]], 6, ["rank 0", "SIGKILL"]),
-        ([["wait 1", "exit 75"], ["wait 1", "exit 75"], ["launcher 1"]], 75, []),
+        ([["watched", "exit 2"], ["after 0", "exit 2"]], 2, ["rank 0", "code 2"]),
+        ([["step 5", "after 1", "exit 6"], ["step 5", "watched", "die 9"]], 6, ["rank 1", "SIGKILL", "at step 5"]),
+        ([["step 5", "watched", "die 11"], ["after 0", "exit 1"]], 6, ["rank 0", "SIGSEGV"]),
+        ([["watched", "die 9"], DONE, ["launcher 0"]], 6, ["rank 0", "SIGKILL"]),
+        ([["watched", "exit 75"], ["watched", "exit 75"], ["launcher 1"]], 75, []),
         ([["child", *DONE], ["child", *DONE], ["launcher 3"]], 0, []),
         ([DONE, DONE, ["launcher 0 late"]], 0, []),
-        ([DONE, ["step 3", "wait 1"]], 6, ["rank 1 has ended without having finished"]),
+        ([DONE, ["step 3", "watched"]], 6, ["rank 1 has ended without having finished"]),
         ([["launcher 2"]], 2, ["no rank was seen"]),
     ],
     ids=[
@@ -252,7 +256,8 @@ def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, c
 
 @pytest.mark.slow
 def test_restarts_are_written_down(tmp_path):
-    job = Job(tmp_path / "run", [[["step 4", "wait 0.5", "die 9"], DONE], [["step 6", "wait 1.3", "exit 0"], DONE]], 5)
+    second = ["step 6", "noted restart_seconds", "exit 0"]
+    job = Job(tmp_path / "run", [[["step 4", "watched", "die 9"], DONE], [second, DONE]], 5)
     code, lines = job.end()
     assert code == 0 and len(job.starts) == 2
     first, second = map(json.loads, (tmp_path / "run/restarts.jsonl").read_text().splitlines())
@@ -277,8 +282,9 @@ def test_a_second_signal_ends_everything(tmp_path):
     job = Job(tmp_path / "run", [[["deaf", "child"], ["child", "deaf"]]], 3)
     job.wait_ready()
     job.process.terminate()
-    time.sleep(0.5)
-    assert job.process.poll() is None
+    while not job.has("signals"):
+        assert job.process.poll() is None
+        time.sleep(0.02)
     job.process.terminate()
     code, (line,) = job.end()
     assert code == 143 and "second signal" in line and len(job.starts) == 1

@@ -33,7 +33,7 @@ _CHANGED = {"rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
 class TestRecorded:
     @pytest.mark.parametrize("kind", _KINDS)
     def test_tables(self, kind):
-        """FP32, angles up to 8: 1e-6. Theirs have the columns of both halves of a head."""
+        """FP32, angles up to 8: 2e-6. Theirs have the columns of both halves of a head."""
         numbers, tables = golden_v2("rope"), RopeTables(_KINDS[kind], BackboneOptions())
         grids = [name.split(".")[1] for name in numbers if name.startswith(f"{kind}.") and name.endswith(".cos")]
         assert grids
@@ -42,7 +42,7 @@ class TestRecorded:
             (((cos, sin), *_),) = tables.of([(height, width)], CPU)
             for name, ours in (("cos", cos), ("sin", sin)):
                 theirs = numbers[f"{kind}.{grid}.{name}"]
-                torch.testing.assert_close(torch.cat((ours, ours), dim=1), theirs, rtol=0, atol=1e-6)
+                torch.testing.assert_close(torch.cat((ours, ours), dim=1), theirs, rtol=0, atol=2e-6)
 
     def test_periods_of_a_wide_head(self):
         ours = 2 * math.pi / rope.frequencies(replace(_HEAD16, width=64, heads=1), CPU)

@@ -152,7 +152,7 @@ def test_position_interpolation_is_a_choice():
 @pytest.mark.parametrize("side, height, width", [(14, 6, 6), (37, 16, 24), (4, 7, 2)])
 @pytest.mark.parametrize("interpolation", ["dino", "antialias"])
 def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height, width):
-    """And their gradients. Standard normal entries in FP32, sums in another order: 1e-6 of the largest."""
+    """And their gradients. Standard normal entries in FP32, sums in another order: 2e-6 of the largest."""
     patches = torch.randn(1, side**2, 8, requires_grad=True)
     grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)
     if interpolation == "dino":
@@ -165,7 +165,7 @@ def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height,
     weights = torch.randn_like(ours)
     gradients = [torch.autograd.grad((out * weights).sum(), patches)[0] for out in (ours, theirs)]
     for a, b in ((ours, theirs), gradients):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6 * float(b.detach().abs().max()))
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-6 * float(b.detach().abs().max()))
 
 
 @pytest.mark.parametrize("channels, side, size", [(3, 16, (96, 80)), (5, 14, (70, 60))])

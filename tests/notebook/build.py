@@ -21,7 +21,8 @@ _NOISE = re.compile(r"^(\S*Tqdm\w*Warning|.*IProgress not found|\S*/ld: )", re.M
 def execute(notebook: nbformat.NotebookNode, docs: Path) -> None:
     """As if it lay in `docs`, beside which it makes a folder of runs. Raises CellExecutionError."""
     place = {"metadata": {"path": str(docs)}}
-    NotebookClient(notebook, timeout=_SECONDS, resources=place).execute()
+    limits = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), _SECONDS)
+    NotebookClient(notebook, resources=place, **limits).execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # when it ran: another file each time
         if cell.cell_type == "code":

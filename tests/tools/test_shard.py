@@ -167,6 +167,10 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     for i in range(60):
         (tmp_path / f"images/{i:02d}.png").write_bytes(noise(300, 300, "PNG", seed=i))
     make(tmp_path / "images", tmp_path / "whole", shard_size="3", shrink=150)
+    held = {tmp_path / f"images/{i}.png": (tmp_path / f"images/{i}.png").read_bytes() for i in (30, 33)}
+    for path in held:  # one for each worker, which never gets further
+        path.unlink()
+        os.mkfifo(path)
     code = f"""
         from dino_ds.options.data import ShardOptions
         from dino_ds.tools import shard
@@ -183,6 +187,9 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     job.kill()
     job.wait()
     assert psutil.wait_procs(family, timeout=60)[1] == []
+    for path, data in held.items():
+        path.unlink()
+        path.write_bytes(data)
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     assert 2 <= len(done) < 20 and not (tmp_path / "out/index.safetensors").exists()
     with records.open("a") as file:

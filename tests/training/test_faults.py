@@ -100,15 +100,15 @@ def test_empty_folder(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def _kill_after_a_step(run):
+def _after_a_step(run, act, *args):
     while not (run / "metrics.jsonl").exists() or not losses_of(run):
         time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGTERM)
+    act(*args)
 
 
 def _stopped_by(root, run, rank_to_signal):
     if int(os.environ["RANK"]) == rank_to_signal:
-        threading.Thread(target=_kill_after_a_step, args=(run,)).start()
+        threading.Thread(target=_after_a_step, args=(run, os.kill, os.getpid(), signal.SIGTERM)).start()
     changes = {"length": "4000 steps", "log_every": "1"}
     return train_tiny(root, run, "zero1_fp32.json", changes=changes)
 
@@ -152,7 +152,7 @@ def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
 
 def _train_while_a_shard_is_lost(root, run):
     if os.environ["RANK"] == "0":
-        threading.Timer(1.0, os.truncate, (root / "1.tar", 0)).start()
+        threading.Thread(target=_after_a_step, args=(run, os.truncate, root / "1.tar", 0)).start()
     changes = {"length": "4000 steps", "data.max_bad_fraction": "0.2", "log_every": "1"}
     return train_tiny(root, run, changes=changes)
 

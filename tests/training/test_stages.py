@@ -355,10 +355,9 @@ def test_several_stages_with_one_command_on_two_ranks(images, tmp_path):
 
 
 def engines_alive() -> int:
-    from dino_ds.engine.engine import Engine
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    gc.collect()
-    return sum(isinstance(thing, Engine) for thing in gc.get_objects())
+    return sum(type(thing) is DeepSpeedEngine for thing in gc.get_objects())
 
 
 def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
@@ -397,16 +396,6 @@ def test_stages_that_make_no_sense(words, message):
     with pytest.raises(UserError) as caught:
         read(TRAIN, parse_flags(TRAIN, words))
     assert message in str(caught.value)
-
-
-def test_launch_watches_over_one_run_folder():
-    """Its restarts go by one run's checkpoints."""
-    from dino_ds.launching.launch import run as launch
-    from dino_ds.options.machine import LaunchOptions
-    from dino_ds.options.run import TrainOptions
-
-    with pytest.raises(UserError, match="--stages makes several: launch one stage after the other"):
-        launch(LaunchOptions(), train_words=(), train={"options": TrainOptions(stages="quickstart")})
 
 
 def test_other_images_begin_a_new_epoch(base, tmp_path):

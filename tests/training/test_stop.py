@@ -52,16 +52,18 @@ def straight(images, tmp_path_factory):
 
 
 class Stuck:
-    """Images of noise that don't come on rank 1 while there is a file "stuck", as from a disk that does not answer."""
+    """Images of noise; those after the fourth step don't come on rank 1 while there is a file "stuck", as from a disk
+    that does not answer."""
 
     def __init__(self, root):
-        self._stuck = Path(root) / "stuck"
+        self._stuck, self._loaded = Path(root) / "stuck", 0
 
     def __len__(self):
         return 24
 
     def load(self, index):
-        while self._stuck.exists() and os.environ["RANK"] == "1":
+        self._loaded += 1
+        while self._loaded > 4 * 4 and self._stuck.exists() and os.environ["RANK"] == "1":
             time.sleep(0.2)
         return Image.fromarray(np.random.default_rng(index).integers(0, 256, (40, 48, 3), dtype=np.uint8))
 
@@ -69,12 +71,11 @@ class Stuck:
         return f"noise/{index}"
 
 
-def _slow_and_soon_done(rank):
-    """Steps of a fifth of a second; torch gives a loader process that does not end half a second, not five."""
+def _soon_done(rank):
+    """torch gives a loader process that does not end half a second, not five."""
     import torch.utils.data._utils as loading
 
     loading.MP_STATUS_CHECK_INTERVAL = 0.5
-    inject.at_step(1, (0, 1), inject.act(time.sleep, 0.2), times=1000)(rank)
 
 
 def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
@@ -86,9 +87,9 @@ def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert jobs.start(theirs, root, changes=changes, environment=here).wait(120).codes == [0, 0]
     workers = changes | {"data.workers": "1"}
-    job = jobs.start(ours, root, changes=workers, fault=_slow_and_soon_done, environment=here)
-    job.wait_for_steps(ours, 3)
     (root / "stuck").touch()
+    job = jobs.start(ours, root, changes=workers, fault=_soon_done, environment=here)
+    job.wait_for_steps(ours, 4)
     job.wait_for(lambda: any(beat.seconds_since_progress > 1.5 for beat in Heartbeats(ours).read()))
     job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
     outcome = job.wait(120)
@@ -172,7 +173,8 @@ def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
 
 def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
     """Ctrl-C reaches all processes of a terminal, and a launcher sends its ranks another signal."""
-    fault = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.1))
+    twice = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.1))
+    fault = inject.both(inject.forwarded_within(60), twice)
     outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(120)
     assert outcome.codes == [75, 75] and outcome.errors == []
 
@@ -182,8 +184,7 @@ def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "stop").touch()
-    slow = inject.at_step(1, (0, 1), inject.act(time.sleep, 0.5), times=1000)
-    outcome = jobs.start(run, images, fault=slow).wait(120)
+    outcome = jobs.start(run, images, fault=inject.SLOW).wait(120)
     assert outcome.codes == [75, 75]
     assert "stopped  by the stop file at step " in outcome.text
     assert not (run / "stop").exists()
