@@ -96,8 +96,8 @@ def train(
     as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
 
     Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
-    Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a second
-    Ctrl-C is a KeyboardInterrupt, and saves nothing.
+    Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
+    second Ctrl-C is a KeyboardInterrupt, and saves nothing.
     """
     own = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps}
     own["resume"] = None if resume is False else resume

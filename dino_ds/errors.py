@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import signal
 
 EXIT_CODES = {
     0: "done",
@@ -14,11 +15,13 @@ EXIT_CODES = {
     5: "disk full or not writable",
     6: "a rank hangs or is gone",
     7: "out of memory, of a GPU or of the host",
-    75: "stopped on request (SIGTERM, SIGINT, SIGUSR1, SIGUSR2, RUN/stop) and saved: continue with --resume",
+    75: "stopped on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2, RUN/stop) and saved: continue with --resume",
     130: "interrupted by Ctrl-C, other commands than train",
 }
 STOPPED = 75
 INTERRUPTED = 130
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that make a run save and stop; they often reach all of its processes at once."""
 
 _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE

@@ -18,6 +18,11 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     key: of the recipe; kind: what `is_kind` accepts, in words: nothing else is ever called. Raises ConfigError.
     """
     module_name, _, name = path.partition(":")
+    if module_name == "__main__" and not _loaders_find_main(key):
+        raise ConfigError(
+            f"{key} {path}: loader processes can't import what is defined in a notebook or a main program: put it into "
+            f"a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
+        )
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
     try:
@@ -36,3 +41,9 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
         known = [other for other, value in vars(module).items() if is_kind(value)]
         raise ConfigError(f"{key} {path}: {module_name} has no {kind} {name}.{did_you_mean(name, known)}")
     return found
+
+
+def _loaders_find_main(key: str) -> bool:
+    """They run a main script again, if there is a file of it, for a source alone; other code is none of theirs."""
+    script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return {"data.source": script, "data.transform": False}.get(key, True)

@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from dino_ds.data.base import Source
 from dino_ds.distributed import local_world_size, usable_cores
-from dino_ds.errors import DataError
+from dino_ds.errors import STOP_SIGNALS, DataError
 
 _MAX_WORKERS = 16
 _PREFETCHED_BATCHES = 3
@@ -130,23 +132,49 @@ def main_module_left_out(unless_defines: Source) -> Iterator[None]:
         main.__spec__, main.__file__ = spec, file
 
 
-def _process_context() -> multiprocessing.context.BaseContext:
+class _LoaderProcess(ForkServerProcess):
+    """Known by its class to `_unblock_signals`."""
+
+
+class _LoaderContext(ForkServerContext):
+    Process = _LoaderProcess
+
+
+def _process_context() -> ForkServerContext:
     """Workers are forked from a small server process that has imported the loader once.
 
     A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
     torch in each worker, 5 seconds of a core apiece.
     """
-    context = multiprocessing.get_context("forkserver")
+    context = _LoaderContext()
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
+    # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # it unblocks some here
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
+
+
+def _unblock_signals(_: object) -> None:
+    """For processes of the program around a run that the same server forks: `terminate` must end them."""
+    process = multiprocessing.current_process()
+    if isinstance(process, ForkServerProcess) and not isinstance(process, _LoaderProcess):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+util.register_after_fork(_unblock_signals, _unblock_signals)
 
 
 def _start_worker(worker: int) -> None:
     # One image at a time on one core: the cores are shared out over the workers already.
     torch.set_num_threads(1)
-    # Ctrl-C and the launcher's SIGTERM reach all processes; only the parent knows when the last batch is consumed.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # They reach all processes; only the parent knows when the last batch is consumed.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import timm
 import torch
@@ -26,7 +26,14 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MODEL, DATA = 3, 2
+"""Exit codes for a model and for options or images that can't be used, as dino-ds has them."""
 Score = Callable[[], tuple[float, dict[str, float]]]
+
+
+def fail(message: str, code: int = DATA) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(code)
 
 
 def open_upright(path: str | Path) -> Image.Image:
@@ -56,25 +63,25 @@ def load_teacher(model: str, classes: int, random: bool = False) -> tuple[Any, d
     path = Path(model) / "teacher.safetensors" if Path(model).is_dir() else Path(model)
     if path.suffix != ".safetensors":
         if not timm.is_model(model.partition(".")[0]):
-            sys.exit(f"{model} is neither a run folder, a .safetensors file nor a name of timm's")
+            fail(f"{model} is neither a run folder, a .safetensors file nor a name of timm's", MODEL)
         network, arguments = create(model, {"num_classes": classes}, not random)
         config = network.pretrained_cfg
         return network, {"timm_name": model, "timm_arguments": arguments, "mean": config["mean"], "std": config["std"]}
     if not (path.exists() and path.with_suffix(".json").exists()):
-        sys.exit(f"{path} or the .json of its name is missing: give a run folder, or dino-ds export its teacher")
+        fail(f"{path} or the .json of its name is missing: give a run folder, or dino-ds export its teacher", MODEL)
     about = json.loads(path.with_suffix(".json").read_text())
     wanted = {**about["timm_arguments"], "num_classes": classes}
     if about.get("value_range"):
-        sys.exit(f"{model} takes images of more than 8 bits: change how this program reads images")
+        fail(f"{model} takes images of more than 8 bits: change how this program reads images")
     if wanted.get("in_chans", 3) != 3:
-        sys.exit(f"{model} takes {wanted['in_chans']} channels: change how this program reads images")
+        fail(f"{model} takes {wanted['in_chans']} channels: change how this program reads images")
     network, about["timm_arguments"] = create(about["timm_name"], wanted)
     if not random:
         head = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(("head.", "fc."))}
         try:
             network.load_state_dict(load_file(path) | head)
         except RuntimeError as error:
-            sys.exit(f"{path} does not fit {about['timm_name']}: {str(error).splitlines()[1].strip()}")
+            fail(f"{path} does not fit {about['timm_name']}: {str(error).splitlines()[1].strip()}", MODEL)
     return network, about
 
 
@@ -143,14 +150,12 @@ def main(argv: list[str] | None = None) -> float:
         [one.name for one in sorted(path.glob("*")) if one.is_dir()] for path in (given.train, given.test)
     )
     if len(classes) < 2 or classes != others:
-        sys.exit(
-            f"{given.train} has the class folders {classes}, {given.test} {others}: they must be the same, 2 or more"
-        )
+        fail(f"{given.train} has the class folders {classes}, {given.test} {others}: they must be the same, 2 or more")
     network, about = load_teacher(given.model, len(classes), given.random)
     size = given.size or about["timm_arguments"].get("img_size", 224)
     patch = getattr(getattr(network, "patch_embed", None), "patch_size", (1,))[0]
     if size % patch:
-        sys.exit(f"--size {size} is not a multiple of the patch size: give {max(1, round(size / patch)) * patch}")
+        fail(f"--size {size} is not a multiple of the patch size: give {max(1, round(size / patch)) * patch}")
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(about["mean"], about["std"])]
     crop = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])
     middle = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *last])

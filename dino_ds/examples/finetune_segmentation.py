@@ -9,7 +9,6 @@ python -m dino_ds.examples.finetune_segmentation runs/vits16 --frozen --train TR
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from dino_ds.examples.finetune_classification import DEVICE, fit, load_teacher, open_upright, parser
+from dino_ds.examples.finetune_classification import DEVICE, fail, fit, load_teacher, open_upright, parser
 
 UNKNOWN = 255
 COLOURS = np.random.default_rng(3).integers(40, 256, (256, 3), dtype=np.uint8)
@@ -57,17 +56,17 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
         self.pairs = [(path, folder / "masks" / f"{path.stem}.png") for path in names]
         self.transform = transform
         if not names:
-            sys.exit(f"no images in {folder / 'images'}")
+            fail(f"no images in {folder / 'images'}")
         for image, mask in self.pairs:
             if not mask.exists():
-                sys.exit(f"{image} has no mask {mask}")
+                fail(f"{image} has no mask {mask}")
             picture = open_upright(image)
             with Image.open(mask) as drawn:
                 if picture.size != drawn.size or drawn.mode not in ("L", "P"):
                     wanted = f"{picture.size} pixels of 8 bits in one channel, the numbers of classes"
-                    sys.exit(f"{mask} is {drawn.size} of mode {drawn.mode}, and its image wants {wanted}")
+                    fail(f"{mask} is {drawn.size} of mode {drawn.mode}, and its image wants {wanted}")
                 if wrong := [one for one in np.unique(np.array(drawn)).tolist() if classes <= one != UNKNOWN]:
-                    sys.exit(f"{mask} has class {wrong[0]}: --classes names 0 to {classes - 1}, and 255 is unknown")
+                    fail(f"{mask} has class {wrong[0]}: --classes names 0 to {classes - 1}, and 255 is unknown")
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dino_ds.errors import STOP_SIGNALS
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
@@ -276,7 +277,7 @@ class MonitorProcess:
 
 def main() -> None:
     # Signals are for the rank to handle; the monitor ends with it.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     MonitorProcess(MonitorArguments(**json.loads(sys.argv[1]))).run()
     os._exit(0)  # a thread may still be waiting for a dead disk

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dino_ds.errors import STOPPED, PeerError
+from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError
 from dino_ds.health.processes import death_by
 from dino_ds.health.records import Heartbeat, describe_death, last_checkpoint
 from dino_ds.launching.guard import Guard, end_all
@@ -56,8 +56,7 @@ class StopSignals:
         self.count = 0
 
     def __enter__(self) -> StopSignals:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-        wanted = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+        wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
         self._before = {number: signal.signal(number, self._note) for number in wanted}
         return self
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from dino_ds.health.beat import Beat
-from dino_ds.training.stop import SIGNALS, StopRequests
+from dino_ds.training.stop import StopRequests, signals_to_handle
 
 Callback = Callable[[int, dict[str, Any]], object]
 """Gets the step and the line, as metrics.jsonl has it."""
@@ -72,7 +72,7 @@ class CallersStopRequests(StopRequests):
     def install(self, ask: Callable[[], None]) -> None:
         super().install(ask)
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._handlers = {number: signal.signal(number, self._note) for number in signals_to_handle()}
 
     def _note(self, number: int, _frame: object) -> None:
         if not self._signal:

@@ -6,7 +6,9 @@ DeepSpeed itself does not see these sections: its engine would wait for the devi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +48,17 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
             opened[name] = _OPENERS[name](section, run_dir, run_id)
         except Exception as error:  # of any package, network or account
             raise ConfigError(
-                f"{name} does not start: {one_line(error)}; set it up, or set --ds.{name}.enabled false"
+                f"{name} does not start: {_reason(error)}; set it up, or set --ds.{name}.enabled false"
             ) from None
     return opened
+
+
+def _reason(error: BaseException) -> str:
+    """What the network said, where that is the cause: libraries wrap it in pages of their own; else the whole text."""
+    innermost = error
+    while below := innermost.__cause__ or innermost.__context__:
+        innermost = below
+    return one_line(innermost if isinstance(innermost, OSError) else error, most=800)
 
 
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
@@ -82,12 +92,28 @@ def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
     if "tracking_uri" in section:
         mlflow.set_tracking_uri(section["tracking_uri"])
-    experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
-    ours = f"tags.run_id = '{run_id}'"
-    found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
-    known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
-    mlflow.start_run(**known, log_system_metrics=False)
+    with _soon_refused():
+        place = mlflow.get_tracking_uri()
+        print(f"mlflow   connecting to {place.rpartition('@')[2]}", file=sys.stderr, flush=True)  # without a password
+        experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
+        ours = f"tags.run_id = '{run_id}'"
+        found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
+        known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
+        mlflow.start_run(**known, log_system_metrics=False)
     return Logger(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
+
+
+@contextmanager
+def _soon_refused() -> Iterator[None]:
+    """MLflow tries a server that is not there for minutes: at a start, while all ranks wait, for seconds."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    ours = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 _OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow}

@@ -126,7 +126,8 @@ class RunLog:
         """Lines for people: console and, with the time, log.txt."""
         for line in lines:
             if self._text is not None:
-                tqdm.write(line, file=sys.stderr)
+                with suppress(OSError):  # a terminal or a pipe that was closed
+                    tqdm.write(line, file=sys.stderr)
                 self._append(self._text, stamped(line))
 
     def write(self, record: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -13,10 +14,9 @@ from types import TracebackType
 from typing import Any
 
 from dino_ds.distributed import set_store_flag, store_flag_is_set
-from dino_ds.errors import STOPPED
+from dino_ds.errors import STOP_SIGNALS, STOPPED
 from dino_ds.health.beat import Beat
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 FORWARDED_SECONDS = 2.0
 """A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
 
@@ -42,7 +42,7 @@ class StopRequests:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, _nothing) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, _nothing) for number in signals_to_handle()}
         self._thread = threading.Thread(target=self._listen, name="dino_ds signals", daemon=True)
         self._thread.start()
         return self
@@ -62,6 +62,7 @@ class StopRequests:
     def request(self, why: str) -> None:
         """Stop at the next step, as at a first signal; `install` was called before."""
         assert self._ask is not None
+        _let_go_of_a_closed_terminal()
         self._signal, self._first_at = why, time.monotonic()
         self._ask()
 
@@ -83,7 +84,7 @@ class StopRequests:
     def _listen(self) -> None:
         while data := os.read(self._read, 64):
             for number in data:
-                if number in SIGNALS and not self._over:
+                if number in self._handlers and not self._over:
                     self._hear(signal.Signals(number).name, number)
 
     def _hear(self, name: str, number: int) -> None:
@@ -103,6 +104,23 @@ class StopRequests:
     def _again(self) -> bool:
         """Whether a signal that comes now is a second one."""
         return time.monotonic() - self._first_at > FORWARDED_SECONDS
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """Those that make a run stop; under nohup a terminal's end is not one of them."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return [number for number in STOP_SIGNALS if number not in ignored]
+
+
+def _let_go_of_a_closed_terminal() -> None:
+    """What is printed to it would be an error before all is saved."""
+    for output in (1, 2):
+        poll = select.poll()
+        poll.register(output, 0)
+        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)
 
 
 _numbers = iter(range(sys.maxsize))

@@ -387,8 +387,9 @@ def open_loader(workers: int = 2, images: int = 200, **options) -> Loader:
 
 @pytest.mark.slow
 def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
-    """SIGINT and SIGTERM reach every process; the parent still gets the batch that it waits for, without a traceback.
-    A loader that nobody closes does not hold up its program's end.
+    """They reach every process, even before a worker has begun, and the server that forks workers; the parent still
+    gets the batch that it waits for, without a traceback, and other children of that server still end by SIGTERM. A
+    loader that nobody closes does not hold up its program's end.
 
     The script is one whose import is noticed: workers must not run it again.
     """
@@ -399,18 +400,24 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
             import os, signal, sys
             open(sys.argv[1], "a").write("run\\n")
             if __name__ == "__main__":
-                import psutil
+                import multiprocessing, time, psutil
+                from dino_ds.data.workers import main_module_left_out
+                from dino_ds.errors import STOP_SIGNALS
                 from tests.data.test_loader import open_loader
                 loader = open_loader()
-                for _ in range(2):  # one of each process: both have begun
-                    next(loader)
                 family = psutil.Process().children(recursive=True)
                 workers = [p for p in family if p.parent().pid != os.getpid()]
-                for worker in workers:
-                    os.kill(worker.pid, signal.SIGINT)
-                    os.kill(worker.pid, signal.SIGTERM)
-                for _ in range(30):
+                for turn in range(30):
+                    for process in family if turn < 3 else []:
+                        for number in STOP_SIGNALS:
+                            os.kill(process.pid, number)
                     next(loader)
+                other = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
+                with main_module_left_out(unless_defines=None):
+                    other.start()
+                other.terminate()
+                other.join(60)
+                print(len(family), other.exitcode, signal.pthread_sigmask(signal.SIG_BLOCK, []) == set())
                 print(len(workers), all(worker.is_running() for worker in workers))
                 loader.close()
                 gone, alive = psutil.wait_procs(workers, timeout=60)
@@ -429,7 +436,7 @@ def test_workers_survive_the_signals_that_stop_a_run_and_end_with_it(tmp_path):
         check=False,
     )
     assert out.stderr == ""
-    assert out.stdout.split() == ["2", "True", "2", "0"]
+    assert out.stdout.split() == ["4", "-15", "True", "2", "True", "2", "0"]
     assert (tmp_path / "runs").read_text() == "run\n"
     assert out.returncode == 0
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from dino_ds.config.loading import load_recipe
+from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.sources import build_source
+from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError
 from tests.data.test_loader import batches
 
@@ -70,3 +73,15 @@ def test_what_is_wrong_with_a_class_is_one_line(write_module, source, text, mess
 def test_the_recipe_refuses_what_is_no_name(source):
     with pytest.raises(ConfigError, match="nor a class of yours as module:Class"):
         load_recipe(None, {"data.source": source})
+
+
+def test_a_class_of_a_notebook_is_refused(monkeypatch):
+    """Loader processes could not import it; one of a main script they can."""
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "Mine", PhotoPatches, raising=False)
+    assert len(build_source("__main__:Mine", "train", "train", False)) > 0
+    with pytest.raises(ConfigError, match=r"data\.transform __main__:change: .* put it into a .py file"):
+        OwnTransform("__main__:change")
+    monkeypatch.setattr(main, "__file__", "<stdin>")
+    with pytest.raises(ConfigError, match=r"data\.source __main__:Mine: .* put it into a .py file"):
+        build_source("__main__:Mine", "train", "train", False)

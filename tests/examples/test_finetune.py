@@ -116,7 +116,7 @@ def test_any_size_is_taken_and_names_of_timm_build_the_network_again(place):
         again.load_state_dict(network.state_dict())
 
 
-def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path):
+def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path, capsys):
     Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
     with pytest.raises(ValueError, match="more than 8 bits"):
         finetune_classification.open_upright(tmp_path / "deep.png")
@@ -128,13 +128,15 @@ def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path):
     about = json.loads((place / "teacher.json").read_text()) | {"value_range": [0.0, 4095.0]}
     (tmp_path / "teacher.json").write_text(json.dumps(about))
     shutil.copy(place / "teacher.safetensors", tmp_path)
-    with pytest.raises(SystemExit, match="takes images of more than 8 bits"):
+    with pytest.raises(SystemExit, match="2"):
         finetune_classification.load_teacher(str(tmp_path), 2)
+    assert "takes images of more than 8 bits" in capsys.readouterr().err
 
 
-def test_a_size_that_patches_do_not_divide_is_one_line(place, tmp_path):
-    with pytest.raises(SystemExit, match="--size 50 is not a multiple of the patch size: give 48"):
+def test_a_size_that_patches_do_not_divide_is_one_line(place, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
         _classify(place, tmp_path / "out", "--size", "50")
+    assert capsys.readouterr().err == "--size 50 is not a multiple of the patch size: give 48\n"
     assert not (tmp_path / "out").exists()
 
 
@@ -176,25 +178,28 @@ def _a_mask(folder):
 
 
 @pytest.mark.parametrize("message", SPOILT)
-def test_masks_that_do_not_fit_are_one_line(place, tmp_path, message):
+def test_masks_that_do_not_fit_are_one_line(place, tmp_path, capsys, message):
     shutil.copytree(place / "masked/test", tmp_path / "test")
     SPOILT[message](tmp_path / "test")
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="2"):
         finetune_segmentation.Masked(tmp_path / "test", 3, None)
-    assert message in str(stopped.value) and "\n" not in str(stopped.value)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 @pytest.mark.parametrize(
-    ("model", "train", "message"),
+    ("model", "train", "code", "message"),
     [
-        ("teacher.safetensors", "masked", "they must be the same"),
-        ("nothing.safetensors", "train", "is missing: give a run folder"),
-        ("vit_of_nobody", "train", "nor a name of timm's"),
-        ("masked", "train", "is missing: give a run folder"),
+        ("teacher.safetensors", "masked", 2, "they must be the same"),
+        ("nothing.safetensors", "train", 3, "is missing: give a run folder"),
+        ("vit_of_nobody", "train", 3, "nor a name of timm's"),
+        ("masked", "train", 3, "is missing: give a run folder"),
     ],
 )
-def test_a_model_or_classes_that_do_not_fit_are_one_line(place, tmp_path, monkeypatch, model, train, message):
+def test_a_model_or_classes_that_do_not_fit_are_one_line(
+    place, tmp_path, monkeypatch, capsys, model, train, code, message
+):
     monkeypatch.chdir(place)
     with pytest.raises(SystemExit) as stopped:
         finetune_classification.main([model, "--train", train, "--test", "test", "--out", str(tmp_path / "out")])
-    assert message in str(stopped.value) and not (tmp_path / "out").exists()
+    assert stopped.value.code == code and message in capsys.readouterr().err and not (tmp_path / "out").exists()

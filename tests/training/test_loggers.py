@@ -4,6 +4,7 @@ does not stop training."""
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 
@@ -98,6 +99,35 @@ def test_mlflow_has_every_number(root, tmp_path, monkeypatch):
     for name in wanted[1]:
         history = {metric.step: metric.value for metric in client.get_metric_history(logged.info.run_id, name)}
         assert history == {step: values[name] for step, values in wanted.items() if name in values}
+
+
+def test_an_mlflow_that_does_not_answer_is_refused_soon_with_the_cause(tmp_path, monkeypatch, capsys):
+    mlflow = pytest.importorskip("mlflow")
+    limits = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    for name in limits:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+
+    def start(uri):
+        with pytest.raises(ConfigError) as refused:
+            open_loggers({"mlflow": {"enabled": True, "tracking_uri": uri}}, tmp_path, RUN_ID)
+        return str(refused.value)
+
+    before = mlflow.get_tracking_uri()
+    try:
+        monkeypatch.setenv(limits[0], "0")  # the user's own
+        assert "Connection refused; set it up" in start("http://me:secret@127.0.0.1:9")
+        assert os.environ[limits[0]] == "0" and limits[1] not in os.environ
+        assert "mlflow   connecting to 127.0.0.1:9\n" in capsys.readouterr().err
+        monkeypatch.delenv(limits[0])
+        tried = []
+        monkeypatch.setattr(mlflow, "set_experiment", lambda _: tried.extend(map(os.environ.get, limits)) or 1 / 0)
+        start("http://127.0.0.1:9")
+        assert tried == ["2", "10"] and not os.environ.keys() & limits
+        monkeypatch.undo()
+        assert "MLFLOW_ALLOW_FILE_STORE=true" in start((tmp_path / "store").as_uri())
+    finally:
+        mlflow.set_tracking_uri(before)
 
 
 class _Broken:

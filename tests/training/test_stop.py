@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pty
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,8 +18,12 @@ from PIL import Image
 from dino_ds.data.feed import DataTimeout
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
+from dino_ds.health.beat import Beat
 from dino_ds.health.records import Heartbeats
+from dino_ds.training.caller import CallersStopRequests
+from dino_ds.training.metrics import RunLog
 from dino_ds.training.step import TrainingStep
+from dino_ds.training.stop import StopRequests
 from dino_ds.weights.load import Backbone
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
@@ -222,3 +228,46 @@ def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):
         ) == [None, None]
         assert losses_of(run) == losses_of(theirs) and [line["loss_scale"] for line in read_metrics(run)] == scales
     assert scales[4] == 8 and len(set(scales)) > 1
+
+
+@pytest.mark.parametrize("of_a_program", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_stops_the_run_unless_nohup_ignores_it(ignored, of_a_program):
+    handler, before = signal.SIG_IGN if ignored else signal.SIG_DFL, signal.getsignal(signal.SIGHUP)
+    beat, asked = Beat(), []
+    wanted = CallersStopRequests(beat) if of_a_program else StopRequests(beat, asked.append, lambda *_: None)
+    signal.signal(signal.SIGHUP, handler)
+    try:
+        with wanted as stop:
+            stop.install(lambda: asked.append("ask"))
+            os.kill(os.getpid(), signal.SIGHUP)
+            until = time.monotonic() + (0.1 if ignored else 10)
+            while not stop.why and time.monotonic() < until:
+                time.sleep(0.01)
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (stop.why, asked) == (("", []) if ignored else ("SIGHUP", ["ask"]))
+
+
+def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path, monkeypatch):
+    """What is still printed then is in log.txt only; the process' own output goes nowhere once a stop was requested."""
+    there, here = pty.openpty()
+    kept = os.dup(2)
+    log = RunLog(tmp_path, 0, 1)
+    try:
+        os.dup2(here, 2)
+        with monkeypatch.context() as patch, open(2, "w", closefd=False) as terminal:
+            patch.setattr(sys, "stderr", terminal)
+            os.close(there)
+            log.info("saved")
+            stop = StopRequests(Beat(), print, print)
+            stop.install(lambda: None)
+            stop.request("SIGHUP")
+            assert os.write(2, b"stopped") == 7
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(here)
+        log.close()
+    assert (tmp_path / "log.txt").read_text().endswith("saved\n")
