@@ -143,7 +143,7 @@ def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
 def _find_recipe(config: str) -> str:
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
-    if config not in recipe_names() and (run := Path(config, "config.yaml")).is_file():
+    if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
         raise ConfigError(f"--config {config} is a run folder: its recipe is {run}")
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if not is_file(config) and (answer := weights_elsewhere(config)):

@@ -54,6 +54,6 @@ def test_it_trains_looks_embeds_and_evaluates(tmp_path, monkeypatch):
     execute(notebook, tmp_path / "docs")
     assert all(picture.width > 100 for picture in _pictures(notebook))
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert "../runs/notebook: 1 lines of metrics, the last: {'step': 2" in said
+    assert "notebook: 1 lines of metrics, the last: {'step': 2" in said
     assert "knn_10" in said and "by chance 5.6 %" in said
     assert (tmp_path / "runs/notebook/teacher.safetensors").exists()

@@ -33,29 +33,10 @@ def _slow_data():
     _matrix_product()
 
 
-def _many_tiny_operators():
-    a = torch.ones(4)
-    for _ in range(300):
-        a = a + 1
-
-
-def _elementwise():
-    a = torch.ones(4_000_000)
-    for _ in range(3):
-        a = a * 2
-
-
-@pytest.mark.parametrize(
-    ("step", "resource"),
-    [
-        (_slow_data, "input"),
-        (_many_tiny_operators, "host"),
-        (_matrix_product, "compute"),
-        (_elementwise, "memory"),
-    ],
-)
+@pytest.mark.parametrize(("step", "resource"), [(_slow_data, "input"), (_matrix_product, "compute")])
 @pytest.mark.slow
 def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
+    """Of operators that a busy machine makes no others; see test_the_rule for those of microseconds."""
     init_distributed()
     result = profile_torch(step, 1, 2, tmp_path)
     assert result["bound_by"] == resource, result["reason"]
