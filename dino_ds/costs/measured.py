@@ -174,8 +174,9 @@ class _Trace:
         known = [*backbone.parameters(), *backbone.buffers(), *tree_leaves(crops), *tree_leaves(keys)]
         memory = _Memory([tensor for tensor in known if isinstance(tensor, Tensor)], self)
         self._watch(backbone)
-        with memory, torch.set_grad_enabled(run.trains), _fused_attention():
+        for _ in range(2):  # what a dropped engine computes in its end is not this network's; it holds another's
             gc.collect()
+        with memory, torch.set_grad_enabled(run.trains), _fused_attention():
             features = backbone(crops, keys)[CLS]
             self.saved, self.forward_moments = memory.live, len(memory.moments)
             self.forward_flops, self.forward_moved = memory.flops, memory.moved

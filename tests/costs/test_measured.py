@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from functools import partial
 
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.activations import MicroBatch
 from dino_ds.costs.flops import recipe_step_flops
-from dino_ds.costs.measured import FORMULAS, measure_student, parameters_of
+from dino_ds.costs.measured import FORMULAS, measure, measure_student, parameters_of
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.parameters import copied_names, group_sizes, recipe_sizes
 from dino_ds.engine.optim import OptimizerOptions, parameter_groups
@@ -132,6 +133,27 @@ def test_memory_grows_with_the_images_and_shrinks_with_recomputation():
     assert max(one.activations for one in again.backward) < max(one.activations for one in many.backward)
     config = resolve(recipe, tiny_ds(0, activation_checkpointing={}), "x", 16)[1]
     assert 0 < Work.of(recipe, config).again.flops < Work.of(recipe, config).flops["student_backbone"] / 2
+
+
+def test_what_others_leave_to_the_collector_is_not_counted():
+    """As a dropped engine of DeepSpeed's: it computes when it is found, and leaves another to be found then."""
+
+    class Dropped:
+        def __init__(self, *held):
+            self.held = [self, *held]
+
+        def __del__(self):
+            self.result = torch.ones(2) + 1
+
+    recipe = cnn_recipe(RESNET)
+    alone = measure_student(recipe)
+    measure.cache_clear()
+    gc.disable()
+    try:
+        Dropped(Dropped())
+        assert measure_student(recipe) == alone
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_measured_is_said(tmp_path, monkeypatch):
