@@ -145,6 +145,8 @@ class LocalRanks:
 
     def _register(self, process: psutil.Process) -> None:
         environment = process.environ()
+        if process.ppid() in (os.getpid(), 1):
+            return  # an orphan: what a rank has started that ended before it was looked at
         if "RANK" in environment:
             rank = int(environment["RANK"])
             if rank not in self._ranks:  # else a process that the rank has started

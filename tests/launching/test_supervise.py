@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 import dino_ds.launching.supervise as module
@@ -30,6 +31,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat
 from dino_ds.launching.attempt import Outcome, StopSignals
+from dino_ds.launching.ranks import LocalRanks
 from dino_ds.launching.suspect_images import write_step_images
 from tests.launching.cluster import started_by
 from tests.ranks import run_on_ranks
@@ -252,6 +254,31 @@ def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, c
     found, lines = Job(tmp_path / "run", [ranks]).end()
     assert found == code
     assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts), lines
+
+
+@pytest.mark.slow
+def test_what_a_rank_leaves_is_no_rank(monkeypatch):
+    """Its environment names the rank, too: where that ended between the list of processes and a look at them."""
+    tree = "RANK=0 WORLD_SIZE=1 sh -c 'sleep 1000 & wait' & wait"
+    children = psutil.Process.children
+
+    def ended_meanwhile(launcher, recursive):
+        rank, left = children(launcher, recursive=recursive)
+        rank.kill()
+        while left.ppid() != os.getpid():
+            time.sleep(0.01)
+        return [rank, left]
+
+    with module._adopted_orphans(), subprocess.Popen(["sh", "-c", tree]) as launcher:
+        while len(children(psutil.Process(launcher.pid), recursive=True)) < 2:
+            time.sleep(0.01)
+        _, left = children(psutil.Process(launcher.pid), recursive=True)
+        monkeypatch.setattr(psutil.Process, "children", ended_meanwhile)
+        ranks = LocalRanks(launcher)
+        ranks.poll(0.0)
+        assert ranks.alive == {}
+        left.kill()
+        left.wait()
 
 
 @pytest.mark.slow
