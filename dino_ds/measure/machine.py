@@ -11,11 +11,13 @@ import psutil
 import torch
 
 _CONTAINERS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Of control groups, version 2 and 1: the folder, the files of the limit and of what is used, and in memory.stat that
-part of it which is given back when somebody needs it."""
+"""Of control groups, version 2 and 1: the folder, the files of the limit and of what is used, and what names begin with
+in memory.stat."""
+_CACHES = ("inactive_file", "active_file")
+"""Files' contents, which the kernel gives up when somebody needs the memory."""
 _FREE_PART = 0.9
 
 
@@ -45,12 +47,13 @@ def host_memory_gib() -> tuple[float, float]:
     """(all, free) memory of the machine, or of the container where that has less."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
-    for folder, limit_file, used_file, cache in _CONTAINERS:
+    for folder, limit_file, used_file, prefix in _CONTAINERS:
         with suppress(OSError, ValueError):  # there is no limit: no such file, or "max"
             limit = int(Path(folder, limit_file).read_text())
             total, free = min(total, limit), min(free, limit)
             stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            used = int(Path(folder, used_file).read_text()) - int(stat.get(cache, 0))
+            cached = sum(int(stat.get(prefix + cache, 0)) for cache in _CACHES)
+            used = int(Path(folder, used_file).read_text()) - cached
             free = max(0, min(free, limit - used))
     return total / 2**30, free / 2**30
 

@@ -114,7 +114,7 @@ def test_a_container_has_what_its_limit_leaves(limit, room, monkeypatch, tmp_pat
     for name, text in {
         "memory.max": limit,
         "memory.current": 2**27 + 2**20,
-        "memory.stat": f"anon 5\ninactive_file {2**20}",
+        "memory.stat": f"anon 5\ninactive_file {2**19}\nactive_file {2**19}",
     }.items():
         (tmp_path / name).write_text(f"{text}\n")
     places = [(str(folder), *names) for folder, (_, *names) in zip((tmp_path, "/x"), measured._CONTAINERS, strict=True)]
