@@ -31,6 +31,35 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+USERS_FILES = (
+    *("runs/quickstart/config.yaml", "runs/vits16/config.yaml", "images/cats/1.jpg", "train/cats/1.jpg", "test/1.jpg"),
+    *("config.yaml", "ds_config.json", "data", "teacher.safetensors", "quickstart", "hosts", "notes.py"),
+)
+"""Names that a newcomer's folders and files have, in the clone too: some that our options take, and some of ours."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working folder of all tests: full of a user's things, as the clone is that they are started in."""
+    folder, before = tmp_path_factory.mktemp("users"), Path.cwd()
+    for name in USERS_FILES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a user's")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_users_folder_as_it_is(users_folder: Path) -> Iterator[None]:
+    """No test may write beside a user's things, or go on in another folder than it began in."""
+    there = sorted(os.listdir(users_folder))
+    yield
+    os.chdir(users_folder)
+    assert sorted(os.listdir(users_folder)) == there, "written into the working folder: take tmp_path"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Beside a GPU the others must not see it: two ranks would share it, and tensors of the CPU meet its own."""
     if config.option.markexpr != "gpu":

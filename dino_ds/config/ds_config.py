@@ -99,7 +99,8 @@ def find_ds_config(path: str) -> str:
         near = did_you_mean(path.removesuffix(".json"), names)
         raise ConfigError(f"--ds_config {path} is neither a file nor a shipped one: there is {', '.join(names)}.{near}")
     is_shipped = not Path(path).parent.is_dir() and (_SHIPPED / path).parent.is_dir()
-    raise ConfigError(missing_file(str(_SHIPPED / path if is_shipped else path), (".json", ".hjson")))
+    problem = missing_file(str(_SHIPPED / path if is_shipped else path), (".json", ".hjson"))
+    raise ConfigError(problem.replace(f"{_SHIPPED}/", ""))  # as it was typed: found from any folder
 
 
 def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:

@@ -74,11 +74,11 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
 
 
 def test_defaults_and_aliases(calls: list[Any]):
-    words = "--data.root tests --deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false"
-    cli.main(["train", *words.split()])
+    words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false"
+    cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
     ((options, files),) = calls
     assert files["ds"]["fp16"]["enabled"] and Path(files["ds_path"]).name == "zero2_fp16.json"
-    assert files["recipe"].data.root == "tests" and files["ds_overrides"] is None
+    assert files["recipe"].data.root == f"{ROOT}/tests" and files["ds_overrides"] is None
     assert options == TrainOptions(run_dir="runs/vits16")
 
 
@@ -92,8 +92,8 @@ def test_defaults_and_aliases(calls: list[Any]):
         (["--resume", "--seed", "1"], True),
     ],
 )
-def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], words: list[str], value: object):
-    cli.main(["train", "--config", "quickstart", *words])
+def test_resume_is_a_switch_that_may_say_from_where(calls: list[Any], tmp_path: Path, words: list[str], value: object):
+    cli.main(["train", "--config", "quickstart", "--run_dir", str(tmp_path / "run"), *words])
     assert calls[0][0].resume == value and type(calls[0][0].resume) is type(value)
 
 
@@ -152,7 +152,7 @@ def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
             "unexpected word 'optimizer.lr=1e-3': options begin with two dashes: --optimizer.lr=1e-3",
         ),
         ("--crops.global_scale 0.4 1.0", "unexpected word '1.0': two numbers have a comma between: "),
-        ("--run_dir my runs", "unexpected word 'runs': options are written --key value, a value with spaces"),
+        ("--run_dir my trials", "unexpected word 'trials': options are written --key value, a value with spaces"),
         ("--", "--: unknown option."),
         ("-c quickstart", "-c: one-letter options are not accepted; write --config"),
         ("-x", "-x: one-letter options are not accepted"),

@@ -88,7 +88,7 @@ def test_crops_follow_the_patches_of_a_named_backbone(capsys):
         (["--gpu", "4090"], "Did you mean rtx4090-24g?"),
         (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "is neither timm's nor a class of yours"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
-        (["--gpu", "t4-16g", "--write", "README.md"], "README.md exists"),
+        (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml exists"),
         (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),
         (["--gpu", "t4-16g", "--write", "x", "--ds_config", "ds_configs/zero1_fp16.json"], "leave --ds_config out"),
     ],

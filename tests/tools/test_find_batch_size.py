@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.errors import ConfigError
 from dino_ds.options.machine import FindBatchSizeOptions
 from dino_ds.plan.fit import with_batch
@@ -75,7 +75,7 @@ def test_writing_keeps_the_rest_and_the_comments(tmp_path):
 
 
 def test_a_new_file_is_the_config_that_was_measured(tmp_path):
-    shipped = "ds_configs/zero2_bf16.json"
+    shipped = find_ds_config("ds_configs/zero2_bf16.json")
     given = load_ds_config(shipped, {})
     write_batch(tmp_path / "copy.json", given, shipped, 8)
     assert load_ds_config(str(tmp_path / "copy.json"), {}) == with_batch(given, 8, "auto")
