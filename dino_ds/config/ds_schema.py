@@ -122,7 +122,10 @@ _ZERO = {
 _DINO_DS = {
     "attention": Key("text", "varlen: one kernel for all sizes (CUDA)", choices=("sdpa", "naive", "varlen")),
     "attention_backend": Key(
-        "text", "kernel of sdpa; auto = torch's choice", choices=("cudnn", "flash", "efficient", "math"), auto=True
+        "text",
+        "kernel of sdpa; auto = torch's choice, but cuDNN's only if named",
+        choices=("cudnn", "flash", "efficient", "math"),
+        auto=True,
     ),
     "packed": Key("bool", "crops of all sizes in one pass (default true); exact"),
     "channels_last": Key("bool", "convolutions with the channels innermost in memory (default: on a GPU); exact"),

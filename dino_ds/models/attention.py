@@ -22,6 +22,9 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# On Hopper torch would take cuDNN's kernel first, whose gradients may be NaN for one query on an H200
+# (NVIDIA/cudnn-frontend issue 1072), which is what the last block asks.
+_AUTO_ON_CUDA = [_BACKENDS[name] for name in ("flash", "efficient", "math")]
 
 
 class QueryKeyValue(nn.Linear):
@@ -76,7 +79,7 @@ class _PerSize(torch.autograd.Function):
 
 class Attention(nn.Module):
     """implementation: "sdpa" (one call per size), "naive" (the formula) or "varlen" (one CUDA kernel for all sizes,
-    bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice."""
+    bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice, on CUDA without cuDNN's."""
 
     def __init__(self, width: int, heads: int, implementation: str, backend: str, bias: bool = True) -> None:
         super().__init__()
@@ -128,7 +131,7 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""
         if self.implementation == "sdpa":
-            with _kernel(self.backend):
+            with _kernel(self.backend, q.is_cuda):
                 return F.scaled_dot_product_attention(q, k, v)
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         return weights @ v
@@ -145,11 +148,14 @@ class Attention(nn.Module):
 
 
 def chosen_kernel(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that torch's "auto" takes for sequences of `tokens` tokens, such as "flash"."""
+    """The kernel that "auto" takes for sequences of `tokens` tokens, such as "flash"."""
     example = torch.empty(2, heads, tokens, head_width, dtype=dtype, device=device, requires_grad=True)
-    chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
+    with _kernel("auto", example.is_cuda):
+        chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
     return next((name for name, backend in _BACKENDS.items() if backend == chosen), chosen.name.lower())
 
 
-def _kernel(backend: str) -> AbstractContextManager[None]:
-    return nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend])
+def _kernel(backend: str, on_cuda: bool) -> AbstractContextManager[None]:
+    if backend != "auto":
+        return sdpa_kernel(_BACKENDS[backend])
+    return sdpa_kernel(_AUTO_ON_CUDA) if on_cuda else nullcontext()

@@ -173,14 +173,16 @@ def build_meta(
 ) -> Network:
     """The network of a recipe that gives those of `queries` and of features that are `outputs`, weights without memory.
 
-    Raises ConfigError for batched stochastic depth in compiled blocks.
+    Raises ConfigError for batched stochastic depth that grows by block, in compiled blocks.
     """
-    if performance.compile != "off" and recipe.model.stochastic_depth == "batched":
+    model = recipe.model
+    grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
+    if performance.compile != "off" and grows:
         raise ConfigError(
-            "dino_ds.compile does not go with model.stochastic_depth batched: each block keeps another number of crops "
-            "and would be compiled anew; remove one of the two"
+            "dino_ds.compile does not go with model.stochastic_depth batched that grows: each block keeps another "
+            "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
         )
-    model, sizes = recipe.model, {HEAD: recipe.head, IBOT_HEAD: recipe.ibot_head}
+    sizes = {HEAD: recipe.head, IBOT_HEAD: recipe.ibot_head}
     options = BackboneOptions(
         model.drop_path,
         model.drop_path_growth,

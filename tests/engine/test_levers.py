@@ -11,7 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Progress
+from dino_ds.errors import ConfigError
+from dino_ds.training.build import build_meta
 from dino_ds.training.step import Inputs
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
@@ -129,6 +133,14 @@ def test_exact_levers_change_no_loss_of_four_steps(stage: int, lever: str):
     )
     assert other[0] == pytest.approx(plain[0], rel=1e-6)
     assert other == pytest.approx(plain, rel=1e-5)
+
+
+def test_batched_depth_is_compiled_where_all_blocks_keep_as_many_crops():
+    performance = PerformanceOptions(compile="default")
+    settings = {"data.source": "photos", "model.stochastic_depth": "batched", "model.drop_path": "0.3"}
+    with pytest.raises(ConfigError, match=r"take model\.drop_path_growth uniform"):
+        build_meta(load_recipe("vits16", settings), performance, {}, ["cls"])
+    build_meta(load_recipe("vits16", settings | {"model.drop_path_growth": "uniform"}), performance, {}, ["cls"])
 
 
 def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:
