@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -79,6 +79,14 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
         total = sum_across_ranks(grad_outputs[0].contiguous())
         return total.narrow(1, rank() * ctx.rows, ctx.rows)
+
+
+def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
+    """Each of `whole` (ranks * n,) from every rank's shard of it (n,), its part of the same memory; one collective for
+    all of them, which every rank of `group` must call."""
+    with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
+        for flat, shard in zip(whole, shards, strict=True):
+            dist.all_gather_into_tensor(flat, shard, group=group)
 
 
 def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:

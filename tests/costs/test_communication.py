@@ -22,6 +22,7 @@ HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers
 # torch's operator -> (ours, which of its arguments is the whole payload)
 OPERATIONS = {
     "c10d::allgather_": ("all-gather", 0),
+    "c10d::allgather_into_tensor_coalesced_": ("all-gather", 0),
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::_allgather_base_": ("all-gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
@@ -93,6 +94,31 @@ def test_weights_that_are_not_kept_are_gathered_twice(reuse, recompute):
         weights = predicted["reduce-scatter"]
         assert predicted["all-gather"] > 3.1 * weights  # once, and 4 bytes for the teacher
         assert sent["all-gather"] == pytest.approx(predicted["all-gather"], abs=0.1 * weights)
+
+
+def _collectives_of_the_teacher(layer_decay: str) -> tuple[Counter[str], int, bool]:
+    """Collectives of one move, the optimizer's parameter groups, and whether the teacher equals the masters."""
+    changes = {"optimizer.layer_decay": layer_decay, "model.depth": "6"}
+    trial = build_trial(*resolve(tiny_recipe(**changes), tiny_ds(1, bf16={"enabled": True}), "test.json", 4))
+    trial.run()
+    ema, masters = trial.step.teachers["ema"], trial.step.engine.masters()
+    with _Collectives() as counted:
+        ema.move(momentum=0.0)
+    (rank, ranks), equal = (torch.distributed.get_rank(), torch.distributed.get_world_size()), True
+    for own in masters:
+        pieces = {offset: ema.state()[name].flatten() for name, offset in own.layout}
+        whole = torch.zeros(own.numel)
+        for offset, piece in pieces.items():
+            whole[offset : offset + len(piece)] = piece
+        equal &= torch.equal(whole.chunk(ranks)[rank], own.shard())
+    return counted.calls, len(masters), equal
+
+
+def test_the_teacher_is_gathered_at_once_however_many_parameter_groups_there_are():
+    """Learning rates by layer make a dozen of these six blocks; each rank moves its own part, exactly."""
+    for layer_decay, at_least in (("1", 2), ("0.9", 12)):
+        for calls, groups, equal in run_on_ranks(_collectives_of_the_teacher, layer_decay):
+            assert calls == {"all-gather": 1} and groups >= at_least and equal
 
 
 def _of_a_recipe(changes: dict[str, str], stage: int) -> tuple[Counter[str], Counter[str], list[Traffic]]:
