@@ -28,6 +28,7 @@ from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
 from tests.sample import sampled
+from tests.training.harness import REPOSITORY
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.
@@ -190,7 +191,8 @@ def test_the_real_7b_is_built_in_partitions():
     Of P weights 2 P / 64 bytes are this rank's, 2 P / 8 its part of the node's second copy; one module's FP32 weights
     come and go; the engine adds masters and gradients. A whole student would be 4 P as it is drawn, 2 P in bf16.
     """
-    done = subprocess.run([sys.executable, "-m", "tests.engine.fake_7b"], capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "tests.engine.fake_7b"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     weights, drawn = found["weights"], 3 * found["largest_module_bytes"]
